@@ -1,0 +1,36 @@
+"""nanoserve: an LLM inference engine that a person can read in an evening.
+
+    from nanoserve import LLM, SamplingParams
+    outputs = LLM("tiny-qwen3").generate(["..."], SamplingParams(max_tokens=64))
+
+Names are resolved on first use (PEP 562), so that `import nanoserve.engine` stays free of torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoserve.llm import LLM
+    from nanoserve.outputs import CompletionOutput, RequestOutput
+    from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams"]
+
+_HOME = {
+    "LLM": "nanoserve.llm",
+    "SamplingParams": "nanoserve.sampling_params",
+    "RequestOutputKind": "nanoserve.sampling_params",
+    "RequestOutput": "nanoserve.outputs",
+    "CompletionOutput": "nanoserve.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,279 @@
+"""What the user chose (`EngineConfig`) and what the checkpoint says (`ModelConfig`).
+
+Neither imports torch or transformers: the brain reads both, and data types travel as names
+("bfloat16"). `ModelConfig` is made from `config.json` alone and is the only place that knows
+that transformers 4 and 5 write that file differently.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass
+class EngineConfig:
+    """Options of one engine, under vLLM's names. Every field is checked on construction.
+
+    Raises `ValueError` with the offending value and its limit; an unknown option is a `ValueError`
+    too when it comes through `EngineConfig.from_options`.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False  # token ids in, token ids out
+    dtype: str = "auto"  # "auto" is the checkpoint's own
+    load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
+    seed: int = 0  # seeds the requests that bring no seed of their own
+
+    max_model_len: int | None = None  # tokens, prompt and output together
+    max_num_seqs: int = 256  # bound of the running set, not of one step
+    max_num_batched_tokens: int = 2048  # token budget of one step
+    long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
+    scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
+
+    block_size: int = 16  # tokens per KV block
+    num_kv_blocks: int | None = None  # fixes the pool
+    kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
+    enable_prefix_caching: bool = True
+    prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
+
+    attention_backend: str = "auto"  # "auto" | "torch"
+    # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
+        known = {f.name for f in fields(cls)} - {"model"}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option(s) {unknown}; known options are {sorted(known)}")
+        return cls(model=str(model), **options)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _check_int(name, getattr(self, name), minimum=1)
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=1)
+        _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
+        _check_int("seed", self.seed, minimum=0)
+        if self.prefix_cache_seed is not None:
+            _check_int("prefix_cache_seed", self.prefix_cache_seed, minimum=0)
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+            f"max_num_seqs={self.max_num_seqs}: a step could not give each running sequence a token",
+        )
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]",
+        )
+        _require(
+            self.tensor_parallel_size == 1,
+            f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far",
+        )
+        _require(
+            self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
+            f"num_kv_blocks={self.num_kv_blocks} and "
+            f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
+        )
+
+    def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
+        """The longest sequence that the model was made for and the pool can hold, in tokens.
+
+        A length that nobody asked for is lowered and logged; an explicit one that does not fit
+        raises, because a request near it could never finish.
+        """
+        pool_limit = num_kv_blocks * self.block_size
+        if self.max_model_len is None:
+            if pool_limit < model_limit:
+                logger.warning(
+                    "max_model_len lowered from %d to %d, the tokens that %d KV blocks of %d hold",
+                    *(model_limit, pool_limit, num_kv_blocks, self.block_size),
+                )
+            return min(model_limit, pool_limit)
+        _require(
+            self.max_model_len <= model_limit,
+            f"max_model_len={self.max_model_len} exceeds the model's "
+            f"max_position_embeddings={model_limit}",
+        )
+        _require(
+            self.max_model_len <= pool_limit,
+            f"max_model_len={self.max_model_len} does not fit into the KV pool: {num_kv_blocks} "
+            f"blocks of {self.block_size} hold {pool_limit} tokens",
+        )
+        return self.max_model_len
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int and value >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name}={value!r} is not one of {list(choices)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a checkpoint says of its model, in the names of its `config.json`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    eos_token_ids: frozenset[int] = frozenset()
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, dtype: str = "auto") -> "ModelConfig":
+        """Read `config.json` and, where there is one, `generation_config.json` of a folder.
+
+        Raises `ValueError` for a folder without a config, and for every setting that would change
+        the model's output and that nanoserve does not implement: refusing is better than being
+        silently wrong.
+        """
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} is no checkpoint: it has no config.json")
+        raw = _read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        return cls.from_hf(raw, generation, dtype)
+
+    @classmethod
+    def from_hf(
+        cls, raw: Mapping[str, Any], generation: Mapping[str, Any], dtype: str = "auto"
+    ) -> "ModelConfig":
+        """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
+
+        def get(name: str) -> Any:
+            if raw.get(name) is None:
+                raise ValueError(f"config.json has no {name!r}")
+            return raw[name]
+
+        architectures = raw.get("architectures") or [None]
+        _refuse_unimplemented(raw)
+        if dtype == "auto":
+            dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+        _check_choice("dtype", dtype, DTYPES)
+        config = cls(
+            architecture=str(architectures[0]),
+            vocab_size=get("vocab_size"),
+            hidden_size=get("hidden_size"),
+            intermediate_size=get("intermediate_size"),
+            num_hidden_layers=get("num_hidden_layers"),
+            num_attention_heads=get("num_attention_heads"),
+            num_key_value_heads=get("num_key_value_heads"),
+            head_dim=get("head_dim"),
+            max_position_embeddings=get("max_position_embeddings"),
+            rms_norm_eps=get("rms_norm_eps"),
+            rope_theta=_rope_theta(raw),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            dtype=dtype,
+            eos_token_ids=_token_ids(raw.get("eos_token_id"))
+            | _token_ids(generation.get("eos_token_id")),
+            default_sampling=_default_sampling(generation),
+        )
+        _require(
+            config.num_attention_heads % config.num_key_value_heads == 0,
+            f"num_attention_heads={config.num_attention_heads} is no multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}",
+        )
+        return config
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers: 2 x layers x heads x dim x size.
+
+        LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
+        """
+        bytes_per_value = 4 if self.dtype == "float32" else 2
+        return (
+            2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _rope_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _rope_theta(raw: Mapping[str, Any]) -> float:
+    theta = _rope_settings(raw).get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json has no 'rope_theta', neither itself nor in rope_parameters")
+    return float(theta)
+
+
+def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
+    rope = _rope_settings(raw)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    _require(rope_type == "default", f"rope_type={rope_type!r} is not implemented, only 'default'")
+    activation = raw.get("hidden_act", "silu")
+    _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
+    windowed = raw.get("use_sliding_window") or "sliding_attention" in (
+        raw.get("layer_types") or ()
+    )
+    _require(not windowed, f"sliding_window={raw.get('sliding_window')} is not implemented")
+    _require(
+        not raw.get("quantization_config"),
+        f"quantization_config={raw.get('quantization_config')} is not implemented",
+    )
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    """An EOS entry of a config is absent, one id or a list of ids."""
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a model's makers recommend.
+
+    `do_sample: false`, where a file says it outright, means greedy.
+    """
+    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    names["max_new_tokens"] = "max_tokens"
+    chosen = {ours: generation[hf] for hf, ours in names.items() if generation.get(hf) is not None}
+    if generation.get("do_sample") is False:
+        chosen["temperature"] = 0.0
+    finite = all(math.isfinite(value) for value in chosen.values())
+    _require(finite, f"generation_config.json has a value that is not finite: {chosen}")
+    return chosen

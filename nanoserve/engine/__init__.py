@@ -1,0 +1,1 @@
+"""The brain: it decides with integers what runs next. Nothing in this package imports torch."""

@@ -1,0 +1,191 @@
+"""Who owns which block of the KV cache.
+
+PagedAttention (Kwon et al. 2023, section 4): the cache is a pool of blocks of `block_size` tokens,
+and a sequence's *block table* lists the blocks that hold its tokens. With block size 16 and block
+table [5, 2, 8, 12], position 35 is token 3 of logical block 2, which is physical block 8: slot
+8 x 16 + 3 = 131. At most the last block of a sequence is partly empty, so waste is bounded by
+`block_size - 1` tokens a sequence.
+
+This module knows blocks, not tensors. Block 0 is never given out: it is the dummy block into which
+padding may write.
+"""
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection
+
+import numpy as np
+import xxhash
+
+from nanoserve.engine.sequence import Sequence
+
+
+def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
+    """Hash of a block *and all that came before it*: 128 bits over the parent's hash and the ids.
+
+    K and V of a token depend on its whole prefix, so equal tokens under different prefixes must
+    not share a block; chaining makes the prefix part of the key. 128 bits, because a collision
+    would show one user another's text, and ids are hashed at full width, four bytes each.
+    """
+    return xxhash.xxh3_128_digest(parent + token_ids.astype(np.int32, copy=False).tobytes())
+
+
+class BlockManager:
+    """Allocation by reference count, and a prefix cache over the blocks that are full.
+
+    A freed block keeps its content and its hash until it is needed for something else, so the
+    free queue *is* the prefix cache's eviction order: least recently used first. Each operation is
+    O(1) per block, plus hashing each token once.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        prefix_cache_seed: int | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        if prefix_cache_seed is None:
+            # Unpredictable, so that nobody can craft a prompt whose hash collides with another's.
+            prefix_cache_seed = secrets.randbits(64)
+        self._root = chain_hash(str(prefix_cache_seed).encode(), np.empty(0))
+        self._ref_counts = [0] * (num_blocks + 1)  # by block id; entry 0 is the dummy block
+        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self._block_of: dict[bytes, int] = {}
+        # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def lookup(self, seq: Sequence) -> list[int]:
+        """The cached blocks that hold the longest known prefix of `seq`. Changes nothing.
+
+        A hit never covers the last token: its logits are needed, so it must be computed. A block
+        cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
+        blocks of 16.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[int] = []
+        max_hits = (seq.num_tokens - 1) // self.block_size
+        self._hash_blocks(seq, max_hits)
+        for block_hash in seq.block_hashes[:max_hits]:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def allocate(self, seq: Sequence, num_tokens: int, cached_blocks: Collection[int] = ()) -> bool:
+        """Extend the block table to hold `num_tokens` tokens; False, and no change, if it cannot.
+
+        `cached_blocks`, from `lookup`, come first in the table of a sequence that has none yet.
+        """
+        table = seq.block_table
+        num_new = self.blocks_needed(num_tokens) - len(table) - len(cached_blocks)
+        # A cached block that nobody uses is in the free queue, and sharing it takes it out.
+        num_revived = sum(self._ref_counts[block] == 0 for block in cached_blocks)
+        if max(num_new, 0) + num_revived > len(self._free):
+            return False
+        for block in cached_blocks:
+            self._share(block)
+            table.append(block)
+        for _ in range(num_new):
+            table.append(self._take())
+        return True
+
+    def register(self, seq: Sequence, num_new_tokens: int) -> list[int]:
+        """Publish the blocks that this step's `num_new_tokens` fill, and return them.
+
+        Only blocks whose last token lies inside what this step computes: a token that is known
+        but not computed has no K and V yet. If another block already holds the same prefix (two
+        sequences computed it side by side), that one stays the published one.
+        """
+        first = seq.num_computed_tokens // self.block_size
+        end = (seq.num_computed_tokens + num_new_tokens) // self.block_size
+        if first == end or not self.enable_prefix_caching:
+            return []
+        self._hash_blocks(seq, end)
+        published = []
+        for block_hash, block in zip(
+            seq.block_hashes[first:end], seq.block_table[first:end], strict=True
+        ):
+            if block_hash not in self._block_of:
+                self._block_of[block_hash] = block
+                self._hash_of[block] = block_hash
+                published.append(block)
+        return published
+
+    def forget(self, block: int) -> None:
+        """Withdraw a published block, because its content is about to change or never came."""
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+    def free(self, seq: Sequence) -> None:
+        """Give back every block of `seq`, last first.
+
+        Blocks are reused in the order in which they are freed, so a cached chain loses its tail
+        before its head: [1, 2, 3, 4] is evicted as 4, 3, 2, 1. The other way round, losing the
+        head would make the whole chain unreachable.
+        """
+        while seq.block_table:
+            block = seq.block_table.pop()
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)  # nothing to keep: reuse it first
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self.forget(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _share(self, block: int) -> None:
+        if self._ref_counts[block] == 0:
+            del self._free[block]
+        self._ref_counts[block] += 1
+
+    def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
+        """Extend `seq.block_hashes` to at least `num_blocks` hashes, each token hashed once."""
+        hashes, size = seq.block_hashes, self.block_size
+        first = len(hashes)
+        if first >= num_blocks:
+            return
+        token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
+        for start in range(0, len(token_ids), size):
+            parent = hashes[-1] if hashes else self._root
+            hashes.append(chain_hash(parent, token_ids[start : start + size]))
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Raise `RuntimeError` unless the pool is consistent with the tables of `sequences`.
+
+        For tests and debugging: O(pool + tables).
+        """
+        expected = [0] * (self.num_blocks + 1)
+        for seq in sequences:
+            for block in seq.block_table:
+                expected[block] += 1
+        used = sum(count > 0 for count in self._ref_counts)
+        problems = {
+            "reference counts differ from the tables": expected != self._ref_counts,
+            "the dummy block was given out": self._ref_counts[0] != 0,
+            "free + used != num_blocks": len(self._free) + used != self.num_blocks,
+            "a free block is in use": any(self._ref_counts[block] for block in self._free),
+            "hash and block maps disagree": self._block_of
+            != {h: block for block, h in enumerate(self._hash_of) if h is not None},
+        }
+        found = [problem for problem, is_there in problems.items() if is_there]
+        if found:
+            raise RuntimeError(f"the block pool is inconsistent: {found}")

@@ -1,0 +1,92 @@
+"""What one request gets back, in vLLM's shape."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestMetrics:
+    """Times are readings of one monotonic clock, in seconds; None is "not yet"."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_output_tokens: int = 0
+    num_cached_prompt_tokens: int = 0  # taken from the prefix cache at first admission
+    num_preemptions: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds between arrival and the first step that worked on the request."""
+        return _difference(self.first_scheduled_time, self.arrival_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """TTFT: seconds between arrival and the first token."""
+        return _difference(self.first_token_time, self.arrival_time)
+
+    @property
+    def inter_token_time(self) -> float | None:
+        """Mean seconds between two tokens; None with fewer than two of them."""
+        span = _difference(self.finished_time, self.first_token_time)
+        if span is None or self.num_output_tokens < 2:
+            return None
+        return span / (self.num_output_tokens - 1)
+
+    @property
+    def total_time(self) -> float | None:
+        """End-to-end latency: seconds between arrival and the last token."""
+        return _difference(self.finished_time, self.arrival_time)
+
+
+def _difference(later: float | None, earlier: float | None) -> float | None:
+    return None if later is None or earlier is None else later - earlier
+
+
+@dataclass
+class CompletionOutput:
+    """One completion. `token_ids` and `text` end before the EOS or stop token that ended them.
+
+    finish_reason: None while it runs; "stop" (EOS or a stop token), "length" or "abort".
+    stop_reason: the stop token's id; None when it was the model's own EOS.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request and what it has produced; `prompt` is None when token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine started."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # of finished requests
+    num_output_tokens: int = 0  # of finished requests
+    num_computed_tokens: int = 0  # through the model, recomputation included
+    num_preemptions: int = 0
+    prefix_cache_queries: int = field(default=0)  # prompt tokens looked up
+    prefix_cache_hits: int = field(default=0)  # of which found
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of looked-up tokens that were found, 0 to 1."""
+        return self.prefix_cache_hits / max(1, self.prefix_cache_queries)

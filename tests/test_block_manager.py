@@ -1,0 +1,131 @@
+"""Blocks, reference counts and the prefix cache. W6, W10-W13 are the course's worked examples."""
+
+import numpy as np
+import pytest
+
+from nanoserve.engine.block_manager import BlockManager, chain_hash
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling_params import SamplingParams
+
+
+def make_sequence(token_ids, max_model_len: int = 4096) -> Sequence:
+    return Sequence("r", list(token_ids), SamplingParams(), max_model_len=max_model_len)
+
+
+def run(manager: BlockManager, seq: Sequence) -> Sequence:
+    """Allocate and compute the whole of `seq`, with whatever the cache has."""
+    hits = manager.lookup(seq)
+    assert manager.allocate(seq, seq.num_tokens, hits)
+    seq.num_computed_tokens = len(hits) * manager.block_size
+    n = seq.num_tokens - seq.num_computed_tokens
+    manager.register(seq, n)
+    seq.num_computed_tokens += n
+    return seq
+
+
+def test_w10_shared_prefix_reference_counts() -> None:
+    manager = BlockManager(8, block_size=16)
+    prefix = list(range(48))
+    a = run(manager, make_sequence([*prefix, *range(100, 110)]))
+    b = run(manager, make_sequence([*prefix, *range(200, 210)]))
+    shared, own_a, own_b = a.block_table[:3], a.block_table[3], b.block_table[3]
+    assert b.block_table[:3] == shared and own_a != own_b
+    assert [manager._ref_counts[block] for block in [*shared, own_a, own_b]] == [2, 2, 2, 1, 1]
+    manager.free(a)
+    assert [manager._ref_counts[block] for block in [*shared, own_a, own_b]] == [1, 1, 1, 0, 1]
+    assert manager.num_free_blocks == 8 - 4
+    manager.free(b)
+    assert manager.num_free_blocks == 8
+
+
+def test_w11_a_freed_block_is_found_again_and_cannot_be_evicted() -> None:
+    manager = BlockManager(4, block_size=4)
+    a = run(manager, make_sequence(range(4)))
+    (block,) = a.block_table
+    manager.free(a)
+    assert manager._ref_counts[block] == 0
+    assert next(reversed(manager._free)) == block and manager._hash_of[block] is not None
+    b = make_sequence(range(8))
+    assert manager.lookup(b) == [block]
+    assert manager.allocate(b, 8, [block])
+    assert manager._ref_counts[block] == 1 and block not in manager._free
+    others = make_sequence(range(50, 62))
+    assert not manager.allocate(others, 12)  # three blocks, and only two are left
+    assert manager.allocate(others, 8)
+    assert block not in others.block_table
+
+
+def test_w12_the_tail_is_evicted_before_the_prefix() -> None:
+    manager = BlockManager(4, block_size=2)
+    a = run(manager, make_sequence(range(8)))
+    assert a.block_table == [1, 2, 3, 4]
+    manager.free(a)
+    assert list(manager._free) == [4, 3, 2, 1]
+    run(manager, make_sequence(range(50, 53)))  # two blocks: evicts 4 and 3
+    assert manager.lookup(make_sequence(range(8))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "reused"),
+    [(5, 5, 0), (64, 64, 48), (100, 64, 64), (100, 100, 96)],
+)
+def test_w13_the_last_token_is_always_computed(num_tokens, num_cached, reused) -> None:
+    manager = BlockManager(32, block_size=16)
+    tokens = list(range(101, 101 + num_tokens))
+    run(manager, make_sequence(tokens[:num_cached]))
+    assert len(manager.lookup(make_sequence(tokens))) * 16 == reused
+
+
+def test_equal_tokens_after_another_prefix_are_another_block() -> None:
+    manager = BlockManager(8, block_size=2)
+    run(manager, make_sequence([1, 1, 7, 7, 9]))
+    assert manager.lookup(make_sequence([2, 2, 7, 7, 9])) == []
+    assert len(manager.lookup(make_sequence([1, 1, 7, 7, 9]))) == 2
+
+
+def test_hash_covers_ids_at_full_width() -> None:
+    hashes = {chain_hash(b"", np.array([token])) for token in (1, 257, 65537, 16777217)}
+    assert len(hashes) == 4 and all(len(h) == 16 for h in hashes)
+
+
+def test_prefix_cache_seed_decides_the_hashes() -> None:
+    roots = [BlockManager(1, 1, prefix_cache_seed=seed)._root for seed in (7, 7, 8, None, None)]
+    assert roots[0] == roots[1]
+    assert len(set(roots)) == 4
+
+
+def test_failed_allocation_changes_nothing() -> None:
+    manager = BlockManager(3, block_size=2)
+    first = run(manager, make_sequence(range(4)))
+    manager.free(first)
+    before = (list(manager._free), dict(manager._block_of), list(manager._ref_counts))
+    seq = make_sequence(range(9))  # two hits and three more: five of three blocks
+    assert not manager.allocate(seq, 9, manager.lookup(seq))
+    assert (list(manager._free), dict(manager._block_of), list(manager._ref_counts)) == before
+    assert seq.block_table == []
+
+
+def test_check_sees_a_leak() -> None:
+    manager = BlockManager(3, block_size=2)
+    run(manager, make_sequence(range(4)))
+    with pytest.raises(RuntimeError, match="reference counts"):
+        manager.check([])
+
+
+def test_two_sequences_that_fill_the_same_block_at_once_publish_one() -> None:
+    manager = BlockManager(4, block_size=2)
+    a, b = make_sequence([5, 5, 5]), make_sequence([5, 5, 5])
+    for seq in (a, b):
+        assert manager.allocate(seq, 3)
+    assert manager.register(a, 3) == [a.block_table[0]]
+    assert manager.register(b, 3) == []
+    manager.check([a, b])
+    manager.free(b)
+    assert next(iter(manager._free)) not in a.block_table
+    assert manager.lookup(make_sequence([5, 5, 5])) == [a.block_table[0]]
+
+
+def test_no_prefix_cache_no_hits() -> None:
+    manager = BlockManager(4, block_size=2, enable_prefix_caching=False)
+    manager.free(run(manager, make_sequence([5, 5, 5])))
+    assert manager.lookup(make_sequence([5, 5, 5])) == []

@@ -1,0 +1,129 @@
+"""The brain under the shadow-KV oracle, and proof that the oracle sees planted bugs."""
+
+import pytest
+from shadow_kv import Corruption, ShadowRun
+
+from nanoserve.engine import block_manager
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+
+
+def test_no_run_reads_kv_of_another_prefix(request: pytest.FixtureRequest) -> None:
+    preempted = hit = aborted = 0
+    for seed in range(request.config.getoption("--fuzz-runs")):
+        run = ShadowRun(seed)
+        try:
+            run.run()
+        except (Corruption, RuntimeError) as error:
+            pytest.fail(f"seed {seed}: {error}")
+        preempted += run.scheduler.num_preemptions > 0
+        hit += run.scheduler.num_hit_tokens > 0
+        aborted += any(seq.finish_reason == "abort" for seq in run.live)
+    # The runs must be hard enough to mean something.
+    num_runs = request.config.getoption("--fuzz-runs")
+    assert min(preempted, hit, aborted) > 0.1 * num_runs, (preempted, hit, aborted, num_runs)
+
+
+def stale_hash_left_on_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: BlockManager) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._ref_counts[block] = 1
+        return block
+
+    monkeypatch.setattr(BlockManager, "_take", take)
+
+
+def hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = block_manager.chain_hash
+    monkeypatch.setattr(block_manager, "chain_hash", lambda parent, ids: original(b"", ids))
+
+
+def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(self: BlockManager, seq: Sequence) -> list[int]:
+        hits: list[int] = []
+        self._hash_blocks(seq, seq.num_tokens // self.block_size)
+        for block_hash in seq.block_hashes:
+            if block_hash not in self._block_of:
+                break
+            hits.append(self._block_of[block_hash])
+        return hits
+
+    monkeypatch.setattr(BlockManager, "lookup", lookup)
+
+
+def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.register
+
+    def register(self: BlockManager, seq: Sequence, num_new_tokens: int) -> list[int]:
+        allocated = len(seq.block_table) * self.block_size
+        all_known = min(seq.num_tokens, allocated) - seq.num_computed_tokens
+        return original(self, seq, max(all_known, num_new_tokens))
+
+    monkeypatch.setattr(BlockManager, "register", register)
+
+
+def registered_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.register
+
+    def register(self: BlockManager, seq: Sequence, num_new_tokens: int) -> list[int]:
+        known = seq.num_tokens - seq.num_computed_tokens
+        return original(self, seq, min(known, num_new_tokens + 1))
+
+    monkeypatch.setattr(BlockManager, "register", register)
+
+
+def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._grow
+
+    def grow(self: Scheduler, seq: Sequence, n: int) -> bool:
+        grown = original(self, seq, n)
+        if grown:
+            self.block_manager.register(seq, n)
+        return grown
+
+    monkeypatch.setattr(Scheduler, "_grow", grow)
+
+
+def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, seq: Sequence) -> None:
+        self._release(seq, SequenceStatus.WAITING)
+        seq.num_computed_tokens = 0
+        self._enqueue(seq)
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def failed_step_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.rollback
+
+    def rollback(self: Scheduler, plan) -> None:
+        plan.registered_blocks.clear()
+        original(self, plan)
+
+    monkeypatch.setattr(Scheduler, "rollback", rollback)
+
+
+PLANTED_BUGS = [
+    stale_hash_left_on_reuse,
+    hash_without_parent,
+    hit_covers_the_last_token,
+    registered_beyond_the_step,
+    registered_one_block_early,
+    registered_before_preemption_is_over,
+    victim_left_in_running,
+    failed_step_stays_registered,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)
+def test_the_oracle_catches(plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `check()`, whose bookkeeping would see some of these before the oracle does."""
+    plant(monkeypatch)
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
+    for seed in range(1000):
+        try:
+            ShadowRun(seed).run()
+        except (Corruption, IndexError, KeyError, ValueError, AssertionError):
+            return
+    pytest.fail("1000 runs with a planted bug, and none was caught")
