@@ -22,7 +22,7 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How to choose a request's tokens and when to stop.
 
-    temperature: 0 is greedy; otherwise logits are divided by it.
+    temperature: 0 (and all below 1e-5) is greedy; otherwise logits are divided by it.
     top_k: only the k most likely tokens; 0 and -1 both mean all of them.
     top_p: only the smallest set of most likely tokens whose probability reaches top_p. The token
         that crosses the border belongs to it (Holtzman et al. 2020, nucleus sampling).

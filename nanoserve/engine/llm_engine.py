@@ -87,6 +87,7 @@ class LLMEngine:
         self.observers: list[StepObserver] = []
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._closed = False
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
 
@@ -120,6 +121,8 @@ class LLMEngine:
         priority: int = 0,
     ) -> Sequence:
         """Check a request and make its sequence, without queueing it."""
+        if self._closed:
+            raise ValueError("this engine is closed")
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -199,6 +202,7 @@ class LLMEngine:
         """Abort what is left and release the executor's memory."""
         for request_id in list(self._sequences):
             self.abort_request(request_id)
+        self._closed = True
         self.executor.close()
 
     def _pack(self, plan: Plan) -> Batch:
@@ -237,13 +241,15 @@ class LLMEngine:
         )
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text = None
         if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+            if unknown or not prompt:
                 raise ValueError(
-                    f"a prompt dictionary has the one key 'prompt' or 'prompt_token_ids', "
-                    f"not {sorted(map(str, prompt))}"
+                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both; {unknown=}"
                 )
-            prompt = next(iter(prompt.values()))
+            text = prompt.get("prompt")  # beside token ids it is only carried along
+            prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
@@ -251,7 +257,7 @@ class LLMEngine:
         is_list = isinstance(prompt, AbstractSequence) or hasattr(prompt, "__array__")
         if not is_list or isinstance(prompt, bytes):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
-        return None, list(prompt)
+        return text, list(prompt)
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size

@@ -1,0 +1,66 @@
+"""What an attention backend is told and what it must do."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What a backend needs to know of the layer it computes for."""
+
+    num_heads: int
+    num_kv_heads: int  # query head h reads KV head h // (num_heads // num_kv_heads)
+    head_dim: int
+    scale: float
+
+
+@dataclass
+class AttentionMetadata:
+    """The batch as attention sees it: a few tensors and integers, the same for every layer.
+
+    A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], they are the
+    last of its context, and each attends to itself and to all that came before it.
+    """
+
+    slot_mapping: torch.Tensor  # int32 [num_tokens]: where each token's K and V go
+    cu_seqlens_q: torch.Tensor  # int32 [num_rows + 1]
+    cu_seqlens_k: torch.Tensor  # int32 [num_rows + 1]
+    context_lens: torch.Tensor  # int32 [num_rows]
+    block_tables: torch.Tensor  # int32 [num_rows, max_blocks]
+    num_decode_rows: int  # rows with one token; they come first
+    max_query_len: int
+    max_context_len: int
+    # What a backend derives from the above once in a step and reuses in every layer.
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+
+class AttentionBackend(Protocol):
+    """Stores K and V of the whole batch, then attends.
+
+    In this order: a sequence may read blocks that another one of the same batch fills.
+    """
+
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache; `num_blocks` counts the dummy block 0."""
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
+
+        Returns [num_tokens, num_heads, head_dim].
+        """

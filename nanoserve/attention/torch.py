@@ -1,0 +1,152 @@
+"""Paged attention in plain torch: what runs on a CPU, and what the kernels are checked against.
+
+The cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]. With the head before
+the token, the blocks of one head of one sequence gather into a contiguous [context, head_dim].
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+
+# Decode rows are attended together, padded to the longest; this many KV slots per KV head at once
+# keep the gathered copy inside the processor's cache, and bound it when one context is very long.
+_SLOTS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows [first, end) of a batch, with what they read."""
+
+    first: int
+    end: int
+    blocks: torch.Tensor  # [num_rows, blocks of the longest]
+    masked: torch.Tensor  # bool [num_rows, 1, 1, slots]: True where a row must not look
+
+
+class TorchAttention:
+    def kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        k_cache, v_cache = kv_cache
+        self._store(k, v, k_cache, v_cache, metadata.slot_mapping)
+        out = torch.empty_like(q)
+        for group in self._decode_groups(metadata, block_size=k_cache.shape[2]):
+            rows = slice(group.first, group.end)
+            out[rows] = self._attend_decode(layer, q[rows], k_cache, v_cache, group)
+        if metadata.num_decode_rows < metadata.num_rows:
+            self._attend_chunks(layer, q, k_cache, v_cache, metadata, out)
+        return out
+
+    def _store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        block_size = k_cache.shape[2]
+        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+        k_cache[blocks, :, offsets] = k
+        v_cache[blocks, :, offsets] = v
+
+    def _decode_groups(self, metadata: AttentionMetadata, block_size: int) -> list[_Group]:
+        if "decode_groups" not in metadata.scratch:
+            groups, first = [], 0
+            lens = metadata.context_lens[: metadata.num_decode_rows].tolist()
+            while first < len(lens):
+                end, longest = first, 0
+                while end < len(lens):
+                    longest_with_next = max(longest, lens[end])
+                    if end > first and (end + 1 - first) * longest_with_next > _SLOTS_AT_ONCE:
+                        break
+                    end, longest = end + 1, longest_with_next
+                groups.append(_make_group(metadata, first, end, longest, block_size))
+                first = end
+            metadata.scratch["decode_groups"] = groups
+        return metadata.scratch["decode_groups"]
+
+    def _attend_decode(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        group: _Group,
+    ) -> torch.Tensor:
+        """One token per row. The query heads that share a KV head are the rows of one product."""
+        num_rows, num_kv_heads = len(q), layer.num_kv_heads
+        k = _gather(k_cache, group.blocks)  # [num_rows * num_kv_heads, slots, head_dim]
+        v = _gather(v_cache, group.blocks)
+        q = q.reshape(num_rows * num_kv_heads, -1, layer.head_dim)
+        scores = torch.bmm(q, k.transpose(1, 2)).float() * layer.scale
+        scores = scores.view(num_rows, num_kv_heads, -1, k.shape[1])
+        weights = scores.masked_fill_(group.masked, -torch.inf).softmax(dim=-1)
+        weights = weights.to(v.dtype).view(num_rows * num_kv_heads, -1, k.shape[1])
+        return torch.bmm(weights, v).view(num_rows, layer.num_heads, layer.head_dim)
+
+    def _attend_chunks(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Rows of several tokens, one after the other: a large product each."""
+        starts, block_size = metadata.cu_seqlens_q.tolist(), k_cache.shape[2]
+        contexts = metadata.context_lens.tolist()
+        for row in range(metadata.num_decode_rows, metadata.num_rows):
+            tokens, context = slice(starts[row], starts[row + 1]), contexts[row]
+            blocks = metadata.block_tables[row : row + 1, : -(-context // block_size)]
+            k = _gather(k_cache, blocks)[:, :context]
+            v = _gather(v_cache, blocks)[:, :context]
+            q_heads = q[tokens].transpose(0, 1)  # [num_heads, n, head_dim]
+            group_size = layer.num_heads // layer.num_kv_heads
+            n = q_heads.shape[1]
+            # The n tokens are the last of the context: token i sees context - n + i + 1 of it.
+            visible = torch.ones(n, context, dtype=torch.bool, device=q.device)
+            attended = F.scaled_dot_product_attention(
+                q_heads.unsqueeze(0),
+                k.repeat_interleave(group_size, dim=0).unsqueeze(0),
+                v.repeat_interleave(group_size, dim=0).unsqueeze(0),
+                attn_mask=None if n == context else visible.tril(context - n),
+                is_causal=n == context,
+                scale=layer.scale,
+            )
+            out[tokens] = attended[0].transpose(0, 1)
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """K or V of some rows from their blocks: [num_rows * num_kv_heads, slots, head_dim]."""
+    num_kv_heads, block_size, head_dim = cache.shape[1:]
+    heads = torch.arange(num_kv_heads, device=blocks.device)
+    index = blocks[:, None, :] * num_kv_heads + heads[:, None]  # [num_rows, num_kv_heads, blocks]
+    gathered = cache.view(-1, block_size * head_dim).index_select(0, index.flatten())
+    return gathered.view(len(blocks) * num_kv_heads, -1, head_dim)
+
+
+def _make_group(
+    metadata: AttentionMetadata, first: int, end: int, longest: int, block_size: int
+) -> _Group:
+    num_blocks = -(-longest // block_size)
+    # int64: a flat index of block, head and token may pass 2^31.
+    blocks = metadata.block_tables[first:end, :num_blocks].long()
+    slots = torch.arange(num_blocks * block_size, device=blocks.device)
+    masked = slots >= metadata.context_lens[first:end, None]
+    return _Group(first, end, blocks, masked[:, None, None, :])

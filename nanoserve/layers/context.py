@@ -1,0 +1,70 @@
+"""What all layers of one model share, and where a checkpoint's tensors go."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoserve.attention.interface import AttentionBackend
+from nanoserve.attention.torch import TorchAttention
+
+
+class TensorParallel(NamedTuple):
+    """This process's place among the ranks that share a model (Shoeybi et al. 2019, Megatron-LM).
+
+    `group` is a `torch.distributed.ProcessGroup`, None on one device.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    def part(self, total: int, what: str) -> int:
+        """`total` divided by the ranks; `ValueError` if it does not divide."""
+        if total % self.size:
+            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
+        return total // self.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            self.group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors side by side along the last dimension."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self.group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Handed to every layer's constructor, so that no layer reads a global."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tp: TensorParallel = TensorParallel()
+    attention: AttentionBackend = field(default_factory=TorchAttention)
+
+    def empty(self, *shape: int) -> torch.nn.Parameter:
+        """An uninitialised parameter, which the loader fills."""
+        data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.nn.Parameter(data, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint and the (view of a) parameter that it fills.
+
+    A layer lists these in `checkpoint_tensors(own_name)`, so the loader needs to know neither
+    which checkpoint tensors a fused parameter is made of nor which slice of them this rank keeps.
+    """
+
+    name: str  # relative to the layer's parent, such as "q_proj.weight"
+    destination: torch.Tensor
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dim: int = 0  # this rank keeps source.narrow(dim, start, destination.shape[dim])
+    start: int = 0

@@ -1,0 +1,51 @@
+"""Token embedding and LM head, both split over the ranks along the vocabulary."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoserve.layers.context import CheckpointTensor, LayerContext
+
+
+class VocabParallelEmbedding(nn.Module):
+    """[num_tokens] -> [num_tokens, hidden]; a rank holds rows of its part of the vocabulary.
+
+    A rank looks up what it has and contributes zeros for the rest; the sum over the ranks is the
+    embedding. The vocabulary is padded to a multiple of the ranks.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.shape = (vocab_size, hidden_size)
+        self.rows = -(-vocab_size // self.tp.size)
+        self.start = self.tp.rank * self.rows
+        self.num_here = max(0, min(self.rows, vocab_size - self.start))  # less on the last rank
+        self.weight = context.empty(self.rows, hidden_size)
+        self.weight[self.num_here :].zero_()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        is_here = (local >= 0) & (local < self.rows)
+        x = F.embedding(local.clamp(0, self.rows - 1), self.weight)
+        return self.tp.all_reduce(x * is_here.unsqueeze(-1))
+
+    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
+        rows, start = self.weight[: self.num_here], min(self.start, self.shape[0])
+        yield CheckpointTensor(f"{own_name}.weight", rows, self.shape, 0, start)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """[num_rows, hidden] -> logits [num_rows, vocab_size]."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.tp.all_gather(F.linear(hidden, self.weight))
+        return logits[:, : self.shape[0]]
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Share the embedding's weight, for checkpoints with `tie_word_embeddings`."""
+        self.weight = embedding.weight

@@ -1,0 +1,126 @@
+"""Linears that can be split over ranks, and the seam for other weight formats.
+
+Megatron's pair: a *column-parallel* linear gives each rank a part of the outputs and needs no
+communication; a *row-parallel* one takes a part of the inputs, so the ranks' results are summed.
+Column then row costs one all-reduce for the two of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoserve.layers.context import CheckpointTensor, LayerContext
+
+
+class LinearMethod(Protocol):
+    """How a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
+
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
+    ) -> None:
+        """Give `layer` the parameters that the checkpoint fills."""
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        """Change the loaded weight into the form that `apply` wants."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], without bias."""
+
+
+class UnquantizedLinearMethod:
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
+    ) -> None:
+        layer.weight = context.empty(out_features, in_features)
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, layer.weight)
+
+
+class _Linear(nn.Module):
+    def __init__(self, in_features: int, out_features: int, context: LayerContext) -> None:
+        super().__init__()
+        self.tp = context.tp
+        self.method: LinearMethod = UnquantizedLinearMethod()
+        self.method.create_weights(self, in_features, out_features, context)
+
+    def process_after_loading(self) -> None:
+        self.method.process_after_loading(self)
+
+
+class ColumnParallelLinear(_Linear):
+    """y = x W^T + b with the rows of W split over the ranks; [..., in] -> [..., out / size].
+
+    `outputs` names the checkpoint tensors that are fused into one weight, with their output sizes:
+    {"gate_proj": 3072, "up_proj": 3072} is one product instead of two. `num_slices` says into
+    how many different slices an output is cut where that is not the number of ranks: with fewer
+    KV heads than ranks, several ranks keep a copy of the same head.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        context: LayerContext,
+        *,
+        bias: bool = False,
+        num_slices: Mapping[str, int] | None = None,
+    ) -> None:
+        self.outputs = dict(outputs)
+        self.num_slices = dict.fromkeys(outputs, context.tp.size) | dict(num_slices or {})
+        for name, total in self.outputs.items():
+            if total % self.num_slices[name]:
+                raise ValueError(
+                    f"{name} has {total} outputs, which {self.num_slices[name]} ranks cannot share"
+                )
+        self.sizes = {name: total // self.num_slices[name] for name, total in outputs.items()}
+        self.in_features = in_features
+        super().__init__(in_features, sum(self.sizes.values()), context)
+        self.bias = context.empty(sum(self.sizes.values())) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.method.apply(self, x)
+        return y if self.bias is None else y + self.bias
+
+    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
+        first = 0
+        for name, total in self.outputs.items():
+            size = self.sizes[name]
+            start = self.tp.rank * self.num_slices[name] // self.tp.size * size
+            rows = self.weight[first : first + size]
+            yield CheckpointTensor(f"{name}.weight", rows, (total, self.in_features), 0, start)
+            if self.bias is not None:
+                bias = self.bias[first : first + size]
+                yield CheckpointTensor(f"{name}.bias", bias, (total,), 0, start)
+            first += size
+
+
+class RowParallelLinear(_Linear):
+    """y = x W^T + b with the columns of W split over the ranks; [..., in / size] -> [..., out].
+
+    Each rank's product is one summand, so the bias is added once, after the sum.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False
+    ) -> None:
+        self.shape = (out_features, in_features)
+        self.part = context.tp.part(in_features, "in_features")
+        super().__init__(self.part, out_features, context)
+        self.bias = context.empty(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.tp.all_reduce(self.method.apply(self, x))
+        return y if self.bias is None else y + self.bias
+
+    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
+        start = self.tp.rank * self.part
+        yield CheckpointTensor(f"{own_name}.weight", self.weight, self.shape, 1, start)
+        if self.bias is not None:
+            yield CheckpointTensor(f"{own_name}.bias", self.bias, self.shape[:1])

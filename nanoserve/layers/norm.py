@@ -1,0 +1,32 @@
+"""RMSNorm (Zhang and Sennrich 2019): scale by the root mean square; no mean, no bias."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoserve.layers.context import CheckpointTensor, LayerContext
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of length `size`."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = context.empty(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `x` to the residual stream, and normalise the sum: (normalised, sum).
+
+        One method for the pair, because on a GPU the two are one kernel.
+        """
+        residual = residual + x
+        return self.forward(residual), residual
+
+    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
+        yield CheckpointTensor(f"{own_name}.weight", self.weight, tuple(self.weight.shape))

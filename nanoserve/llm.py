@@ -1,0 +1,210 @@
+"""The front door: `LLM(path).generate(prompts, params)`."""
+
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.engine.llm_engine import LLMEngine, Prompt
+from nanoserve.engine.sequence import Sequence
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
+from nanoserve.tokenizer import Message, Tokenizer
+from nanoserve.worker.model_runner import ModelRunner
+
+
+class LLM:
+    """A model, ready to generate.
+
+    `model` is a checkpoint folder or the name of one that ships with the package ("tiny-qwen3");
+    `options` are the fields of `EngineConfig`. Raises `ValueError` for an unknown option, a value
+    out of range, a path that is no checkpoint and a checkpoint that cannot be run faithfully.
+
+        with LLM("tiny-qwen3") as llm:
+            print(llm.chat([{"role": "user", "content": "What is a KV cache?"}])[0].outputs[0].text)
+
+    `engine` is the loop underneath, for requests that come and go while others run.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig.from_options(model, **options)
+        path = _checkpoint_folder(config.model)
+        model_config = ModelConfig.from_checkpoint(path, config.dtype)
+        runner = ModelRunner(config, model_config, path)
+        tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or path)
+        self.engine = LLMEngine(config, model_config, runner, tokenizer)
+        self._request_ids = map(str, count())
+
+    def generate(
+        self,
+        prompts: Prompt | AbstractSequence[Prompt],
+        sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results are in the order of the prompts.
+
+        A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}`. `sampling_params`
+        is one for all or one per prompt; None takes the checkpoint's own defaults.
+
+        Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
+        included, none of these requests stays behind.
+        """
+        prompts = _as_list(prompts)
+        params = self._one_per_prompt(sampling_params, len(prompts))
+        if self.engine.has_unfinished_requests():
+            raise ValueError(
+                "requests added to the engine are unfinished: step it to its end first"
+            )
+        ready = [
+            self.engine.prepare(next(self._request_ids), prompt, p)
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
+        return self._run(ready, use_tqdm)
+
+    def chat(
+        self,
+        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
+        sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat() needs a tokenizer, and this engine has none")
+        if not messages:
+            raise ValueError("messages is empty: there is nothing to answer")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation, add_generation_prompt, **chat_template_kwargs
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(text)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return self.engine.default_sampling_params()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self.engine.stats
+
+    def close(self) -> None:
+        """Release weights and KV cache. Idempotent; leaving a `with` block does the same."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _one_per_prompt(
+        self, params: SamplingParams | AbstractSequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
+        return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
+
+    def _run(self, ready: list[Sequence], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        progress = _Progress(len(ready), enabled=use_tqdm)
+        try:
+            with _InterruptBetweenSteps() as interrupt:
+                for seq in ready:
+                    self.engine.add(seq)
+                while self.engine.has_unfinished_requests():
+                    for output in self.engine.step():
+                        finished[output.request_id] = output
+                        progress.add(output)
+                    interrupt.raise_if_requested()
+        finally:
+            progress.close()
+            for seq in ready:
+                self.engine.abort_request(seq.request_id)  # only what did not finish
+        return [finished[seq.request_id] for seq in ready]
+
+
+def _checkpoint_folder(model: str) -> Path:
+    path = bundled_checkpoint(model) or Path(model)
+    if not path.is_dir():
+        raise ValueError(f"{model!r} is neither a folder nor the name of a bundled checkpoint")
+    return path
+
+
+def _as_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
+    """One prompt or several? A string, a dictionary and a list of integers are one."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and is_int(prompts[0])):
+        return [prompts]
+    return list(prompts)
+
+
+class _Progress:
+    """A bar of requests done, with tokens per second in and out."""
+
+    def __init__(self, num_requests: int, enabled: bool) -> None:
+        self._bar = tqdm(
+            total=num_requests, desc="Requests", disable=not enabled, dynamic_ncols=True
+        )
+        self._start = time.perf_counter()
+        self._num_in = self._num_out = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_in += len(output.prompt_token_ids)
+        self._num_out += len(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - self._start
+        self._bar.set_postfix_str(
+            f"in {self._num_in / seconds:.0f} tok/s, out {self._num_out / seconds:.0f} tok/s",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _InterruptBetweenSteps:
+    """Holds a Ctrl-C back until the step that it falls into is over; a second one goes through.
+
+    Inside a step, an exception could strike between two lines that belong together. Only Python's
+    own handler is replaced, and only in the main thread, where signals arrive.
+    """
+
+    def __enter__(self) -> "_InterruptBetweenSteps":
+        self._requested = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._holds = (
+            in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._holds:
+            signal.signal(signal.SIGINT, self._hold)
+        return self
+
+    def _hold(self, signum: int, frame: object) -> None:
+        self._requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def raise_if_requested(self) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *exc: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

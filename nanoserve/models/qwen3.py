@@ -1,0 +1,153 @@
+"""Qwen3 (Qwen team 2025, arXiv 2505.09388): the annotated model.
+
+A decoder-only transformer: RMSNorm before each block, grouped-query attention with rotary
+positions and a norm on every query and key head, and a SwiGLU feed-forward. The residual stream
+travels beside the block outputs, so that each addition meets the norm that follows it.
+
+Shapes: a batch is packed, so the first dimension is always num_tokens, over all sequences.
+"""
+
+import torch
+from torch import nn
+
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.config import ModelConfig
+from nanoserve.layers.activation import silu_and_mul
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.rotary import RotaryEmbedding
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
+        super().__init__()
+        tp, self.head_dim = context.tp, config.head_dim
+        self.num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
+        # With fewer KV heads than ranks, ranks keep copies of the same head.
+        kv_slices = min(tp.size, config.num_key_value_heads)
+        self.num_kv_heads = config.num_key_value_heads // kv_slices
+        kv_size = config.num_key_value_heads * config.head_dim
+        q_size = config.num_attention_heads * config.head_dim  # need not equal hidden_size
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            context,
+            bias=config.attention_bias,
+            num_slices={"k_proj": kv_slices, "v_proj": kv_slices},
+        )
+        self.o_proj = RowParallelLinear(
+            q_size, config.hidden_size, context, bias=config.attention_bias
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context)
+        self.rotary = rotary
+        self.backend = context.attention
+        self.layer = AttentionLayer(
+            self.num_heads, self.num_kv_heads, self.head_dim, scale=self.head_dim**-0.5
+        )
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
+        attended = self.backend.attend(self.layer, q, k, v, kv_cache, metadata)
+        return self.o_proj(attended.flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = ColumnParallelLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, context
+        )
+        self.down_proj = RowParallelLinear(size, config.hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, rotary, context)
+        self.mlp = Qwen3MLP(config, context)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(positions, hidden, kv_cache, metadata)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+        rotary = RotaryEmbedding(
+            config.head_dim, config.max_position_embeddings, config.rope_theta, context
+        )
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary, context) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        hidden = self.embed_tokens(input_ids)
+        residual = torch.zeros_like(hidden)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata)
+        return self.norm.add(hidden, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, context)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
+        # Tied checkpoints often store the head all the same; it is the embedding, read once.
+        self.ignored_tensors: frozenset[str] = frozenset()
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+            self.ignored_tensors = frozenset({"lm_head.weight"})
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size].
+
+        input_ids and positions are int32 [num_tokens]; kv_caches is [num_layers, ...], one cache
+        per layer in the attention backend's shape.
+        """
+        return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]: for the rows that are sampled only."""
+        return self.lm_head(hidden)

@@ -1,0 +1,95 @@
+"""Random numbers from a counter: no generator, no state, the same on every machine.
+
+A draw depends on (seed, position, stream, token id) and on nothing else, so a seeded request gives
+the same tokens whatever shares its batch, however it is chunked, and after a preemption. The idea
+is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a 32-bit
+multiply-xorshift finaliser, because 64-bit integer products cost a CPU five times as much.
+"""
+
+import numpy as np
+import torch
+
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
+_LAST_SHIFT = 16
+_WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over all bits
+# Elements that a pass works on at once: the buffers then stay inside the processor's L2 cache.
+_ELEMENTS_AT_ONCE = 1 << 16
+
+
+def row_keys(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+    """One 32-bit key per row, as int32, from 64-bit seeds and the positions of the new tokens.
+
+    `stream` separates draws that share a seed and a position, such as siblings of one prompt.
+    """
+    key = _mix((seeds & 0xFFFFFFFF).astype(np.uint32))
+    key = _mix(key ^ (seeds >> np.uint64(32)).astype(np.uint32))
+    key = _mix(key ^ positions.astype(np.uint32))
+    return _mix(key ^ np.uint32(stream)).view(np.int32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint32(_WEYL)  # zero would map to zero
+    for shift, multiplier in _ROUNDS:
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(multiplier)
+    return x ^ (x >> np.uint32(_LAST_SHIFT))
+
+
+class ExponentialRace:
+    """Draws one token per row in proportion to softmax(logits).
+
+    Each token runs for a time E / p with E from Exp(1), and the first one wins: the minimum is
+    distributed as p. In logarithms, the winner is argmax(logit - log E), which needs no softmax.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        token_ids = torch.arange(vocab_size, dtype=torch.int64)
+        weyl = (token_ids * _WEYL) & 0xFFFFFFFF
+        self._token_keys = _as_int32(weyl).to(device)
+        self._hash = torch.empty(_ELEMENTS_AT_ONCE, dtype=torch.int32, device=device)
+        self._shifted = torch.empty_like(self._hash)
+        self._exponential = torch.empty_like(self._hash, dtype=torch.float32)
+
+    def draw(self, logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+        """Token ids [num_rows] for float32 logits [num_rows, vocab_size], which are overwritten."""
+        row_keys = torch.from_numpy(keys).to(logits.device).unsqueeze(1)
+        num_rows, vocab_size = logits.shape
+        width = max(1, _ELEMENTS_AT_ONCE // num_rows)
+        for start in range(0, vocab_size, width):
+            part = logits[:, start : start + width]
+            part -= self._log_exponential(row_keys, start, part.shape[1])
+        return logits.argmax(dim=-1)
+
+    def _log_exponential(self, row_keys: torch.Tensor, start: int, width: int) -> torch.Tensor:
+        """log of Exp(1) noise [num_rows, width] for token ids from `start` on, in place."""
+        num_rows = len(row_keys)
+        if num_rows * width > len(self._hash):  # more rows than elements at once
+            self._hash = self._hash.new_empty(num_rows * width)
+            self._shifted = torch.empty_like(self._hash)
+            self._exponential = torch.empty_like(self._hash, dtype=torch.float32)
+        x = self._hash[: num_rows * width].view(num_rows, width)
+        shifted = self._shifted[: num_rows * width].view(num_rows, width)
+        torch.bitwise_xor(self._token_keys[start : start + width], row_keys, out=x)
+        for shift, multiplier in _ROUNDS:
+            _xor_shift(x, shift, shifted)
+            x *= _signed(multiplier)
+        _xor_shift(x, _LAST_SHIFT, shifted)
+        # E = -log(1 - u) with u = (x + 0.5) / 2^32 and x unsigned. Small E win, and small u are
+        # exact here, so even over 150,000 equal tokens two rarely tie; 24-bit uniforms would.
+        u = self._exponential[: num_rows * width].view(num_rows, width)
+        u.copy_(x.view(torch.uint32)).add_(0.5).mul_(2.0**-32)
+        return u.neg_().log1p_().neg_().log_()
+
+
+def _xor_shift(x: torch.Tensor, shift: int, buffer: torch.Tensor) -> None:
+    """x ^= x >> shift, on the bits: int32 shifts would drag the sign along, so it is masked off."""
+    torch.bitwise_right_shift(x, shift, out=buffer)
+    buffer &= (1 << (32 - shift)) - 1
+    x ^= buffer
+
+
+def _signed(value: int) -> int:
+    return value - 2**32 if value >= 2**31 else value
+
+
+def _as_int32(unsigned: torch.Tensor) -> torch.Tensor:
+    return torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).to(torch.int32)

@@ -1,0 +1,59 @@
+"""Text to token ids and back, through the checkpoint's own Hugging Face tokenizer."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerBackend
+from transformers import AutoTokenizer
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+
+
+class Tokenizer:
+    """What the engine and `LLM.chat` need of a tokenizer.
+
+    Raises `ValueError` if the folder has none, or only a slow one: detokenising a stream needs
+    the `tokenizers` library.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._hf = AutoTokenizer.from_pretrained(str(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} has no usable tokenizer ({error}); give tokenizer=..., or "
+                f"skip_tokenizer_init=True to work with token ids alone"
+            ) from error
+        if not self._hf.is_fast:
+            raise ValueError(f"{path} has no tokenizer.json, so no fast tokenizer")
+
+    @property
+    def backend(self) -> TokenizerBackend:
+        return self._hf.backend_tokenizer
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._hf.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the model expects around a text."""
+        return self._hf.encode(text)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: AbstractSequence[Message], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """A conversation as the text that the model was trained on, special tokens written out."""
+        if self._hf.chat_template is None:
+            raise ValueError("this tokenizer has no chat template: use generate() with text")
+        return self._hf.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of what `apply_chat_template` wrote, which has its special tokens already."""
+        return self._hf.encode(text, add_special_tokens=False)

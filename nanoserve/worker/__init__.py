@@ -1,0 +1,1 @@
+"""The muscle: torch lives here. It executes what the brain has decided."""

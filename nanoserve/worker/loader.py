@@ -1,0 +1,135 @@
+"""safetensors -> parameters, strictly: nothing missing, nothing left over, every shape right.
+
+A wrong checkpoint that loads is worse than one that does not: it answers, and it answers garbage.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanoserve.layers.context import CheckpointTensor
+
+
+def load_weights(model: nn.Module, path: Path, load_format: str = "auto") -> None:
+    """Fill the parameters of `model` from the safetensors files in `path`.
+
+    Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
+    fills with random values instead. Raises `ValueError` that names every offending tensor.
+    """
+    if load_format == "dummy":
+        _fill_randomly(model)
+    else:
+        _load_safetensors(model, path)
+    for module in model.modules():
+        if hasattr(module, "process_after_loading"):
+            module.process_after_loading()
+
+
+def expected_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
+    """Every checkpoint tensor that `model` wants, by its full name."""
+    expected = {}
+    for path, module in model.named_modules():
+        if not hasattr(module, "checkpoint_tensors"):
+            continue
+        parent, _, own_name = path.rpartition(".")
+        for tensor in module.checkpoint_tensors(own_name):
+            expected[f"{parent}.{tensor.name}" if parent else tensor.name] = tensor
+    return {name: t for name, t in expected.items() if name not in model.ignored_tensors}
+
+
+def _load_safetensors(model: nn.Module, path: Path) -> None:
+    expected = expected_tensors(model)
+    files = _weight_files(path)
+    file_of: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                file_of[name] = file
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    _check_names_and_shapes(expected, shapes, model.ignored_tensors, path)
+    for file in files:
+        with _open(file) as tensors:
+            for name, target in expected.items():
+                if file_of[name] == file:
+                    _copy(tensors.get_slice(name), target)
+
+
+def _check_names_and_shapes(
+    expected: dict[str, CheckpointTensor],
+    shapes: dict[str, tuple[int, ...]],
+    ignored: frozenset[str],
+    path: Path,
+) -> None:
+    missing = sorted(expected.keys() - shapes.keys())
+    unexpected = sorted(shapes.keys() - expected.keys() - ignored)
+    misshapen = [
+        f"{name} is {list(shapes[name])}, not {list(target.shape)}"
+        for name, target in expected.items()
+        if name in shapes and shapes[name] != target.shape
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+    if told:
+        raise ValueError(f"the weights in {path} do not fit the model: {told}")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(
+            f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+        )
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    files = sorted({path / name for name in weight_map.values()})
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+    return files
+
+
+class _open:
+    """`safe_open` whose errors name the file."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._file = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+
+    def __enter__(self) -> safe_open:
+        return self._file.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.__exit__(*exc)
+
+
+def _copy(source: "safe_open", target: CheckpointTensor) -> None:
+    part = slice(target.start, target.start + target.destination.shape[target.dim])
+    data = source[part] if target.dim == 0 else source[:, part]
+    with torch.no_grad():
+        target.destination.copy_(data)
+
+
+def _fill_randomly(model: nn.Module) -> None:
+    """Normal weights of a trained model's size, norms of one: no NaN, and no flat logits."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in _parameters(model):
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02, generator=generator)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.data
