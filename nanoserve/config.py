@@ -77,7 +77,7 @@ class EngineConfig:
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-            f"max_num_seqs={self.max_num_seqs}: a step could not give each running sequence a token",
+            f"max_num_seqs={self.max_num_seqs}: a step could not serve every running sequence",
         )
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.engine.llm_engine import LLMEngine, Prompt
+from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
@@ -95,7 +96,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
-        return self.engine.default_sampling_params()
+        return self.engine.input_processor.default_sampling_params()
 
     @property
     def stats(self) -> EngineStats:

@@ -1,13 +1,13 @@
 """What one request gets back, in vLLM's shape."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
 class RequestMetrics:
     """Times are readings of one monotonic clock, in seconds; None is "not yet"."""
 
-    arrival_time: float
+    arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -83,8 +83,8 @@ class EngineStats:
     num_output_tokens: int = 0  # of finished requests
     num_computed_tokens: int = 0  # through the model, recomputation included
     num_preemptions: int = 0
-    prefix_cache_queries: int = field(default=0)  # prompt tokens looked up
-    prefix_cache_hits: int = field(default=0)  # of which found
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of which found
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -1,37 +1,18 @@
 """The loop: schedule, run, update. It is handed its muscle and owns it."""
 
-import random
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Detokenizer, Tokenizer
+from nanoserve.engine.executor import Executor, SlotParams
+from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, EngineStats, RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
-
-Prompt = str | AbstractSequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class SlotParams:
-    """Sampling parameters of a sequence that has just been given `slot`: only changes travel."""
-
-    slot: int
-    params: SamplingParams
-    seed: int
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One sampled token id for each logits row of the batch."""
-
-    token_ids: list[int]
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -42,20 +23,6 @@ class StepTimes:
     pack: float
     execute: float
     update: float
-
-
-class Executor(Protocol):
-    """The muscle. `submit` starts a step and `collect` waits for it."""
-
-    num_kv_blocks: int
-    max_model_len: int
-    batches: tuple[Batch, Batch]  # they alternate: one may still be read while the next is packed
-
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Any: ...
-
-    def collect(self, handle: Any) -> StepResult: ...
-
-    def close(self) -> None: ...
 
 
 StepObserver = Callable[[Plan, Batch, StepTimes], None]
@@ -78,17 +45,14 @@ class LLMEngine:
         self.model_config = model_config
         self.executor = executor
         self.tokenizer = tokenizer
-        self.max_model_len = executor.max_model_len
-        self.eos_token_ids = model_config.eos_token_ids
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            self.eos_token_ids |= {tokenizer.eos_token_id}
-        self.scheduler = Scheduler(config, executor.num_kv_blocks, self.max_model_len)
+        self.input_processor = InputProcessor(
+            model_config, tokenizer, executor.max_model_len, config.seed
+        )
+        self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self.detokenizer = Detokenizer(tokenizer)
         self.observers: list[StepObserver] = []
         self._sequences: dict[str, Sequence] = {}
-        self._num_arrivals = 0
         self._closed = False
-        self._rng = random.Random(config.seed)
         self._stats = EngineStats()
 
     @property
@@ -98,10 +62,6 @@ class LLMEngine:
         stats.prefix_cache_queries = scheduler.num_queried_tokens
         stats.prefix_cache_hits = scheduler.num_hit_tokens
         return stats
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**self.model_config.default_sampling)
 
     def add_request(
         self,
@@ -123,27 +83,7 @@ class LLMEngine:
         """Check a request and make its sequence, without queueing it."""
         if self._closed:
             raise ValueError("this engine is closed")
-        params = self.default_sampling_params() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
-        if not is_int(priority):
-            raise ValueError(f"priority={priority!r} must be an integer")
-        text, token_ids = self._tokenize(prompt)
-        self._check_tokens(token_ids, params)
-        seed = self._rng.getrandbits(64) if params.seed is None else params.seed
-        self._num_arrivals += 1
-        return Sequence(
-            request_id,
-            [int(token_id) for token_id in token_ids],
-            params,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            arrival=self._num_arrivals,
-            priority=priority,
-            seed=seed,
-            prompt=text,
-            arrival_time=time.perf_counter(),
-        )
+        return self.input_processor.process(request_id, prompt, params, priority)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that `prepare` made."""
@@ -239,35 +179,3 @@ class LLMEngine:
         return RequestOutput(
             seq.request_id, seq.prompt, prompt_token_ids, [completion], seq.finished, seq.metrics
         )
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text = None
-        if isinstance(prompt, Mapping):
-            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
-            if unknown or not prompt:
-                raise ValueError(
-                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both; {unknown=}"
-                )
-            text = prompt.get("prompt")  # beside token ids it is only carried along
-            prompt = prompt.get("prompt_token_ids", text)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, and this engine has none")
-            return prompt, self.tokenizer.encode(prompt)
-        is_list = isinstance(prompt, AbstractSequence) or hasattr(prompt, "__array__")
-        if not is_list or isinstance(prompt, bytes):
-            raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
-        return text, list(prompt)
-
-    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        if not token_ids:
-            raise ValueError("the prompt is empty: there is no token to continue from")
-        for token_id in [*token_ids, *(params.stop_token_ids or ())]:
-            if not is_int(token_id) or not 0 <= token_id < vocab_size:
-                raise ValueError(f"token id {token_id!r} is no integer in [0, {vocab_size})")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
-                f"leaves room for at most {self.max_model_len - 1} and one token of output"
-            )

@@ -1,5 +1,6 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from nanoserve.outputs import RequestMetrics
@@ -12,6 +13,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
 class Sequence:
     """The state of one request, in plain integers.
 
@@ -21,66 +23,38 @@ class Sequence:
     one. Hence the last token's K and V are never stored while it is the last token.
     """
 
-    __slots__ = (
-        "arrival",
-        "block_hashes",
-        "block_table",
-        "finish_reason",
-        "max_num_tokens",
-        "metrics",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "params",
-        "priority",
-        "prompt",
-        "request_id",
-        "seed",
-        "slot",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-    )
+    request_id: str
+    token_ids: list[int]  # the prompt, then the output
+    params: SamplingParams
+    max_model_len: InitVar[int]
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    prompt: str | None = None
+    seed: int = 0
+    priority: int = 0
+    arrival: int = 0  # a counter, not a time: ties are impossible
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        arrival: int = 0,
-        priority: int = 0,
-        seed: int = 0,
-        prompt: str | None = None,
-        arrival_time: float = 0.0,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.params = params
-        self.seed = seed
-        self.priority = priority
-        self.arrival = arrival  # a counter, not a time: ties are impossible
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    slot: int = -1  # row of the per-slot tables while RUNNING
+    block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
+    finish_reason: str | None = None
+    stop_reason: int | None = None
 
-        self.status = SequenceStatus.WAITING
-        self.slot = -1  # row of the per-slot tables while RUNNING
-        self.block_table: list[int] = []  # block_table[i] holds positions i*block_size ...
-        self.block_hashes: list[bytes] = []  # chain hash of each full block, computed once
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
 
-        stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.stop_token_ids = stop_token_ids
-        if not params.ignore_eos:
-            self.stop_token_ids |= eos_token_ids
+    def __post_init__(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = max_model_len
-        if params.max_tokens is not None:
-            self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
-        self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
-        self.metrics = RequestMetrics(arrival_time=arrival_time)
+        if self.params.max_tokens is not None:
+            longest = self.num_prompt_tokens + self.params.max_tokens
+            self.max_num_tokens = min(max_model_len, longest)
+        self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
+        if not self.params.ignore_eos:
+            self.stop_token_ids |= eos_token_ids
 
     @property
     def num_tokens(self) -> int:

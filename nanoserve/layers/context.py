@@ -46,7 +46,7 @@ class LayerContext:
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    tp: TensorParallel = TensorParallel()
+    tp: TensorParallel = field(default_factory=TensorParallel)
     attention: AttentionBackend = field(default_factory=TorchAttention)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:

@@ -10,7 +10,7 @@ from nanoserve.attention.interface import AttentionBackend, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.llm_engine import SlotParams, StepResult
+from nanoserve.engine.executor import SlotParams, StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.sampling.sampler import Sampler

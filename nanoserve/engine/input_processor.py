@@ -1,0 +1,97 @@
+"""What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
+
+import random
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
+from typing import Any
+
+from nanoserve.config import ModelConfig
+from nanoserve.engine.detokenizer import Tokenizer
+from nanoserve.engine.sequence import Sequence
+from nanoserve.outputs import RequestMetrics
+from nanoserve.sampling_params import SamplingParams, is_int
+
+Prompt = str | AbstractSequence[int] | Mapping[str, Any]
+
+
+class InputProcessor:
+    """Tokenizes and checks requests; gives each its seed and its place in the order of arrival."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.vocab_size = model_config.vocab_size
+        self.default_sampling = dict(model_config.default_sampling)
+        self.max_model_len = max_model_len
+        # Checkpoints disagree on where their EOS is written, so whatever any file names ends.
+        self.eos_token_ids = model_config.eos_token_ids
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self.eos_token_ids |= {tokenizer.eos_token_id}
+        self._tokenizer = tokenizer
+        self._rng = random.Random(seed)
+        self._num_arrivals = 0
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**self.default_sampling)
+
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> Sequence:
+        params = self.default_sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+        if not is_int(priority):
+            raise ValueError(f"priority={priority!r} must be an integer")
+        text, token_ids = self._tokenize(prompt)
+        self._check_tokens(token_ids, params)
+        self._num_arrivals += 1
+        return Sequence(
+            request_id,
+            [int(token_id) for token_id in token_ids],
+            params,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            prompt=text,
+            seed=self._rng.getrandbits(64) if params.seed is None else params.seed,
+            priority=priority,
+            arrival=self._num_arrivals,
+            metrics=RequestMetrics(arrival_time=time.perf_counter()),
+        )
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, where there is one, and its token ids."""
+        text = None
+        if isinstance(prompt, Mapping):
+            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+            if unknown or not prompt:
+                raise ValueError(
+                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both; {unknown=}"
+                )
+            text = prompt.get("prompt")  # beside token ids it is only carried along
+            prompt = prompt.get("prompt_token_ids", text)
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, and this engine has none")
+            return prompt, self._tokenizer.encode(prompt)
+        is_list = isinstance(prompt, AbstractSequence) or hasattr(prompt, "__array__")
+        if not is_list or isinstance(prompt, bytes):
+            raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+        return text, list(prompt)
+
+    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty: there is no token to continue from")
+        for token_id in [*token_ids, *(params.stop_token_ids or ())]:
+            if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id!r} is no integer in [0, {self.vocab_size})")
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
+                f"leaves room for at most {self.max_model_len - 1} and one token of output"
+            )

@@ -1,0 +1,76 @@
+"""The evening path: the files that one reads to understand the engine, and how long they are."""
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+from tiny_checkpoints import make_qwen3
+
+import nanoserve
+
+PACKAGE = Path(nanoserve.__file__).parent
+README = PACKAGE.parent / "README.md"
+# Beside the path, what lies before and behind the engine: options, text, loading, sizing.
+SUPPORT = {
+    "nanoserve/__init__.py",
+    "nanoserve/config.py",
+    "nanoserve/sampling_params.py",
+    "nanoserve/outputs.py",
+    "nanoserve/tokenizer.py",
+    "nanoserve/engine/input_processor.py",
+    "nanoserve/engine/detokenizer.py",
+    "nanoserve/checkpoints/__init__.py",
+    "nanoserve/models/registry.py",
+    "nanoserve/worker/loader.py",
+    "nanoserve/worker/kv_cache.py",
+}
+
+
+def evening_path() -> list[str]:
+    """The files that the README lists, in reading order."""
+    section = README.read_text(encoding="utf-8").split("## The evening path")[1].split("\n## ")[0]
+    return re.findall(r"`(nanoserve/[\w/]+\.py)`", section)
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    skipped = (
+        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
+        *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
+    )
+    lines: set[int] = set()
+    source = path.read_text(encoding="utf-8")
+    previous = tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        starts_statement = previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        is_docstring = token.type == tokenize.STRING and starts_statement
+        if token.type not in skipped and not is_docstring:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            previous = token.type
+    return len(lines)
+
+
+def test_the_path_can_be_read_in_an_evening() -> None:
+    files = evening_path()
+    counts = {name: lines_of_code(PACKAGE.parent / name) for name in files}
+    print(counts, sum(counts.values()))
+    assert files[0] == "nanoserve/llm.py" and len(files) == len(set(files)) >= 11
+    assert sum(counts.values()) < 1500, counts
+
+
+def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    code = (
+        "import sys; from nanoserve import LLM, SamplingParams;"
+        f"LLM({str(tmp_path)!r}, skip_tokenizer_init=True).generate("
+        "[[1, 2]], SamplingParams(temperature=0), use_tqdm=False);"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('nanoserve')))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {str(Path(file).relative_to(PACKAGE.parent)) for file in shown.stdout.split()}
+    empty = {name for name in imported if lines_of_code(PACKAGE.parent / name) == 0}
+    assert imported - empty <= {*evening_path(), *SUPPORT}, imported

@@ -1,0 +1,81 @@
+"""The course's KV-cache arithmetic, W1 to W4, by the functions that size the engine's pool."""
+
+import pytest
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
+
+MIB, GIB = 2**20, 2**30
+
+
+def model(layers: int, kv_heads: int, head_dim: int = 128) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        dtype="float16",
+    )
+
+
+LLAMA_2_7B = model(layers=32, kv_heads=32)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(512, 256 * MIB), (1024, 512 * MIB), (2048, GIB), (4096, 2 * GIB), (8192, 4 * GIB)],
+)
+def test_w1_llama_2_7b(num_tokens: int, expected: int) -> None:
+    assert num_tokens * LLAMA_2_7B.kv_bytes_per_token() == expected
+
+
+def test_w2_grouped_queries_divide_the_cache_of_llama_2_70b() -> None:
+    grouped = 4096 * model(layers=80, kv_heads=8).kv_bytes_per_token()
+    full = 4096 * model(layers=80, kv_heads=64).kv_bytes_per_token()
+    assert grouped == 1_342_177_280 and full == 10_737_418_240
+    assert full / grouped == 8
+
+
+def test_w3_how_many_users_fit_into_64_gib() -> None:
+    reserved = 4096 * LLAMA_2_7B.kv_bytes_per_token()
+    assert 64 * GIB // reserved == 32
+    assert 64 * GIB // (300 * LLAMA_2_7B.kv_bytes_per_token()) == 436  # to the token
+    pool = 64 * GIB // kv_block_bytes(LLAMA_2_7B, 16)
+    per_user = BlockManager(1, 16).blocks_needed(300)
+    assert per_user == 19 and per_user * kv_block_bytes(LLAMA_2_7B, 16) == 152 * MIB
+    assert pool // per_user == 431  # paged
+
+
+def test_w4_what_preallocation_wastes_and_paging_does_not() -> None:
+    per_token = LLAMA_2_7B.kv_bytes_per_token()
+    reserved, used = 4096 * per_token, 100 * per_token
+    assert (reserved, used) == (2 * GIB, 50 * MIB)
+    assert 1 - used / reserved == pytest.approx(0.9756, abs=1e-4)
+    used = [tokens * per_token for tokens in (100, 200, 60, 400)]
+    assert [part / MIB for part in used] == [50, 100, 30, 200]
+    assert 1 - sum(used) / (4 * reserved) == pytest.approx(0.9536, abs=1e-4)
+    for num_tokens, blocks, waste in ((100, 7, 0.107), (300, 19, 0.013)):
+        assert BlockManager(1, 16).blocks_needed(num_tokens) == blocks
+        assert 1 - num_tokens / (blocks * 16) == pytest.approx(waste, abs=1e-3)
+
+
+def test_the_pool_follows_the_options() -> None:
+    block = kv_block_bytes(LLAMA_2_7B, 16)
+    decide = decide_num_kv_blocks
+    assert decide(EngineConfig("x", num_kv_blocks=77), LLAMA_2_7B) == 77
+    # One block of the memory is the dummy block.
+    assert decide(EngineConfig("x", kv_cache_memory_bytes=10 * block), LLAMA_2_7B) == 9
+    with pytest.raises(ValueError, match=str(block)):
+        decide(EngineConfig("x", kv_cache_memory_bytes=2 * block - 1), LLAMA_2_7B)
+    wanted = decide(EngineConfig("x", max_num_seqs=1, max_model_len=64), LLAMA_2_7B)
+    assert wanted == 4  # no more than can ever be used

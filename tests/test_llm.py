@@ -1,0 +1,123 @@
+"""The front door: generate, chat, Ctrl-C, two engines, and what is left afterwards."""
+
+import gc
+import os
+import signal
+import weakref
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import make_qwen3
+
+import nanoserve
+from nanoserve import LLM, RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_qwen3(path)
+    return path
+
+
+@pytest.fixture
+def llm(checkpoint: Path):
+    with LLM(checkpoint, skip_tokenizer_init=True, num_kv_blocks=100) as llm:
+        yield llm
+
+
+def is_idle(llm: LLM) -> bool:
+    llm.engine.scheduler.check()
+    manager = llm.engine.scheduler.block_manager
+    return not llm.engine.has_unfinished_requests() and manager.num_free_blocks == 100
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [[3] * n for n in (50, 1, 200, 7)]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 2, 1, 30)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(ids) for ids in tokens(outputs)] == [9, 2, 1, 30]
+    assert is_idle(llm)
+
+
+def test_the_forms_of_a_prompt(llm: LLM) -> None:
+    expected = tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False))
+    for prompts in ([5, 6, 7], {"prompt_token_ids": [5, 6, 7]}, [{"prompt_token_ids": (5, 6, 7)}]):
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_the_progress_bar_counts_tokens(llm: LLM, capsys: pytest.CaptureFixture) -> None:
+    llm.generate([[1], [2]], GREEDY)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "tok/s" in shown
+    llm.generate([[1], [2]], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_leaves_nothing_behind(llm: LLM) -> None:
+    expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
+    steps = []
+
+    def interrupt(*args: object) -> None:
+        steps.append(args)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    llm.engine.observers.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[9] * 20, [8] * 70], SamplingParams(max_tokens=100), use_tqdm=False)
+    assert len(steps) == 3
+    assert is_idle(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
+
+
+def test_a_failing_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.executor, "_execute", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[9] * 40, [7]], GREEDY, use_tqdm=False)
+    assert is_idle(llm)
+    assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
+
+
+def test_two_engines_live_in_one_process(checkpoint: Path, tmp_path: Path) -> None:
+    make_qwen3(tmp_path, seed=1, num_key_value_heads=1)
+    first = LLM(checkpoint, skip_tokenizer_init=True, block_size=4)
+    second = LLM(tmp_path, skip_tokenizer_init=True, block_size=32)
+    a, b = (llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False) for llm in (first, second))
+    second.close()
+    assert tokens(first.generate([[1, 2, 3]], GREEDY, use_tqdm=False)) == tokens(a) != tokens(b)
+    first.close()
+
+
+@pytest.mark.parametrize("how", ["with", "close", "garbage collection"])
+def test_the_weights_are_released(checkpoint: Path, how: str) -> None:
+    llm = LLM(checkpoint, skip_tokenizer_init=True)
+    llm.generate([[1]], GREEDY, use_tqdm=False)
+    model = weakref.ref(llm.engine.executor.model)
+    if how == "with":
+        with llm:
+            pass
+    elif how == "close":
+        llm.close()
+        llm.close()
+    else:
+        del llm
+    gc.collect()
+    assert model() is None
+
+
+def test_the_packages_names_are_resolved_lazily() -> None:
+    assert {"LLM", "SamplingParams", "RequestOutput"} <= set(dir(nanoserve))
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        nanoserve.LLMs  # noqa: B018
