@@ -1,11 +1,16 @@
 """Checkpoints that transformers itself writes, small enough to make one per test."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.attention.torch import TorchAttention
 
 logging.disable_progress_bar()
 
@@ -45,3 +50,40 @@ def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCau
     model.to(dtype).eval()
     model.save_pretrained(path)
     return model
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change entries of a JSON file; `...` as a value removes one."""
+    entries = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in entries.items() if v is not ...}))
+
+
+@torch.inference_mode()
+def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) -> torch.Tensor:
+    """Logits [num_tokens, vocab_size] of nanoserve's `model` (or one rank of it), without engine.
+
+    The prompt is one chunk, and its blocks lie in reverse order in the cache.
+    """
+    num_tokens = len(token_ids)
+    num_blocks = -(-num_tokens // block_size)
+    attention = model.model.layers[0].self_attn
+    shape = TorchAttention().kv_cache_shape(
+        num_blocks + 1, block_size, attention.num_kv_heads, attention.head_dim
+    )
+    table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    ends = torch.tensor([0, num_tokens], dtype=torch.int32)
+    metadata = AttentionMetadata(
+        slot_mapping=table[positions // block_size] * block_size + positions % block_size,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        context_lens=ends[1:],
+        block_tables=table.unsqueeze(0),
+        num_decode_rows=0,
+        max_query_len=num_tokens,
+        max_context_len=num_tokens,
+    )
+    dtype = model.model.norm.weight.dtype
+    kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
+    hidden = model(torch.tensor(token_ids, dtype=torch.int32), positions, kv_caches, metadata)
+    return model.compute_logits(hidden)

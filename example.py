@@ -1,0 +1,89 @@
+"""Chat with a model: questions in one batch, then a follow-up in each conversation.
+
+python example.py                                  the tiny model that ships with the package
+python example.py --model path/to/Qwen3-0.6B       any other checkpoint
+python example.py --ask "What is a block table?"   your own questions, as many as you like
+"""
+
+import argparse
+import time
+
+from nanoserve import LLM, RequestOutputKind, SamplingParams
+
+QUESTIONS = [
+    "What is a KV cache?",
+    "什么是连续批处理？",
+    "Explain chunked prefill.",
+    "What is 47 + 85?",
+    "块表是什么？",
+    "What is preemption?",
+    "Define the block manager, please.",
+    "Who are you?",
+]
+FOLLOW_UP = "What is prefix caching?"
+
+
+def stream(llm: LLM, question: str, max_tokens: int) -> None:
+    """Print an answer while it is being generated, a token's worth of text at a time."""
+    engine = llm.engine
+    messages = [{"role": "user", "content": question}]
+    prompt = engine.tokenizer.encode_chat(engine.tokenizer.apply_chat_template(messages))
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA
+    )
+    engine.add_request("streamed", prompt, params)
+    print(f"\n> {question}\n  ", end="")
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.outputs[0].text, end="", flush=True)
+    print()
+
+
+def ask(llm: LLM, conversations: list[list[dict[str, str]]], max_tokens: int) -> None:
+    """Answer the last message of every conversation in one batch, and append the answers."""
+    outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=max_tokens))
+    for conversation, output in zip(conversations, outputs, strict=True):
+        answer = output.outputs[0].text.strip()
+        cached, total = output.metrics.num_cached_prompt_tokens, len(output.prompt_token_ids)
+        from_cache = f"   [{cached} of {total} prompt tokens from the cache]" if cached else ""
+        print(f"\n> {conversation[-1]['content']}{from_cache}\n  {answer}")
+        conversation.append({"role": "assistant", "content": answer})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Chat with a model through nanoserve.")
+    parser.add_argument("--model", default="tiny-qwen3", help="folder or bundled name")
+    parser.add_argument("--ask", nargs="+", default=QUESTIONS, metavar="QUESTION")
+    parser.add_argument("--max-tokens", type=int, default=160)
+    args = parser.parse_args()
+
+    start = time.perf_counter()
+    with LLM(args.model) as llm:
+        loaded = time.perf_counter()
+        print(f"{args.model} loaded in {loaded - start:.1f} s")
+        print("\n1. One question, streamed.")
+        stream(llm, args.ask[0], args.max_tokens)
+
+        print(f"\n2. {len(args.ask)} questions at once.")
+        conversations = [[{"role": "user", "content": question}] for question in args.ask]
+        ask(llm, conversations, args.max_tokens)
+
+        print(
+            "\n3. A follow-up in each conversation: what was said before is in the prefix cache."
+        )
+        for conversation in conversations:
+            conversation.append({"role": "user", "content": FOLLOW_UP})
+        ask(llm, conversations, args.max_tokens)
+
+        stats, seconds = llm.stats, time.perf_counter() - loaded
+        print(
+            f"\n{stats.num_prompt_tokens} tokens in, {stats.num_output_tokens} out in {seconds:.1f} s"
+            f" ({stats.num_output_tokens / seconds:.0f} tok/s out), {stats.num_steps} steps,"
+            f" {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens"
+            f" ({stats.prefix_cache_hit_rate:.0%}) from the prefix cache,"
+            f" {stats.num_preemptions} preemptions"
+        )
+
+
+if __name__ == "__main__":
+    main()
