@@ -77,8 +77,9 @@ def main() -> None:
 
         stats, seconds = llm.stats, time.perf_counter() - loaded
         print(
-            f"\n{stats.num_prompt_tokens} tokens in, {stats.num_output_tokens} out in {seconds:.1f} s"
-            f" ({stats.num_output_tokens / seconds:.0f} tok/s out), {stats.num_steps} steps,"
+            f"\n{stats.num_prompt_tokens} tokens in, {stats.num_output_tokens} out"
+            f" in {seconds:.1f} s ({stats.num_output_tokens / seconds:.0f} tok/s out),"
+            f" {stats.num_steps} steps,"
             f" {stats.prefix_cache_hits} of {stats.prefix_cache_queries} prompt tokens"
             f" ({stats.prefix_cache_hit_rate:.0%}) from the prefix cache,"
             f" {stats.num_preemptions} preemptions"

@@ -8,7 +8,7 @@ that transformers 4 and 5 write that file differently.
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,13 @@ class EngineConfig:
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+        share = self.gpu_memory_utilization
         _require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1]",
+            isinstance(share, (int, float)) and 0 < share <= 1,
+            f"gpu_memory_utilization={share!r} must be a number in (0, 1]",
         )
         _require(
             self.tensor_parallel_size == 1,
@@ -155,16 +159,23 @@ class ModelConfig:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
 
     @classmethod
-    def from_checkpoint(cls, path: Path, dtype: str = "auto") -> "ModelConfig":
+    def from_checkpoint(
+        cls, path: Path, dtype: str = "auto", supported: Collection[str] | None = None
+    ) -> "ModelConfig":
         """Read `config.json` and, where there is one, `generation_config.json` of a folder.
 
-        Raises `ValueError` for a folder without a config, and for every setting that would change
-        the model's output and that nanoserve does not implement: refusing is better than being
-        silently wrong.
+        Raises `ValueError` for a folder without a config, for an architecture that is not among
+        the `supported` ones, and for every setting that would change the model's output and that
+        nanoserve does not implement: refusing is better than being silently wrong.
         """
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} is no checkpoint: it has no config.json")
         raw = _read_json(path / "config.json")
+        architecture = _architecture(raw)
+        _require(
+            supported is None or architecture in supported,
+            f"architecture {architecture!r} is not supported; supported: {supported}",
+        )
         generation_path = path / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_hf(raw, generation, dtype)
@@ -175,33 +186,31 @@ class ModelConfig:
     ) -> "ModelConfig":
         """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
 
-        def get(name: str) -> Any:
-            if raw.get(name) is None:
-                raise ValueError(f"config.json has no {name!r}")
+        def size(name: str) -> int:
+            _require(raw.get(name) is not None, f"config.json has no {name!r}")
+            _check_int(name, raw[name], minimum=1)
             return raw[name]
 
-        architectures = raw.get("architectures") or [None]
         _refuse_unimplemented(raw)
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         _check_choice("dtype", dtype, DTYPES)
         config = cls(
-            architecture=str(architectures[0]),
-            vocab_size=get("vocab_size"),
-            hidden_size=get("hidden_size"),
-            intermediate_size=get("intermediate_size"),
-            num_hidden_layers=get("num_hidden_layers"),
-            num_attention_heads=get("num_attention_heads"),
-            num_key_value_heads=get("num_key_value_heads"),
-            head_dim=get("head_dim"),
-            max_position_embeddings=get("max_position_embeddings"),
-            rms_norm_eps=get("rms_norm_eps"),
+            architecture=_architecture(raw),
+            vocab_size=size("vocab_size"),
+            hidden_size=size("hidden_size"),
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
+            num_attention_heads=size("num_attention_heads"),
+            num_key_value_heads=size("num_key_value_heads"),
+            head_dim=size("head_dim"),
+            max_position_embeddings=size("max_position_embeddings"),
+            rms_norm_eps=_positive("rms_norm_eps", raw.get("rms_norm_eps")),
             rope_theta=_rope_theta(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             dtype=dtype,
-            eos_token_ids=_token_ids(raw.get("eos_token_id"))
-            | _token_ids(generation.get("eos_token_id")),
+            eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
             default_sampling=_default_sampling(generation),
         )
         _require(
@@ -224,27 +233,37 @@ class ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    _require(isinstance(content, dict), f"{path} holds no JSON object")
+    return content
 
 
-def _rope_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("architectures") or [None])[0])
+
+
+def _positive(name: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(
+        is_number and 0 < value < math.inf,
+        f"config.json: {name}={value!r} must be a positive number",
+    )
+    return float(value)
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-    theta = _rope_settings(raw).get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json has no 'rope_theta', neither itself nor in rope_parameters")
-    return float(theta)
+    """transformers 5 writes it into `rope_parameters`, transformers 4 beside `rope_scaling`."""
+    settings = raw.get("rope_parameters") or {}
+    return _positive("rope_theta", settings.get("rope_theta", raw.get("rope_theta")))
 
 
 def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
-    rope = _rope_settings(raw)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    _require(rope_type == "default", f"rope_type={rope_type!r} is not implemented, only 'default'")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        _require(kind == "default", f"rope_type={kind!r} is not implemented, only 'default'")
     activation = raw.get("hidden_act", "silu")
     _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
     windowed = raw.get("use_sliding_window") or "sliding_attention" in (
@@ -257,11 +276,13 @@ def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
     )
 
 
-def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    """An EOS entry of a config is absent, one id or a list of ids."""
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
+    """The EOS entry of a config is absent, one id or a list of ids."""
+    value = raw.get("eos_token_id")
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in token_ids:
+        _check_int("eos_token_id", token_id, minimum=0)
+    return frozenset(token_ids)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,6 +295,4 @@ def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {ours: generation[hf] for hf, ours in names.items() if generation.get(hf) is not None}
     if generation.get("do_sample") is False:
         chosen["temperature"] = 0.0
-    finite = all(math.isfinite(value) for value in chosen.values())
-    _require(finite, f"generation_config.json has a value that is not finite: {chosen}")
     return chosen

@@ -5,11 +5,11 @@ import threading
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from nanoserve.checkpoints import bundled_checkpoint
@@ -17,6 +17,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.sequence import Sequence
+from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
 from nanoserve.tokenizer import Message, Tokenizer
@@ -39,9 +40,10 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig.from_options(model, **options)
         path = _checkpoint_folder(config.model)
-        model_config = ModelConfig.from_checkpoint(path, config.dtype)
-        runner = ModelRunner(config, model_config, path)
+        model_config = ModelConfig.from_checkpoint(path, config.dtype, supported_architectures())
+        # The weights come last: whatever can be refused is refused before they are read.
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or path)
+        runner = ModelRunner(config, model_config, path)
         self.engine = LLMEngine(config, model_config, runner, tokenizer)
         self._request_ids = map(str, count())
 
@@ -60,7 +62,7 @@ class LLM:
         included, none of these requests stays behind.
         """
         prompts = _as_list(prompts)
-        params = self._one_per_prompt(sampling_params, len(prompts))
+        params = _one_per_prompt(sampling_params, len(prompts))
         if self.engine.has_unfinished_requests():
             raise ValueError(
                 "requests added to the engine are unfinished: step it to its end first"
@@ -69,6 +71,8 @@ class LLM:
             self.engine.prepare(next(self._request_ids), prompt, p)
             for prompt, p in zip(prompts, params, strict=True)
         ]
+        for seq in ready:
+            seq.params.output_kind = RequestOutputKind.FINAL_ONLY
         return self._run(ready, use_tqdm)
 
     def chat(
@@ -113,17 +117,6 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _one_per_prompt(
-        self, params: SamplingParams | AbstractSequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            params = [params] * num_prompts
-        if len(params) != num_prompts:
-            raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
-        return [replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
-
     def _run(self, ready: list[Sequence], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress = _Progress(len(ready), enabled=use_tqdm)
@@ -152,9 +145,24 @@ def _checkpoint_folder(model: str) -> Path:
 
 def _as_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A string, a dictionary and a list of integers are one."""
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
+        raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and is_int(prompts[0])):
         return [prompts]
     return list(prompts)
+
+
+def _one_per_prompt(
+    params: SamplingParams | AbstractSequence[SamplingParams] | None, num_prompts: int
+) -> AbstractSequence[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, AbstractSequence):
+        raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+    if len(params) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
+    return params
 
 
 class _Progress:

@@ -1,6 +1,5 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class RequestOutputKind(Enum):
@@ -51,14 +51,19 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._check_number("temperature", 0.0, math.inf, "finite and >= 0")
+        self.validate()
+
+    def validate(self) -> None:
+        """Called on construction, and again when a request is made: fields can be assigned to."""
+        self._check_number("temperature", 0.0, _FLOAT32_MAX, "finite and >= 0")
         self._check_number("top_p", 0.0, 1.0, "in (0, 1]", open_below=True)
         self._check_number("min_p", 0.0, 1.0, "in [0, 1]")
         self._check_integer("top_k", -1, _INT32_MAX)
         self._check_integer("seed", -(2**63), 2**64 - 1, optional=True)
         self._check_integer("max_tokens", 1, _INT32_MAX, optional=True)
-        if self.stop_token_ids is not None and not all(map(is_int, self.stop_token_ids)):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of integers")
+        stops = self.stop_token_ids
+        if stops is not None and not (isinstance(stops, (list, tuple)) and all(map(is_int, stops))):
+            raise ValueError(f"stop_token_ids={stops!r} must be a list of integers")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 
@@ -67,7 +72,7 @@ class SamplingParams:
     ) -> None:
         value = getattr(self, name)
         is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        inside = is_number and math.isfinite(value) and low <= value <= high
+        inside = is_number and low <= value <= high  # False for NaN
         if not inside or (open_below and value == low):
             raise ValueError(f"{name}={value!r} must be {allowed}")
 

@@ -31,7 +31,8 @@ SUPPORT = {
 
 def evening_path() -> list[str]:
     """The files that the README lists, in reading order."""
-    section = README.read_text(encoding="utf-8").split("## The evening path")[1].split("\nBeside ")[0]
+    section = README.read_text(encoding="utf-8").split("## The evening path")[1]
+    section = section.split("\nBeside ")[0]
     return re.findall(r"`(nanoserve/[\w/]+\.py)`", section)
 
 

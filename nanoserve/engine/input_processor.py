@@ -1,10 +1,12 @@
 """What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
 
-import random
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from nanoserve.config import ModelConfig
 from nanoserve.engine.detokenizer import Tokenizer
@@ -16,14 +18,10 @@ Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 
 class InputProcessor:
-    """Tokenizes and checks requests; gives each its seed and its place in the order of arrival."""
+    """Tokenizes and checks requests. It keeps no state: a refused request leaves no trace."""
 
     def __init__(
-        self,
-        model_config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        max_model_len: int,
-        seed: int,
+        self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
     ) -> None:
         self.vocab_size = model_config.vocab_size
         self.default_sampling = dict(model_config.default_sampling)
@@ -33,8 +31,7 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
-        self._rng = random.Random(seed)
-        self._num_arrivals = 0
+        self.default_sampling_params()  # raises now if the checkpoint recommends nonsense
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -45,12 +42,12 @@ class InputProcessor:
     ) -> Sequence:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if not is_int(priority):
             raise ValueError(f"priority={priority!r} must be an integer")
         text, token_ids = self._tokenize(prompt)
+        params = replace(params)  # checks it again; what the caller assigns later changes nothing
         self._check_tokens(token_ids, params)
-        self._num_arrivals += 1
         return Sequence(
             request_id,
             [int(token_id) for token_id in token_ids],
@@ -58,9 +55,7 @@ class InputProcessor:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             prompt=text,
-            seed=self._rng.getrandbits(64) if params.seed is None else params.seed,
             priority=priority,
-            arrival=self._num_arrivals,
             metrics=RequestMetrics(arrival_time=time.perf_counter()),
         )
 
@@ -79,8 +74,9 @@ class InputProcessor:
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
             return prompt, self._tokenizer.encode(prompt)
-        is_list = isinstance(prompt, AbstractSequence) or hasattr(prompt, "__array__")
-        if not is_list or isinstance(prompt, bytes):
+        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+            prompt = prompt.tolist()
+        if not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
         return text, list(prompt)
 

@@ -1,5 +1,6 @@
 """The loop: schedule, run, update. It is handed its muscle and owns it."""
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,13 +46,13 @@ class LLMEngine:
         self.model_config = model_config
         self.executor = executor
         self.tokenizer = tokenizer
-        self.input_processor = InputProcessor(
-            model_config, tokenizer, executor.max_model_len, config.seed
-        )
+        self.input_processor = InputProcessor(model_config, tokenizer, executor.max_model_len)
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self.detokenizer = Detokenizer(tokenizer)
         self.observers: list[StepObserver] = []
         self._sequences: dict[str, Sequence] = {}
+        self._num_arrivals = 0
+        self._rng = random.Random(config.seed)
         self._closed = False
         self._stats = EngineStats()
 
@@ -86,9 +87,13 @@ class LLMEngine:
         return self.input_processor.process(request_id, prompt, params, priority)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that `prepare` made."""
+        """Queue a sequence that `prepare` made; now it gets its place in line and its seed."""
         if seq.request_id in self._sequences:
             raise ValueError(f"request_id={seq.request_id!r} is already in use")
+        self._num_arrivals += 1
+        seq.arrival = self._num_arrivals
+        unseeded = seq.params.seed is None
+        seq.seed = self._rng.getrandbits(64) if unseeded else int(seq.params.seed)
         self._sequences[seq.request_id] = seq
         self.scheduler.add(seq)
 

@@ -9,10 +9,10 @@ _MODELS = {
 }
 
 
+def supported_architectures() -> list[str]:
+    return sorted(_MODELS)
+
+
 def model_class(architecture: str) -> type[nn.Module]:
-    """The class for an architecture; `ValueError` that lists the supported ones."""
-    if architecture not in _MODELS:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {sorted(_MODELS)}"
-        )
+    """The class for a supported architecture."""
     return getattr(import_module(_MODELS[architecture]), architecture)

@@ -5,8 +5,10 @@ Worked numbers (the course's first chapter): LLaMA-2-7B in 16 bits keeps half a 
 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 """
 
+import math
 import os
 
+import numpy as np
 import torch
 
 from nanoserve.attention.interface import AttentionBackend
@@ -54,12 +56,17 @@ def allocate_kv_cache(
     """One tensor [num_layers, *attention.kv_cache_shape()], zeroed.
 
     Zeroed, because masked positions of a padded batch are multiplied by weight 0, and 0 x NaN is
-    NaN. On a CPU the pages are mapped when first used, so an ample pool costs nothing until then.
+    NaN. On a CPU numpy's zeros come straight from the system, which maps a page when it is first
+    used: an ample pool costs nothing until then, where torch.zeros would write all of it now.
     """
     shape = attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, model_config.num_key_value_heads, model_config.head_dim
     )
-    return torch.zeros(model_config.num_hidden_layers, *shape, dtype=dtype, device=device)
+    shape = (model_config.num_hidden_layers, *shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def _physical_memory_bytes() -> int:
