@@ -285,6 +285,12 @@ def test_the_engine_refuses_params_of_another_type(rig: Rig, params: Any) -> Non
         rig.llm.engine.add_request("bad", PROMPT, params)
 
 
+@pytest.mark.parametrize("request_id", [5, None, ["a"]])
+def test_a_request_id_that_is_no_string_is_refused(rig: Rig, request_id: Any) -> None:
+    with rig.refuses("request_id"):
+        rig.llm.engine.add_request(request_id, PROMPT)
+
+
 @pytest.mark.parametrize("priority", ["high", 1.5, None, True])
 def test_a_priority_that_is_no_integer_is_refused(rig: Rig, priority: Any) -> None:
     with rig.refuses(f"priority={priority!r}", "integer"):

@@ -40,6 +40,8 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int
     ) -> Sequence:
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} must be a string")
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")

@@ -25,6 +25,15 @@ class TensorParallel(NamedTuple):
             raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
         return total // self.size
 
+    def slices(self, total: int, what: str) -> int:
+        """Into how many slices `total` KV heads are cut: fewer heads than ranks are shared."""
+        num_slices = min(self.size, total)
+        if total % num_slices or self.size % num_slices:
+            raise ValueError(
+                f"{what}={total} and tensor_parallel_size={self.size}: one must divide the other"
+            )
+        return num_slices
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:

@@ -75,9 +75,11 @@ class ColumnParallelLinear(_Linear):
         self.outputs = dict(outputs)
         self.num_slices = dict.fromkeys(outputs, context.tp.size) | dict(num_slices or {})
         for name, total in self.outputs.items():
-            if total % self.num_slices[name]:
+            slices = self.num_slices[name]
+            if total % slices or context.tp.size % slices:
                 raise ValueError(
-                    f"{name} has {total} outputs, which {self.num_slices[name]} ranks cannot share"
+                    f"{name} has {total} outputs, which in {slices} slices "
+                    f"{context.tp.size} ranks cannot share"
                 )
         self.sizes = {name: total // self.num_slices[name] for name, total in outputs.items()}
         self.in_features = in_features

@@ -26,7 +26,7 @@ class Qwen3Attention(nn.Module):
         tp, self.head_dim = context.tp, config.head_dim
         self.num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
         # With fewer KV heads than ranks, ranks keep copies of the same head.
-        kv_slices = min(tp.size, config.num_key_value_heads)
+        kv_slices = tp.slices(config.num_key_value_heads, "num_key_value_heads")
         self.num_kv_heads = config.num_key_value_heads // kv_slices
         kv_size = config.num_key_value_heads * config.head_dim
         q_size = config.num_attention_heads * config.head_dim  # need not equal hidden_size

@@ -13,6 +13,8 @@ from torch import nn
 
 from nanoserve.layers.context import CheckpointTensor
 
+_STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised: not just numbers
+
 
 def load_weights(model: nn.Module, path: Path, load_format: str = "auto") -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
@@ -49,8 +51,13 @@ def _load_safetensors(model: nn.Module, path: Path) -> None:
     for file in files:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                tensor = tensors.get_slice(name)
+                if name in file_of:
+                    raise ValueError(f"{name} is both in {file_of[name].name} and in {file}")
+                if tensor.get_dtype() not in _STORED_DTYPES:
+                    raise ValueError(f"{name} in {file} is stored as {tensor.get_dtype()}")
                 file_of[name] = file
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                shapes[name] = tuple(tensor.get_shape())
     _check_names_and_shapes(expected, shapes, model.ignored_tensors, path)
     for file in files:
         with _open(file) as tensors:
@@ -88,9 +95,9 @@ def _weight_files(path: Path) -> list[Path]:
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError) as error:
+        files = sorted({path / name for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
-    files = sorted({path / name for name in weight_map.values()})
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
