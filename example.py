@@ -68,9 +68,7 @@ def main() -> None:
         conversations = [[{"role": "user", "content": question}] for question in args.ask]
         ask(llm, conversations, args.max_tokens)
 
-        print(
-            "\n3. A follow-up in each conversation: what was said before is in the prefix cache."
-        )
+        print("\n3. A follow-up in each conversation: what was said before is in the prefix cache.")
         for conversation in conversations:
             conversation.append({"role": "user", "content": FOLLOW_UP})
         ask(llm, conversations, args.max_tokens)
