@@ -50,6 +50,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
 
+    max_logprobs: int = 20  # most that a request may ask for
+
     attention_backend: str = "auto"  # "auto" | "torch"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
@@ -72,6 +74,7 @@ class EngineConfig:
                 _check_int(name, getattr(self, name), minimum=1)
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
         _check_int("seed", self.seed, minimum=0)
+        _check_int("max_logprobs", self.max_logprobs, minimum=0)
         if self.prefix_cache_seed is not None:
             _check_int("prefix_cache_seed", self.prefix_cache_seed, minimum=0)
         _require(

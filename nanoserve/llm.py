@@ -3,11 +3,12 @@
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -16,12 +17,15 @@ from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.output_processor import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
 from nanoserve.tokenizer import Message, Tokenizer
 from nanoserve.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
 
 
 class LLM:
@@ -46,34 +50,60 @@ class LLM:
         runner = ModelRunner(config, model_config, path)
         self.engine = LLMEngine(config, model_config, runner, tokenizer)
         self._request_ids = map(str, count())
+        self._streams: dict[str, deque[RequestOutput]] = {}  # by request: what is not yet read
 
     def generate(
         self,
         prompts: Prompt | AbstractSequence[Prompt],
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: AbstractSequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}`. `sampling_params`
-        is one for all or one per prompt; None takes the checkpoint's own defaults.
+        is one for all or one per prompt; None takes the checkpoint's own defaults. `priority` is
+        one per prompt, the lowest first, and needs `scheduling_policy="priority"`.
 
         Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
         included, none of these requests stays behind.
         """
         prompts = _as_list(prompts)
         params = _one_per_prompt(sampling_params, len(prompts))
+        priorities = self._priorities(priority, len(prompts))
         if self.engine.has_unfinished_requests():
-            raise ValueError(
-                "requests added to the engine are unfinished: step it to its end first"
-            )
+            raise ValueError("requests are unfinished: step the engine or its streams to the end")
         ready = [
-            self.engine.prepare(next(self._request_ids), prompt, p)
-            for prompt, p in zip(prompts, params, strict=True)
+            self.engine.prepare(next(self._request_ids), prompt, p, value)
+            for prompt, p, value in zip(prompts, params, priorities, strict=True)
         ]
-        for seq in ready:
-            seq.params.output_kind = RequestOutputKind.FINAL_ONLY
+        for request in ready:
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
         return self._run(ready, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield what is new after every token; the pieces of text concatenate to the final text.
+
+        Several streams may be read in turn: whichever is asked first runs the engine for all. A
+        stream that is dropped before its end is aborted.
+        """
+        if not set(self.engine.output_processor.requests) <= set(self._streams):
+            raise ValueError("requests are unfinished: step the engine to its end first")
+        request = self.engine.prepare(next(self._request_ids), prompt, sampling_params)
+        request.params.output_kind = RequestOutputKind.DELTA
+        self._streams[request.request_id] = deque()
+        self.engine.add(request)
+        return self._read_stream(request.request_id)
+
+    def beam_search(
+        self, prompts: Prompt | AbstractSequence[Prompt], params: "BeamSearchParams"
+    ) -> "list[BeamSearchOutput]":
+        """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`."""
+        from nanoserve.beam_search import beam_search
+
+        return beam_search(self, _as_list(prompts), params)
 
     def chat(
         self,
@@ -95,7 +125,7 @@ class LLM:
             text = tokenizer.apply_chat_template(
                 conversation, add_generation_prompt, **chat_template_kwargs
             )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(text)})
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -117,13 +147,37 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _run(self, ready: list[Sequence], use_tqdm: bool) -> list[RequestOutput]:
+    def _priorities(self, priority: AbstractSequence[int] | None, num_prompts: int) -> list[int]:
+        if priority is None:
+            return [0] * num_prompts
+        if self.engine.config.scheduling_policy != "priority":
+            raise ValueError(f"{priority=} needs scheduling_policy='priority'")
+        if len(priority) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts, but {len(priority)} priorities")
+        return list(priority)
+
+    def _read_stream(self, request_id: str) -> Iterator[RequestOutput]:
+        unread = self._streams[request_id]
+        try:
+            finished = False
+            while not finished:
+                while not unread:
+                    for output in self.engine.step():
+                        self._streams[output.request_id].append(output)
+                output = unread.popleft()
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request_id]
+            self.engine.abort_request(request_id)
+
+    def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress = _Progress(len(ready), enabled=use_tqdm)
         try:
             with _InterruptBetweenSteps() as interrupt:
-                for seq in ready:
-                    self.engine.add(seq)
+                for request in ready:
+                    self.engine.add(request)
                 while self.engine.has_unfinished_requests():
                     for output in self.engine.step():
                         finished[output.request_id] = output
@@ -131,9 +185,9 @@ class LLM:
                     interrupt.raise_if_requested()
         finally:
             progress.close()
-            for seq in ready:
-                self.engine.abort_request(seq.request_id)  # only what did not finish
-        return [finished[seq.request_id] for seq in ready]
+            for request in ready:
+                self.engine.abort_request(request.request_id)  # only what did not finish
+        return [finished[request.request_id] for request in ready]
 
 
 def _checkpoint_folder(model: str) -> Path:
@@ -177,7 +231,7 @@ class _Progress:
 
     def add(self, output: RequestOutput) -> None:
         self._num_in += len(output.prompt_token_ids)
-        self._num_out += len(output.outputs[0].token_ids)
+        self._num_out += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = time.perf_counter() - self._start
         self._bar.set_postfix_str(
             f"in {self._num_in / seconds:.0f} tok/s, out {self._num_out / seconds:.0f} tok/s",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass
 class RequestMetrics:
@@ -43,19 +45,45 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
     return None if later is None or earlier is None else later - earlier
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at some rows: of the row's own token first, then of the k most likely.
+
+    token_ids and logprobs are [num_rows, 1 + k], ranks is [num_rows]; rank 1 is the most likely.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token at one position: its log-probability, its rank (1 is best) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 @dataclass
 class CompletionOutput:
     """One completion. `token_ids` and `text` end before the EOS or stop token that ended them.
 
-    finish_reason: None while it runs; "stop" (EOS or a stop token), "length" or "abort".
-    stop_reason: the stop token's id; None when it was the model's own EOS.
+    finish_reason: None while it runs; "stop" (EOS, a stop token or a stop string), "length" or
+        "abort".
+    stop_reason: the stop token's id or the stop string; None when it was the model's own EOS.
+    logprobs: for each token the asked-for candidates, by token id; the chosen one is among them.
+    cumulative_logprob: the sum over the chosen tokens.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -64,7 +92,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what it has produced; `prompt` is None when token ids were given."""
+    """A request and what it has produced; `prompt` is None when token ids were given.
+
+    prompt_logprobs: for each token of the prompt the asked-for candidates, by token id; None for
+        the first token, which nothing predicts.
+    """
 
     request_id: str
     prompt: str | None
@@ -72,6 +104,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass

@@ -1,10 +1,14 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
+
+# (output_token_ids, logits [vocab_size]) -> logits; a torch tensor, which this module need not know.
+RowProcessor = Callable[[list[int], Any], Any]
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -27,26 +31,58 @@ class SamplingParams:
     top_p: only the smallest set of most likely tokens whose probability reaches top_p. The token
         that crosses the border belongs to it (Holtzman et al. 2020, nucleus sampling).
     min_p: only tokens at least min_p times as likely as the most likely one.
+    n: how many completions of the prompt; each has its own random stream.
+    presence_penalty, frequency_penalty: in [-2, 2], subtracted from the logits of tokens that were
+        generated, once or for each time.
+    repetition_penalty: in (0, inf), divides the positive and multiplies the negative logits of all
+        tokens in prompt and output; 1 is off.
+    logit_bias: added to the logits of these token ids; each in [-100, 100].
+    allowed_token_ids: no other token can be chosen.
+    bad_words: texts that are never completed.
+    min_tokens: before so many tokens, neither EOS nor a stop token nor a stop string ends it.
+    logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
+        for this request alone, after everything else that changes its logits.
     seed: same seed, same tokens, whatever else runs. None: the engine draws one.
     max_tokens: at most this many tokens of output; None is up to `max_model_len`.
+    stop: end where one of these texts appears; the output ends before it.
     stop_token_ids: end at one of these, besides the model's own EOS.
+    include_stop_str_in_output: keep the stop text in the output.
     ignore_eos: go on past the model's own EOS, as benchmarks do.
+    logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each
+        token; of the model's own distribution, before anything above changes it.
+    prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the
+        prefix cache, because what is cached has no logits.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
 
-    Filters apply in vLLM's order: temperature, min_p, top_k, top_p. Tokens tied with the last
-    kept one are kept with it, so the result does not depend on how a sort breaks ties.
+    Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties, logits_processors; then, for requests that sample, temperature, min_p, top_k, top_p.
+    Tokens tied with the last kept one are kept with it, so the result does not depend on how a
+    sort breaks ties.
 
     Raises `ValueError` that names the value and the allowed range.
     """
 
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: list[RowProcessor] | None = None
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -55,17 +91,68 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Called on construction, and again when a request is made: fields can be assigned to."""
+        self._check_integer("n", 1, _INT32_MAX)
+        self._check_number("presence_penalty", -2.0, 2.0, "in [-2, 2]")
+        self._check_number("frequency_penalty", -2.0, 2.0, "in [-2, 2]")
+        self._check_number(
+            "repetition_penalty", 0.0, _FLOAT32_MAX, "finite and > 0", open_below=True
+        )
         self._check_number("temperature", 0.0, _FLOAT32_MAX, "finite and >= 0")
         self._check_number("top_p", 0.0, 1.0, "in (0, 1]", open_below=True)
         self._check_number("min_p", 0.0, 1.0, "in [0, 1]")
         self._check_integer("top_k", -1, _INT32_MAX)
         self._check_integer("seed", -(2**63), 2**64 - 1, optional=True)
         self._check_integer("max_tokens", 1, _INT32_MAX, optional=True)
-        stops = self.stop_token_ids
-        if stops is not None and not (isinstance(stops, (list, tuple)) and all(map(is_int, stops))):
-            raise ValueError(f"stop_token_ids={stops!r} must be a list of integers")
+        self._check_integer("min_tokens", 0, _INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
+        self._check_integer("logprobs", 0, _INT32_MAX, optional=True)
+        self._check_integer("prompt_logprobs", 0, _INT32_MAX, optional=True)
+        self._check_list("stop_token_ids", is_int, "integers")
+        self._check_list("allowed_token_ids", is_int, "integers", may_be_empty=False)
+        self._check_list("bad_words", _is_text, "texts that are not empty")
+        self._check_list("logits_processors", callable, "callables")
+        if not _is_text(self.stop):
+            self._check_list("stop", _is_text, "texts that are not empty")
+        self._check_logit_bias()
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} completions at temperature=0 would all be the same")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def has_penalties(self) -> bool:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and filters stands between the model and the choice."""
+        asked = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.logits_processors)
+        return self.has_penalties or self.min_tokens > 0 or any(asked)
+
+    def _check_list(
+        self, name: str, is_good: Callable[[Any], bool], what: str, may_be_empty: bool = True
+    ) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
+        if not is_list or not (value or may_be_empty):
+            empty = "" if may_be_empty else ", at least one"
+            raise ValueError(f"{name}={value!r} must be a list of {what}{empty}")
+
+    def _check_logit_bias(self) -> None:
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not is_int(token_id) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"logit_bias={{{token_id!r}: {bias!r}}} must map a token id to a number in "
+                    f"[-100, 100]"
+                )
 
     def _check_number(
         self, name: str, low: float, high: float, allowed: str, open_below: bool = False
@@ -82,6 +169,10 @@ class SamplingParams:
             return
         if not is_int(value) or not low <= value <= high:
             raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def is_int(value: Any) -> bool:

@@ -33,9 +33,9 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model expects around a text."""
-        return self._hf.encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, by default with the special tokens that the model expects around a text."""
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -49,7 +49,3 @@ class Tokenizer:
         return self._hf.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )
-
-    def encode_chat(self, text: str) -> list[int]:
-        """Token ids of what `apply_chat_template` wrote, which has its special tokens already."""
-        return self._hf.encode(text, add_special_tokens=False)

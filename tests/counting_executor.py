@@ -29,7 +29,7 @@ class CountingExecutor:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
-        rows = batch.logits_rows[: batch.header_dict()["num_logits_rows"]]
+        rows = batch.logits_rows[: batch.header_dict()["num_sampled_rows"]]
         return StepResult(((batch.input_ids[rows] + 1) % VOCAB_SIZE).tolist())
 
     def collect(self, handle: StepResult) -> StepResult:
@@ -50,7 +50,7 @@ def byte_tokenizer(eos_token_id: int | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         backend=backend,
         eos_token_id=eos_token_id,
-        encode=lambda text: list(text.encode()),
+        encode=lambda text, add_special_tokens=True: list(text.encode()),
         decode=lambda ids, skip=True: backend.decode(ids, skip_special_tokens=skip),
     )
 

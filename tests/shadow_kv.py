@@ -109,7 +109,7 @@ class ShadowRun:
 
     def _abort(self) -> None:
         if self.live and self.rng.random() < 0.04:
-            self.scheduler.abort(self.rng.choice(self.live))
+            self.scheduler.finish(self.rng.choice(self.live), "abort")
             self.scheduler.check()
 
     def _step(self, step: int) -> None:

@@ -41,6 +41,7 @@ def test_a_mixed_batch() -> None:
         "num_rows": 3,
         "num_decode_rows": 1,
         "num_logits_rows": 2,
+        "num_sampled_rows": 2,
         "max_query_len": 5,
         "max_context_len": 10,
     }

@@ -182,10 +182,10 @@ def test_abort_in_any_state_frees_everything(state: str) -> None:
         )
         if state != "waiting":
             step(scheduler)
-    scheduler.abort(seq)
-    scheduler.abort(seq)  # twice is once
+    scheduler.finish(seq, "abort")
+    scheduler.finish(seq, "abort")  # twice is once
     for other in others:
-        scheduler.abort(other)
+        scheduler.finish(other, "abort")
     scheduler.check()
     assert not scheduler.has_unfinished()
     assert scheduler.block_manager.num_free_blocks == 6

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.sequence import Sequence
 
 _ALIGNMENT = 16  # bytes; what vector loads want
 HEADER = (
@@ -24,7 +25,8 @@ HEADER = (
     "num_tokens",
     "num_rows",
     "num_decode_rows",  # rows with one token; they come first
-    "num_logits_rows",
+    "num_logits_rows",  # tokens whose logits are needed
+    "num_sampled_rows",  # of which a next token is sampled; they come first
     "max_query_len",
     "max_context_len",
 )
@@ -54,6 +56,7 @@ class BatchLayout:
             "context_lens": rows,
             "logits_rows": tokens,  # index of each token whose logits are needed
             "slots": tokens,  # the slot of the sequence behind each logits row
+            "next_ids": tokens,  # for a logits row that is not sampled: the token that follows it
             "block_tables": rows * self.max_blocks_per_row,
         }
 
@@ -91,6 +94,7 @@ class Batch:
         self.context_lens = view["context_lens"]
         self.logits_rows = view["logits_rows"]
         self.slots = view["slots"]
+        self.next_ids = view["next_ids"]
         self.block_tables = view["block_tables"].reshape(layout.max_num_rows, -1)
 
     def header_dict(self) -> dict[str, int]:
@@ -142,14 +146,31 @@ class Batch:
 
         # 4) The last token of each caught-up row has the logits that the next token comes from.
         logits_rows = self.cu_seqlens_q[1 : rows + 1][caught_up] - 1
-        self.logits_rows[: len(logits_rows)] = logits_rows
-        self.slots[: len(logits_rows)] = slots[caught_up]
+        num_sampled = num_logits = len(logits_rows)
+        self.logits_rows[:num_sampled] = logits_rows
+        self.slots[:num_sampled] = slots[caught_up]
+        for seq, n in plan.prompt_logprobs.items():
+            num_logits += self._add_prompt_rows(seq, n, sequences.index(seq), num_logits)
         self.header[:] = (
             step,
             tokens,
             rows,
             np.count_nonzero(num_new == 1),
-            len(logits_rows),
+            num_logits,
+            num_sampled,
             num_new.max(),
             max_context_len,
         )
+
+    def _add_prompt_rows(self, seq: Sequence, n: int, row: int, first: int) -> int:
+        """Ask for the logits of the prompt tokens in this chunk that another prompt token follows.
+
+        They go to logits rows `first` and on; returns how many there are.
+        """
+        start = seq.num_computed_tokens
+        following = seq.token_ids[start + 1 : min(start + n + 1, seq.num_prompt_tokens)]
+        span = slice(first, first + len(following))
+        self.logits_rows[span] = self.cu_seqlens_q[row] + np.arange(len(following))
+        self.slots[span] = seq.slot
+        self.next_ids[span] = following
+        return len(following)

@@ -65,14 +65,24 @@ class BlockManager:
     def blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _root_for(self, seq: Sequence) -> bytes | None:
+        """Where the hash chain of `seq` begins: sequences share blocks only under one root.
+
+        The completions of one prompt share among themselves even without prefix caching, under a
+        root of their own. None shares nothing.
+        """
+        if self.enable_prefix_caching:
+            return self._root
+        return self._root + seq.request_id.encode() if seq.params.n > 1 else None
+
     def lookup(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of `seq`. Changes nothing.
 
         A hit never covers the last token: its logits are needed, so it must be computed. A block
         cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
-        blocks of 16.
+        blocks of 16. A sequence whose prompt logits are needed computes all of its prompt.
         """
-        if not self.enable_prefix_caching:
+        if self._root_for(seq) is None or seq.needs_prompt_logits:
             return []
         hits: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
@@ -111,7 +121,7 @@ class BlockManager:
         """
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + num_new_tokens) // self.block_size
-        if first == end or not self.enable_prefix_caching:
+        if first == end or self._root_for(seq) is None:
             return []
         self._hash_blocks(seq, end)
         published = []
@@ -165,7 +175,7 @@ class BlockManager:
             return
         token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
         for start in range(0, len(token_ids), size):
-            parent = hashes[-1] if hashes else self._root
+            parent = hashes[-1] if hashes else self._root_for(seq)
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
 
     def check(self, sequences: list[Sequence]) -> None:

@@ -1,9 +1,9 @@
-"""Tokens to text.
+"""Tokens to text, and the stop strings that end it.
 
 A token is not a character: a byte-level tokenizer may spread one Chinese character over three
-tokens. A request that streams gets its text through a `DecodeStream`, which holds back the bytes
-of an unfinished character and costs about 0.6 us a token; every other request is decoded once, at
-its end, for about a quarter of that.
+tokens. A request that streams or has stop strings gets its text through a `DecodeStream`, which
+holds back the bytes of an unfinished character and costs about 0.6 us a token; every other request
+is decoded once, at its end, for about a quarter of that.
 """
 
 from typing import Protocol
@@ -21,16 +21,17 @@ class Tokenizer(Protocol):
     backend: TokenizerBackend
     eos_token_id: int | None
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class _Stream:
-    __slots__ = ("decoder", "num_decoded", "num_sent", "text")
+    __slots__ = ("decoder", "num_decoded", "num_sent", "stop_strings", "text")
 
-    def __init__(self, skip_special_tokens: bool) -> None:
-        self.decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
+    def __init__(self, seq: Sequence) -> None:
+        self.decoder = DecodeStream(skip_special_tokens=seq.params.skip_special_tokens)
+        self.stop_strings = seq.params.stop_strings
         self.num_decoded = 0  # output tokens fed to the decoder
         self.text = ""
         self.num_sent = 0  # characters already handed out as deltas
@@ -41,31 +42,48 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[Sequence, _Stream] = {}
 
-    def update(self, seq: Sequence) -> str:
-        """The text that belongs in the next `RequestOutput` of `seq`: all so far, or what is new.
+    def advance(self, seq: Sequence) -> str | None:
+        """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into.
 
-        The deltas of a request concatenate to its final text.
+        The text is cut at the earliest stop string in it, which may have begun tokens ago.
+        """
+        needs_text = seq.params.stop or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        if self._tokenizer is None or not needs_text:
+            return None
+        stream = self._streams.get(seq)
+        if stream is None:
+            stream = self._streams[seq] = _Stream(seq)
+        unsearched = len(stream.text)
+        self._feed(stream, seq)
+        num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
+        if not stream.stop_strings or num_output_tokens <= seq.params.min_tokens:
+            return None
+        return _cut_at_stop(stream, unsearched, seq.params.include_stop_str_in_output)
+
+    def text(self, seq: Sequence) -> str:
+        """What belongs in the next output of `seq`: all text so far, or the part that is new.
+
+        The deltas of a sequence concatenate to its final text.
         """
         if self._tokenizer is None:
             return ""
-        kind, skip = seq.params.output_kind, seq.params.skip_special_tokens
-        if kind is RequestOutputKind.FINAL_ONLY:
-            return self._tokenizer.decode(seq.output_token_ids, skip)
-        stream = self._streams.get(seq.request_id)
-        if stream is None:
-            stream = self._streams[seq.request_id] = _Stream(skip)
-        if seq.finished:
+        stream = self._streams.get(seq)
+        ended_by_string = isinstance(seq.stop_reason, str)
+        if seq.finished and not ended_by_string:
             # The last bytes may never have become a character; the full decode says how they end.
-            stream.text = self._tokenizer.decode(seq.output_token_ids, skip)
-            del self._streams[seq.request_id]
-        else:
-            self._feed(stream, seq)
-        if kind is RequestOutputKind.CUMULATIVE:
-            return stream.text
-        delta = stream.text[stream.num_sent :]
-        stream.num_sent = len(stream.text)
+            full = self._tokenizer.decode(seq.output_token_ids, seq.params.skip_special_tokens)
+            if stream is None:
+                return full
+            stream.text = full
+        visible = len(stream.text) if seq.finished else len(stream.text) - _held_back(stream)
+        if seq.finished:
+            del self._streams[seq]
+        if seq.params.output_kind is not RequestOutputKind.DELTA:
+            return stream.text[:visible]
+        delta = stream.text[stream.num_sent : visible]
+        stream.num_sent = max(stream.num_sent, visible)
         return delta
 
     def _feed(self, stream: _Stream, seq: Sequence) -> None:
@@ -73,3 +91,29 @@ class Detokenizer:
         for token_id in seq.token_ids[first_new:]:
             stream.text += stream.decoder.step(self._tokenizer.backend, token_id) or ""
             stream.num_decoded += 1
+
+
+def _cut_at_stop(stream: _Stream, unsearched: int, keep_it: bool) -> str | None:
+    """The stop string that appears first, if any; the text is cut before or behind it."""
+    longest = max(map(len, stream.stop_strings))
+    start = max(0, unsearched - longest + 1)  # what came before has been searched
+    found = [(stream.text.find(stop, start), stop) for stop in stream.stop_strings]
+    found = [(position, stop) for position, stop in found if position >= 0]
+    if not found:
+        return None
+    position, stop = min(found, key=lambda item: item[0])
+    stream.text = stream.text[: position + len(stop) if keep_it else position]
+    return stop
+
+
+def _held_back(stream: _Stream) -> int:
+    """Characters at the end of the text that may be the beginning of a stop string."""
+    return max(
+        (
+            length
+            for stop in stream.stop_strings
+            for length in range(1, len(stop))
+            if stream.text.endswith(stop[:length])
+        ),
+        default=0,
+    )

@@ -1,26 +1,41 @@
 """The seam between the brain and its muscle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoserve.engine.batch import Batch
+from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class SlotParams:
-    """Sampling parameters of a sequence that has just been given `slot`: only changes travel."""
+    """A sequence that has just been given `slot`, and how to sample for it: only changes travel.
+
+    What it has generated before a preemption is part of `output_token_ids`.
+    """
 
     slot: int
     params: SamplingParams
     seed: int
+    stream: int = 0  # separates the draws of the completions of one prompt
+    prompt_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One sampled token id for each logits row of the batch."""
+    """One sampled token id for each caught-up sequence, in batch order.
+
+    `logprobs` has a row for each of those that asked for them, `prompt_logprobs` one for each
+    prompt row of the batch.
+    """
 
     token_ids: list[int]
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 class Executor(Protocol):

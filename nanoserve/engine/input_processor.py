@@ -1,15 +1,16 @@
 """What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.detokenizer import Tokenizer
+from nanoserve.engine.output_processor import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams, is_int
@@ -21,8 +22,13 @@ class InputProcessor:
     """Tokenizes and checks requests. It keeps no state: a refused request leaves no trace."""
 
     def __init__(
-        self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
     ) -> None:
+        self.max_logprobs = config.max_logprobs
         self.vocab_size = model_config.vocab_size
         self.default_sampling = dict(model_config.default_sampling)
         self.max_model_len = max_model_len
@@ -39,7 +45,7 @@ class InputProcessor:
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int
-    ) -> Sequence:
+    ) -> Request:
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         params = self.default_sampling_params() if params is None else params
@@ -49,17 +55,27 @@ class InputProcessor:
             raise ValueError(f"priority={priority!r} must be an integer")
         text, token_ids = self._tokenize(prompt)
         params = replace(params)  # checks it again; what the caller assigns later changes nothing
-        self._check_tokens(token_ids, params)
-        return Sequence(
-            request_id,
-            [int(token_id) for token_id in token_ids],
-            params,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            prompt=text,
-            priority=priority,
-            metrics=RequestMetrics(arrival_time=time.perf_counter()),
-        )
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        token_ids = [int(token_id) for token_id in token_ids]
+        metrics = RequestMetrics(arrival_time=time.perf_counter())
+        bad_words = self._tokenize_bad_words(params)
+        sequences = [
+            Sequence(
+                request_id,
+                list(token_ids),
+                params,
+                max_model_len=self.max_model_len,
+                eos_token_ids=self.eos_token_ids,
+                priority=priority,
+                metrics=metrics,
+                index=index,
+                bad_words_token_ids=bad_words,
+            )
+            for index in range(params.n)
+        ]
+        sequences[0].siblings = sequences[1:]
+        return Request(request_id, text, token_ids, params, sequences)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one, and its token ids."""
@@ -82,12 +98,33 @@ class InputProcessor:
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
         return text, list(prompt)
 
-    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is and after a space: to a tokenizer these are different tokens."""
+        spellings = [
+            spelling for word in params.bad_words or () for spelling in (word, " " + word.lstrip())
+        ]
+        return [self._tokenizer.encode(spelling, False) for spelling in spellings]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            raise ValueError("stop and bad_words are texts: they need a tokenizer, and there is none")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                raise ValueError(
+                    f"{name}={getattr(params, name)} exceeds max_logprobs={self.max_logprobs}"
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_token_ids(getattr(params, name) or (), f"{name}: token id")
+
+    def _check_token_ids(self, token_ids: Iterable[int], what: str) -> None:
+        for token_id in token_ids:
+            if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"{what} {token_id!r} is no integer in [0, {self.vocab_size})")
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: there is no token to continue from")
-        for token_id in [*token_ids, *(params.stop_token_ids or ())]:
-            if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"token id {token_id!r} is no integer in [0, {self.vocab_size})")
+        self._check_token_ids(token_ids, "token id")
         if len(token_ids) >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "

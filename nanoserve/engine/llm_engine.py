@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.detokenizer import Detokenizer, Tokenizer
+from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.executor import Executor, SlotParams
 from nanoserve.engine.input_processor import InputProcessor, Prompt
+from nanoserve.engine.output_processor import OutputProcessor, Request
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.outputs import CompletionOutput, EngineStats, RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class LLMEngine:
         self.model_config = model_config
         self.executor = executor
         self.tokenizer = tokenizer
-        self.input_processor = InputProcessor(model_config, tokenizer, executor.max_model_len)
+        self.input_processor = InputProcessor(
+            config, model_config, tokenizer, executor.max_model_len
+        )
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
-        self.detokenizer = Detokenizer(tokenizer)
+        self.output_processor = OutputProcessor(tokenizer)
         self.observers: list[StepObserver] = []
-        self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._closed = False
@@ -80,22 +82,21 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         priority: int = 0,
-    ) -> Sequence:
-        """Check a request and make its sequence, without queueing it."""
+    ) -> Request:
+        """Check a request and make its sequences, without queueing them."""
         if self._closed:
             raise ValueError("this engine is closed")
         return self.input_processor.process(request_id, prompt, params, priority)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence that `prepare` made; now it gets its place in line and its seed."""
-        if seq.request_id in self._sequences:
-            raise ValueError(f"request_id={seq.request_id!r} is already in use")
-        self._num_arrivals += 1
-        seq.arrival = self._num_arrivals
-        unseeded = seq.params.seed is None
-        seq.seed = self._rng.getrandbits(64) if unseeded else int(seq.params.seed)
-        self._sequences[seq.request_id] = seq
-        self.scheduler.add(seq)
+    def add(self, request: Request) -> None:
+        """Queue what `prepare` made; now it gets its place in line and its seed."""
+        self.output_processor.add(request)
+        seed = request.params.seed
+        seed = self._rng.getrandbits(64) if seed is None else int(seed)
+        for seq in request.sequences:
+            self._num_arrivals += 1
+            seq.arrival, seq.seed = self._num_arrivals, seed
+        self.scheduler.add(request.sequences[0])
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -103,11 +104,7 @@ class LLMEngine:
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
         unknown or has finished already, which is no error: the two may cross.
         """
-        seq = self._sequences.pop(request_id, None)
-        if seq is None:
-            return None
-        self.scheduler.abort(seq)
-        return self._output(seq)
+        return self.output_processor.abort(request_id, self.scheduler.finish)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -126,7 +123,7 @@ class LLMEngine:
         try:
             batch = self._pack(plan)
             packed = time.perf_counter()
-            changes = [SlotParams(seq.slot, seq.params, seq.seed) for seq in plan.admitted]
+            changes = [_slot_params(seq) for seq in plan.admitted]
             result = self.executor.collect(self.executor.submit(batch, changes))
             executed = time.perf_counter()
             advanced = self.scheduler.update(plan, result.token_ids)
@@ -135,7 +132,11 @@ class LLMEngine:
             raise
         self._stats.num_steps += 1
         self._stats.num_computed_tokens += sum(plan.num_new_tokens.values())
-        outputs = self._outputs(advanced)
+        outputs = self.output_processor.process(plan, result, advanced, self.scheduler.finish)
+        for output in outputs:
+            if output.finished:
+                self._stats.num_prompt_tokens += len(output.prompt_token_ids)
+                self._stats.num_output_tokens += output.metrics.num_output_tokens
         times = StepTimes(
             scheduled - start, packed - scheduled, executed - packed, time.perf_counter() - executed
         )
@@ -145,7 +146,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory."""
-        for request_id in list(self._sequences):
+        for request_id in list(self.output_processor.requests):
             self.abort_request(request_id)
         self._closed = True
         self.executor.close()
@@ -156,31 +157,15 @@ class LLMEngine:
         batch.pack(plan, self.scheduler.block_tables, self.config.block_size, step)
         return batch
 
-    def _outputs(self, advanced: list[Sequence]) -> list[RequestOutput]:
-        outputs = []
-        for seq in advanced:
-            if seq.finished:
-                del self._sequences[seq.request_id]
-                self._stats.num_prompt_tokens += seq.num_prompt_tokens
-                self._stats.num_output_tokens += seq.metrics.num_output_tokens
-            elif seq.params.output_kind is RequestOutputKind.FINAL_ONLY:
-                continue
-            outputs.append(self._output(seq))
-        return outputs
 
-    def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.output_token_ids
-        if seq.params.output_kind is RequestOutputKind.DELTA:
-            # A step advances a sequence by one token; one that stopped or was aborted got none.
-            token_ids = token_ids[-1:] if seq.finish_reason in (None, "length") else []
-        completion = CompletionOutput(
-            index=0,
-            text=self.detokenizer.update(seq),
-            token_ids=token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
-        prompt_token_ids = seq.token_ids[: seq.num_prompt_tokens]
-        return RequestOutput(
-            seq.request_id, seq.prompt, prompt_token_ids, [completion], seq.finished, seq.metrics
-        )
+def _slot_params(seq: Sequence) -> SlotParams:
+    return SlotParams(
+        seq.slot,
+        seq.params,
+        seq.seed,
+        seq.index,
+        seq.token_ids[: seq.num_prompt_tokens],
+        seq.output_token_ids,
+        seq.stop_token_ids,
+        seq.bad_words_token_ids,
+    )

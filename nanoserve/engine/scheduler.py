@@ -26,6 +26,7 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     registered_blocks: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[Sequence, int] = field(default_factory=dict)  # those that need them
 
     def caught_up(self) -> Iterator[Sequence]:
         """The sequences whose last known token this step computes: only they yield a new one."""
@@ -38,8 +39,9 @@ class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
 
     `waiting` is in order of (priority, arrival), `running` in order of admission. Under FCFS all
-    priorities count as equal; then whatever runs arrived before all that waits, so a preempted
-    sequence goes back to the head of `waiting`, and the victim is always the last of `running`.
+    priorities count as equal; then whatever runs arrived before all that waits (but for siblings
+    that were held back), so a preempted sequence goes back to the head of `waiting`, and the
+    victim is the last of `running`.
     """
 
     def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
@@ -56,6 +58,7 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         max_blocks = self.block_manager.blocks_needed(max_model_len)
         self.block_tables = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
+        self._needing_prompt_logits: list[Sequence] = []
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
         self.num_hit_tokens = 0
@@ -64,6 +67,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Its siblings follow when it has computed the prompt."""
+        for sibling in seq.siblings:
+            sibling.status = SequenceStatus.HELD
+        if seq.needs_prompt_logits:
+            self._needing_prompt_logits.append(seq)
         self._enqueue(seq)
 
     def schedule(self) -> Plan:
@@ -80,6 +88,9 @@ class Scheduler:
         if any(n != 1 for n in plan.num_new_tokens.values()):
             in_batch_order = sorted(plan.num_new_tokens.items(), key=lambda item: item[1] != 1)
             plan.num_new_tokens = dict(in_batch_order)
+        for seq in self._needing_prompt_logits:
+            if seq in plan.num_new_tokens:
+                plan.prompt_logprobs[seq] = plan.num_new_tokens[seq]
         return plan
 
     def update(self, plan: Plan, token_ids: list[int]) -> list[Sequence]:
@@ -97,26 +108,23 @@ class Scheduler:
             seq.append(token_id)
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
+                self._prompt_computed(seq)
             if seq.finish_reason is not None:
                 any_finished = True
-                self._release(seq, SequenceStatus.FINISHED)
-                seq.metrics.finished_time = now
-                seq.metrics.num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
+                self._finish(seq, now)
         if any_finished:
             self._drop_stopped()
         return advanced
 
-    def abort(self, seq: Sequence) -> None:
-        """Finish `seq` with reason "abort", whatever its state, and free all that it holds."""
+    def finish(self, seq: Sequence, reason: str, stop_reason: str | None = None) -> None:
+        """End `seq` from outside, whatever its state, and free all that it holds."""
         if seq.finished:
             return
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
-        self._release(seq, SequenceStatus.FINISHED)
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self._finish(seq, time.perf_counter())
         self._drop_stopped()
-        seq.finish_reason = "abort"
-        seq.metrics.finished_time = time.perf_counter()
-        seq.metrics.num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
 
     def rollback(self, plan: Plan) -> None:
         """Undo a step that raised: what it would have computed is not in the cache."""
@@ -214,6 +222,24 @@ class Scheduler:
             self.block_tables[seq.slot, num_blocks : len(seq.block_table)] = new_blocks
         return True
 
+    def _prompt_computed(self, seq: Sequence) -> None:
+        """The first token is there: siblings can share the prompt's blocks from now on."""
+        if seq.needs_prompt_logits:
+            seq.needs_prompt_logits = False
+            self._needing_prompt_logits.remove(seq)
+        for sibling in reversed(seq.siblings):
+            if sibling.status is SequenceStatus.HELD:
+                sibling.status = SequenceStatus.WAITING
+                self._enqueue(sibling)
+
+    def _finish(self, seq: Sequence, now: float) -> None:
+        if seq.needs_prompt_logits:
+            self._needing_prompt_logits.remove(seq)
+            seq.needs_prompt_logits = False
+        self._release(seq, SequenceStatus.FINISHED)
+        seq.metrics.finished_time = now
+        seq.metrics.num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
+
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from `seq` but its tokens; it will compute them again.
 
@@ -238,7 +264,7 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def _enqueue(self, seq: Sequence) -> None:
-        """Insert into `waiting` by (priority, arrival); under FCFS always at one of its ends."""
+        """Insert into `waiting` by (priority, arrival); under FCFS nearly always at an end."""
         if not self.waiting or self._order(seq) > self._order(self.waiting[-1]):
             self.waiting.append(seq)
         elif self._order(seq) < self._order(self.waiting[0]):

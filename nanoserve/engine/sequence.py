@@ -8,6 +8,7 @@ from nanoserve.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
+    HELD = auto()  # a sibling: waits until the first completion has computed their prompt
     WAITING = auto()  # new, or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
@@ -21,6 +22,11 @@ class Sequence:
     `num_computed_tokens` (those whose K and V are in the cache) catches up with `num_tokens`.
     When it does, the logits of the last token yield the next one, and `num_tokens` moves ahead by
     one. Hence the last token's K and V are never stored while it is the last token.
+
+    A request for `n` completions is n sequences. The first one computes the prompt and carries the
+    others as `siblings`; then they share its full blocks by reference count. No copy-on-write is
+    needed: only full blocks are ever shared, nobody writes to a full block, and the tokens in the
+    prompt's last, partly filled block are computed once more by each sibling.
     """
 
     request_id: str
@@ -33,6 +39,9 @@ class Sequence:
     priority: int = 0
     arrival: int = 0  # a counter, not a time: ties are impossible
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    index: int = 0  # which completion of its prompt
+    siblings: list["Sequence"] = field(default_factory=list)
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -40,7 +49,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    needs_prompt_logits: bool = field(init=False)
 
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
@@ -48,6 +58,7 @@ class Sequence:
 
     def __post_init__(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        self.needs_prompt_logits = self.params.prompt_logprobs is not None and self.index == 0
         self.max_num_tokens = max_model_len
         if self.params.max_tokens is not None:
             longest = self.num_prompt_tokens + self.params.max_tokens

@@ -16,15 +16,15 @@ _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over a
 _ELEMENTS_AT_ONCE = 1 << 16
 
 
-def row_keys(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+def row_keys(seeds: np.ndarray, positions: np.ndarray, streams: np.ndarray) -> np.ndarray:
     """One 32-bit key per row, as int32, from 64-bit seeds and the positions of the new tokens.
 
-    `stream` separates draws that share a seed and a position, such as siblings of one prompt.
+    Streams separate draws that share a seed and a position, such as completions of one prompt.
     """
     key = _mix((seeds & 0xFFFFFFFF).astype(np.uint32))
     key = _mix(key ^ (seeds >> np.uint64(32)).astype(np.uint32))
     key = _mix(key ^ positions.astype(np.uint32))
-    return _mix(key ^ np.uint32(stream)).view(np.int32)
+    return _mix(key ^ streams.astype(np.uint32)).view(np.int32)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import SlotParams, StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
+from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks, kv_block_bytes
 from nanoserve.worker.loader import load_weights
@@ -53,8 +54,8 @@ class ModelRunner:
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> StepResult:
         """Run one step. On a CPU nothing overlaps, so the handle is the result itself."""
         for change in sampling:
-            self.sampler.set_slot(change.slot, change.params, change.seed)
-        return StepResult(self._execute(batch))
+            self._set_slot(change)
+        return self._execute(batch)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -63,22 +64,53 @@ class ModelRunner:
         """Release weights and cache, even if somebody still holds the runner."""
         self.model = self.kv_cache = self.sampler = None
 
+    def _set_slot(self, change: SlotParams) -> None:
+        state = None
+        if change.params.changes_logits:
+            from nanoserve.sampling.processors import SlotState
+
+            state = SlotState(
+                change.params,
+                change.prompt_token_ids,
+                change.output_token_ids,
+                change.stop_token_ids,
+                change.bad_words_token_ids,
+            )
+        self.sampler.set_slot(change.slot, change.params, change.seed, change.stream, state)
+
     @torch.inference_mode()
-    def _execute(self, batch: Batch) -> list[int]:
+    def _execute(self, batch: Batch) -> StepResult:
         header = batch.header_dict()
-        num_tokens, num_logits_rows = header["num_tokens"], header["num_logits_rows"]
+        num_tokens, num_sampled = header["num_tokens"], header["num_sampled_rows"]
         input_ids = torch.from_numpy(batch.input_ids[:num_tokens])
         positions = torch.from_numpy(batch.positions[:num_tokens])
         metadata = _attention_metadata(batch, header)
         hidden = self.model(input_ids, positions, self.kv_cache, metadata)
-        if num_logits_rows == 0:
-            return []  # every row is a chunk in the middle of its prompt
-        rows = batch.logits_rows[:num_logits_rows]
+        prompt_logprobs = None
+        if header["num_logits_rows"] > num_sampled:
+            prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        if num_sampled == 0:  # every row is a chunk in the middle of its prompt
+            return StepResult([], None, prompt_logprobs)
+        rows, slots = batch.logits_rows[:num_sampled], batch.slots[:num_sampled]
         logits = self.model.compute_logits(hidden[torch.from_numpy(rows)])
         # The new token's own position takes part in its noise.
-        return self.sampler.sample(
-            logits, batch.slots[:num_logits_rows], batch.positions[rows] + 1
-        ).tolist()
+        token_ids = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
+        logprobs = self.sampler.logprobs(logits, token_ids, slots)
+        return StepResult(token_ids.tolist(), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> TokenLogprobs:
+        """In slices of at most as many rows as decoding ever has, to bound the logits' memory."""
+        from nanoserve.sampling.logprobs import concatenate, gather_logprobs
+
+        header, size = batch.header_dict(), batch.layout.max_num_rows
+        begin, end = header["num_sampled_rows"], header["num_logits_rows"]
+        k = int(self.sampler.num_prompt_logprobs[batch.slots[begin:end]].max())
+        parts = []
+        for first in range(begin, end, size):
+            span = slice(first, min(first + size, end))
+            logits = self.model.compute_logits(hidden[torch.from_numpy(batch.logits_rows[span])])
+            parts.append(gather_logprobs(logits, torch.from_numpy(batch.next_ids[span]), k))
+        return concatenate(parts)
 
 
 def _attention_metadata(batch: Batch, header: dict[str, int]) -> AttentionMetadata:
