@@ -8,7 +8,7 @@ python example.py --ask "What is a block table?"   your own questions, as many a
 import argparse
 import time
 
-from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve import LLM, SamplingParams
 
 QUESTIONS = [
     "What is a KV cache?",
@@ -25,17 +25,12 @@ FOLLOW_UP = "What is prefix caching?"
 
 def stream(llm: LLM, question: str, max_tokens: int) -> None:
     """Print an answer while it is being generated, a token's worth of text at a time."""
-    engine = llm.engine
-    messages = [{"role": "user", "content": question}]
-    prompt = engine.tokenizer.encode_chat(engine.tokenizer.apply_chat_template(messages))
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA
-    )
-    engine.add_request("streamed", prompt, params)
+    tokenizer = llm.engine.tokenizer
+    text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    prompt = tokenizer.encode(text, add_special_tokens=False)
     print(f"\n> {question}\n  ", end="")
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            print(output.outputs[0].text, end="", flush=True)
+    for output in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=max_tokens)):
+        print(output.outputs[0].text, end="", flush=True)
     print()
 
 

@@ -10,12 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanoserve.beam_search import BeamSearchParams
     from nanoserve.llm import LLM
     from nanoserve.outputs import CompletionOutput, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 _HOME = {
     "LLM": "nanoserve.llm",
@@ -23,6 +31,7 @@ _HOME = {
     "RequestOutputKind": "nanoserve.sampling_params",
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
+    "BeamSearchParams": "nanoserve.beam_search",
 }
 
 

@@ -1,8 +1,5 @@
 """The front door: `LLM(path).generate(prompts, params)`."""
 
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -10,17 +7,15 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from tqdm import tqdm
-
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams, is_int
+from nanoserve.progress import InterruptBetweenSteps, Progress
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.tokenizer import Message, Tokenizer
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -68,13 +63,13 @@ class LLM:
         Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
         included, none of these requests stays behind.
         """
-        prompts = _as_list(prompts)
-        params = _one_per_prompt(sampling_params, len(prompts))
-        priorities = self._priorities(priority, len(prompts))
+        prompts = as_prompt_list(prompts)
+        params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
+        priorities = one_per_prompt("priority", priority, int, len(prompts))
         if self.engine.has_unfinished_requests():
             raise ValueError("requests are unfinished: step the engine or its streams to the end")
         ready = [
-            self.engine.prepare(next(self._request_ids), prompt, p, value)
+            self.engine.prepare(next(self._request_ids), prompt, p, value or 0)
             for prompt, p, value in zip(prompts, params, priorities, strict=True)
         ]
         for request in ready:
@@ -103,7 +98,7 @@ class LLM:
         """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`."""
         from nanoserve.beam_search import beam_search
 
-        return beam_search(self, _as_list(prompts), params)
+        return beam_search(self, as_prompt_list(prompts), params)
 
     def chat(
         self,
@@ -147,15 +142,6 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _priorities(self, priority: AbstractSequence[int] | None, num_prompts: int) -> list[int]:
-        if priority is None:
-            return [0] * num_prompts
-        if self.engine.config.scheduling_policy != "priority":
-            raise ValueError(f"{priority=} needs scheduling_policy='priority'")
-        if len(priority) != num_prompts:
-            raise ValueError(f"{num_prompts} prompts, but {len(priority)} priorities")
-        return list(priority)
-
     def _read_stream(self, request_id: str) -> Iterator[RequestOutput]:
         unread = self._streams[request_id]
         try:
@@ -173,9 +159,9 @@ class LLM:
 
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = _Progress(len(ready), enabled=use_tqdm)
+        progress = Progress(len(ready), enabled=use_tqdm)
         try:
-            with _InterruptBetweenSteps() as interrupt:
+            with InterruptBetweenSteps() as interrupt:
                 for request in ready:
                     self.engine.add(request)
                 while self.engine.has_unfinished_requests():
@@ -195,79 +181,3 @@ def _checkpoint_folder(model: str) -> Path:
     if not path.is_dir():
         raise ValueError(f"{model!r} is neither a folder nor the name of a bundled checkpoint")
     return path
-
-
-def _as_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
-    """One prompt or several? A string, a dictionary and a list of integers are one."""
-    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
-    if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
-        raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and is_int(prompts[0])):
-        return [prompts]
-    return list(prompts)
-
-
-def _one_per_prompt(
-    params: SamplingParams | AbstractSequence[SamplingParams] | None, num_prompts: int
-) -> AbstractSequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, AbstractSequence):
-        raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-    if len(params) != num_prompts:
-        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling_params")
-    return params
-
-
-class _Progress:
-    """A bar of requests done, with tokens per second in and out."""
-
-    def __init__(self, num_requests: int, enabled: bool) -> None:
-        self._bar = tqdm(
-            total=num_requests, desc="Requests", disable=not enabled, dynamic_ncols=True
-        )
-        self._start = time.perf_counter()
-        self._num_in = self._num_out = 0
-
-    def add(self, output: RequestOutput) -> None:
-        self._num_in += len(output.prompt_token_ids)
-        self._num_out += sum(len(completion.token_ids) for completion in output.outputs)
-        seconds = time.perf_counter() - self._start
-        self._bar.set_postfix_str(
-            f"in {self._num_in / seconds:.0f} tok/s, out {self._num_out / seconds:.0f} tok/s",
-            refresh=False,
-        )
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _InterruptBetweenSteps:
-    """Holds a Ctrl-C back until the step that it falls into is over; a second one goes through.
-
-    Inside a step, an exception could strike between two lines that belong together. Only Python's
-    own handler is replaced, and only in the main thread, where signals arrive.
-    """
-
-    def __enter__(self) -> "_InterruptBetweenSteps":
-        self._requested = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._holds = (
-            in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if self._holds:
-            signal.signal(signal.SIGINT, self._hold)
-        return self
-
-    def _hold(self, signum: int, frame: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def raise_if_requested(self) -> None:
-        if self._requested:
-            raise KeyboardInterrupt
-
-    def __exit__(self, *exc: object) -> None:
-        if self._holds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

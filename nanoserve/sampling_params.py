@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# (output_token_ids, logits [vocab_size]) -> logits; a torch tensor, which this module need not know.
+# (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
 
 _INT32_MAX = 2**31 - 1
@@ -148,7 +148,11 @@ class SamplingParams:
 
     def _check_logit_bias(self) -> None:
         for token_id, bias in (self.logit_bias or {}).items():
-            if not is_int(token_id) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            if (
+                not is_int(token_id)
+                or not isinstance(bias, (int, float))
+                or not -100 <= bias <= 100
+            ):
                 raise ValueError(
                     f"logit_bias={{{token_id!r}: {bias!r}}} must map a token id to a number in "
                     f"[-100, 100]"

@@ -94,22 +94,42 @@ class ShadowRun:
             if self.live and self.rng.random() < 0.5:  # another turn of an earlier conversation
                 earlier = self.rng.choice(self.live).token_ids
                 prompt = (earlier + prompt)[: self.rng.randint(1, self.max_model_len - 1)]
-            self.num_arrived += 1
-            seq = Sequence(
-                str(self.num_arrived),
-                prompt,
-                SamplingParams(max_tokens=self.rng.choice([1, 2, 5, None])),
-                max_model_len=self.max_model_len,
-                eos_token_ids=frozenset({0}) if self.rng.random() < 0.2 else frozenset(),
-                arrival=self.num_arrived,
-                priority=self.rng.randint(0, 2),
+            params = SamplingParams(
+                n=self.rng.choice([1, 1, 1, 2, 3]),
+                max_tokens=self.rng.choice([1, 2, 5, None]),
+                prompt_logprobs=self.rng.choice([None, None, None, 0]),
             )
-            self.live.append(seq)
-            self.scheduler.add(seq)
+            settings = {
+                "max_model_len": self.max_model_len,
+                "eos_token_ids": frozenset({0}) if self.rng.random() < 0.2 else frozenset(),
+                "priority": self.rng.randint(0, 2),
+            }
+            siblings = []
+            for index in range(params.n):
+                self.num_arrived += 1
+                seq = Sequence(
+                    f"request with arrival {self.num_arrived - index}",
+                    list(prompt),
+                    params,
+                    index=index,
+                    arrival=self.num_arrived,
+                    **settings,
+                )
+                siblings.append(seq)
+            siblings[0].siblings = siblings[1:]
+            self.live += siblings
+            self.scheduler.add(siblings[0])
 
     def _abort(self) -> None:
+        """Abort a request, or end one of its completions as a stop string would."""
         if self.live and self.rng.random() < 0.04:
-            self.scheduler.finish(self.rng.choice(self.live), "abort")
+            seq = self.rng.choice(self.live)
+            if seq.num_tokens > seq.num_prompt_tokens and self.rng.random() < 0.5:
+                self.scheduler.finish(seq, "stop", "a stop string")
+            else:
+                for other in self.live:
+                    if other.request_id == seq.request_id:
+                        self.scheduler.finish(other, "abort")
             self.scheduler.check()
 
     def _step(self, step: int) -> None:
@@ -168,7 +188,28 @@ class ShadowRun:
     def _check_logits_rows(self, plan: Plan, cu: list[int]) -> None:
         order = {seq: row for row, seq in enumerate(plan.num_new_tokens)}
         caught_up = list(plan.caught_up())
-        num = self.batch.header_dict()["num_logits_rows"]
-        last_tokens = [cu[order[seq] + 1] - 1 for seq in caught_up]
-        require(self.batch.logits_rows[:num].tolist() == last_tokens, "logits_rows")
-        require(self.batch.slots[:num].tolist() == [seq.slot for seq in caught_up], "slots")
+        rows = [cu[order[seq] + 1] - 1 for seq in caught_up]
+        slots = [seq.slot for seq in caught_up]
+        next_ids: list[int] = []
+        for seq, n in plan.num_new_tokens.items():
+            if seq.needs_prompt_logits:
+                start, end = seq.num_computed_tokens, seq.num_computed_tokens + n
+                known = [p for p in range(start, end) if p + 1 < seq.num_prompt_tokens]
+                next_ids += [seq.token_ids[p + 1] for p in known]
+                rows += [cu[order[seq]] + p - start for p in known]
+                slots += [seq.slot] * len(known)
+        batch, num, sampled = self.batch, len(rows), len(caught_up)
+        require(batch.header_dict()["num_logits_rows"] == num, "num_logits_rows")
+        require(batch.header_dict()["num_sampled_rows"] == sampled, "num_sampled_rows")
+        # Prompt rows may come in another order than the sequences; with their own they must agree.
+        triples = zip(batch.logits_rows[:num], batch.slots[:num], [-1] * sampled, strict=False)
+        got = [*map(tuple, triples)]
+        got += zip(
+            batch.logits_rows[sampled:num],
+            batch.slots[sampled:num],
+            batch.next_ids[sampled:num],
+            strict=True,
+        )
+        expected = list(zip(rows, slots, [-1] * sampled + next_ids, strict=True))
+        require(got[:sampled] == expected[:sampled], "sampled rows")
+        require(sorted(got) == sorted(expected), "prompt rows")

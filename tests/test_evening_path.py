@@ -22,6 +22,8 @@ SUPPORT = {
     "nanoserve/tokenizer.py",
     "nanoserve/engine/input_processor.py",
     "nanoserve/engine/detokenizer.py",
+    "nanoserve/engine/output_processor.py",
+    "nanoserve/progress.py",
     "nanoserve/checkpoints/__init__.py",
     "nanoserve/models/registry.py",
     "nanoserve/worker/loader.py",

@@ -157,9 +157,9 @@ def test_rows_of_a_mixed_batch_do_not_see_each_other() -> None:
 
 def test_noise_depends_on_seed_position_stream_and_token() -> None:
     seeds = np.array([1, 2, 1, 1 + 2**32], dtype=np.uint64)
-    keys = row_keys(seeds, np.array([5, 5, 6, 5]))
-    assert len(set(keys.tolist())) == 4
-    assert row_keys(seeds, np.array([5, 5, 6, 5]), stream=1).tolist() != keys.tolist()
+    positions, streams = np.array([5, 5, 6, 5]), np.array([0, 0, 0, 1])
+    keys = [*row_keys(seeds, positions, 0 * streams), *row_keys(seeds, positions, 1 + streams)]
+    assert len(set(keys)) == 8
     race = ExponentialRace(1000, CPU)
     noise = race._log_exponential(torch.tensor([[7]], dtype=torch.int32), 0, 1000)
     assert len(noise.unique()) > 990
@@ -167,7 +167,11 @@ def test_noise_depends_on_seed_position_stream_and_token() -> None:
 
 def test_noise_is_the_same_however_the_vocabulary_is_cut() -> None:
     logits = torch.zeros(700, 400)  # 280,000 elements: several passes
-    keys = row_keys(np.arange(700, dtype=np.uint64), np.zeros(700, dtype=np.int64))
+    keys = row_keys(
+        np.arange(700, dtype=np.uint64),
+        np.zeros(700, dtype=np.int64),
+        np.zeros(700, dtype=np.int64),
+    )
     race = ExponentialRace(400, CPU)
     together = race.draw(logits.clone(), keys)
     alone = [race.draw(logits[:1].clone(), keys[row : row + 1])[0] for row in range(0, 700, 50)]
@@ -187,7 +191,9 @@ def test_noise_has_the_mean_and_spread_of_an_exponential() -> None:
 def test_draws_over_a_large_flat_vocabulary_hardly_tie() -> None:
     """The smallest noise of a row must be told apart from the next: 24-bit uniforms would not."""
     race = ExponentialRace(151_936, CPU)
-    keys = row_keys(np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64))
+    keys = row_keys(
+        np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64), np.zeros(50, dtype=np.int64)
+    )
     for key in keys:
         noise = race._log_exponential(torch.tensor([[int(key)]], dtype=torch.int32), 0, 151_936)
         smallest = noise[0].topk(2, largest=False).values if noise.numel() > 2 else noise[0]

@@ -42,6 +42,8 @@ def hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def lookup(self: BlockManager, seq: Sequence) -> list[int]:
         hits: list[int] = []
+        if self._root_for(seq) is None:
+            return hits
         self._hash_blocks(seq, seq.num_tokens // self.block_size)
         for block_hash in seq.block_hashes:
             if block_hash not in self._block_of:

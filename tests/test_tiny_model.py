@@ -82,7 +82,7 @@ def test_chinese_and_emoji_stream_without_broken_characters(llm: LLM) -> None:
     assert any("\ufffd" in engine.tokenizer.decode([token_id]) for token_id in ids)
     params = SamplingParams(temperature=0, max_tokens=100, output_kind=RequestOutputKind.DELTA)
     question = engine.tokenizer.apply_chat_template([{"role": "user", "content": "块表是什么？"}])
-    engine.add_request("stream", engine.tokenizer.encode_chat(question), params)
+    engine.add_request("stream", engine.tokenizer.encode(question, False), params)
     pieces, token_ids = [], []
     while engine.has_unfinished_requests():
         for output in engine.step():

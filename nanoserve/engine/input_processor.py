@@ -18,6 +18,27 @@ from nanoserve.sampling_params import SamplingParams, is_int
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 
+def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
+    """One prompt or several? A string, a dictionary and a list of integers are one."""
+    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
+        raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and is_int(prompts[0])):
+        return [prompts]
+    return list(prompts)
+
+
+def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[Any]:
+    """None or a single `kind` stands for all prompts; a list has one for each."""
+    if value is None or isinstance(value, kind):
+        return [value] * num_prompts
+    if not isinstance(value, AbstractSequence):
+        raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
+    if len(value) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(value)} {name}")
+    return list(value)
+
+
 class InputProcessor:
     """Tokenizes and checks requests. It keeps no state: a refused request leaves no trace."""
 
@@ -28,6 +49,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
     ) -> None:
+        self.by_priority = config.scheduling_policy == "priority"
         self.max_logprobs = config.max_logprobs
         self.vocab_size = model_config.vocab_size
         self.default_sampling = dict(model_config.default_sampling)
@@ -53,6 +75,8 @@ class InputProcessor:
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         if not is_int(priority):
             raise ValueError(f"priority={priority!r} must be an integer")
+        if priority != 0 and not self.by_priority:
+            raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         text, token_ids = self._tokenize(prompt)
         params = replace(params)  # checks it again; what the caller assigns later changes nothing
         self._check_prompt(token_ids)
@@ -76,6 +100,17 @@ class InputProcessor:
         ]
         sequences[0].siblings = sequences[1:]
         return Request(request_id, text, token_ids, params, sequences)
+
+    def token_ids(self, prompt: Prompt, num_new_tokens: int) -> list[int]:
+        """A prompt's token ids, checked to leave room for `num_new_tokens`."""
+        _, token_ids = self._tokenize(prompt)
+        self._check_prompt(token_ids)
+        if len(token_ids) + num_new_tokens > self.max_model_len:
+            raise ValueError(
+                f"{len(token_ids)} tokens of prompt and {num_new_tokens} of output exceed "
+                f"max_model_len={self.max_model_len}"
+            )
+        return [int(token_id) for token_id in token_ids]
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one, and its token ids."""
@@ -107,7 +142,9 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):
-            raise ValueError("stop and bad_words are texts: they need a tokenizer, and there is none")
+            raise ValueError(
+                "stop and bad_words are texts: they need a tokenizer, and there is none"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
                 raise ValueError(

@@ -137,7 +137,9 @@ class OutputProcessor:
         asked = [seq for seq in advanced if seq.params.logprobs is not None]
         for row, seq in enumerate(asked):
             collected = self.requests[seq.request_id].logprobs.setdefault(seq.index, [])
-            if len(collected) < seq.num_tokens - seq.num_prompt_tokens:  # a stop token does not join
+            if (
+                len(collected) < seq.num_tokens - seq.num_prompt_tokens
+            ):  # a stop token does not join
                 collected.append(self._candidates(rows, row, seq.params.logprobs))
 
     def _collect_prompt_logprobs(self, plan: Plan, rows: TokenLogprobs) -> None:

@@ -6,12 +6,11 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling.filters import apply_filters
-from nanoserve.sampling.noise import ExponentialRace, row_keys
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoserve.sampling.processors import SlotState
+    from nanoserve.sampling.random_sampler import RandomSampler
 
 _GREEDY_BELOW = 1e-5  # dividing logits by less than this would overflow, and means greedy anyway
 
@@ -19,22 +18,19 @@ _GREEDY_BELOW = 1e-5  # dividing logits by less than this would overflow, and me
 class Sampler:
     """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
 
-    Greedy rows cost an argmax. Rows that sample, that have filters, or whose logits are changed
-    first, are taken out and worked on together; nobody pays for what only a neighbour asks for.
+    A greedy row costs an argmax. Rows that sample, rows whose logits are changed first and rows
+    that want log-probabilities are taken out and worked on together, by modules that are loaded
+    when the first request asks: nobody pays for what only a neighbour wants.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._temperature = np.zeros(num_slots, dtype=np.float32)
-        self._top_k = np.zeros(num_slots, dtype=np.int64)
-        self._top_p = np.ones(num_slots, dtype=np.float32)
-        self._min_p = np.zeros(num_slots, dtype=np.float32)
-        self._seed = np.zeros(num_slots, dtype=np.uint64)
-        self._stream = np.zeros(num_slots, dtype=np.uint32)
+        self._new_random_sampler = lambda: _random_sampler(num_slots, vocab_size, device)
+        self._random: RandomSampler | None = None
+        self._is_random = np.zeros(num_slots, dtype=bool)
+        self._states: list[SlotState | None] = [None] * num_slots  # None: logits stay as they are
+        self._is_processed = np.zeros(num_slots, dtype=bool)
         self._num_logprobs = np.full(num_slots, -1, dtype=np.int64)  # -1: none asked for
         self.num_prompt_logprobs = np.zeros(num_slots, dtype=np.int64)
-        self._is_processed = np.zeros(num_slots, dtype=bool)  # by nanoserve.sampling.processors
-        self._states: dict[int, SlotState] = {}
-        self._race = ExponentialRace(vocab_size, device)
 
     def set_slot(
         self,
@@ -44,18 +40,14 @@ class Sampler:
         stream: int = 0,
         state: "SlotState | None" = None,
     ) -> None:
-        """The sequence in `slot` is a new one. `state` is there if its logits are changed."""
-        is_greedy = params.temperature < _GREEDY_BELOW
-        self._temperature[slot] = 0 if is_greedy else params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seed[slot] = seed % 2**64
-        self._stream[slot] = stream
+        """The sequence in `slot` is a new one. `state` is there if its logits are to be changed."""
+        self._is_random[slot] = params.temperature >= _GREEDY_BELOW
+        if self._is_random[slot]:
+            self._random = self._random or self._new_random_sampler()
+            self._random.set_slot(slot, params, seed, stream)
+        self._states[slot], self._is_processed[slot] = state, state is not None
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[slot] = params.prompt_logprobs or 0
-        self._is_processed[slot] = state is not None
-        self._states[slot] = state
 
     def sample(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
@@ -69,10 +61,11 @@ class Sampler:
         if len(processed):
             logits = self._process(logits, processed, slots)
         token_ids = logits.argmax(dim=-1)
-        rows = np.flatnonzero(self._temperature[slots] > 0)
+        rows = np.flatnonzero(self._is_random[slots])
         if len(rows):
             index = torch.from_numpy(rows).to(logits.device)
-            token_ids[index] = self._draw(logits[index].float(), slots[rows], positions[rows])
+            drawn = self._random.draw(logits[index].float(), slots[rows], positions[rows])
+            token_ids[index] = drawn
         for row in processed:
             self._states[slots[row]].append(int(token_ids[row]))
         return token_ids
@@ -94,26 +87,18 @@ class Sampler:
         return gather_logprobs(logits[index], token_ids[index], int(wanted.max()))
 
     def _process(self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """A float32 copy of all rows, in which `rows` are changed as their requests ask."""
         from nanoserve.sampling.processors import apply_processors
 
+        logits = logits.to(torch.float32, copy=True)
         index = torch.from_numpy(rows).to(logits.device)
-        changed = logits[index].float()
+        changed = logits[index]
         apply_processors(changed, [self._states[slot] for slot in slots[rows]])
-        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         logits[index] = changed
         return logits
 
-    def _draw(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
-    ) -> torch.Tensor:
-        """Tokens for rows that all sample; `logits` is a float32 copy of theirs."""
-        logits /= torch.from_numpy(self._temperature[slots]).to(logits.device).unsqueeze(1)
-        top_k, top_p, min_p = self._top_k[slots], self._top_p[slots], self._min_p[slots]
-        rows = np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
-        if len(rows):
-            index = torch.from_numpy(rows).to(logits.device)
-            filtered = logits[index]
-            settings = (torch.from_numpy(x[rows]).to(logits.device) for x in (top_k, top_p, min_p))
-            apply_filters(filtered, *settings)
-            logits[index] = filtered
-        return self._race.draw(logits, row_keys(self._seed[slots], positions, self._stream[slots]))
+
+def _random_sampler(num_slots: int, vocab_size: int, device: torch.device) -> "RandomSampler":
+    from nanoserve.sampling.random_sampler import RandomSampler
+
+    return RandomSampler(num_slots, vocab_size, device)
