@@ -50,6 +50,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
 
+    logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
 
     attention_backend: str = "auto"  # "auto" | "torch"
@@ -81,6 +82,11 @@ class EngineConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
             f"max_num_seqs={self.max_num_seqs}: a step could not serve every running sequence",
+        )
+        processors = self.logits_processors
+        _require(
+            isinstance(processors, (list, tuple)) and all(map(callable, processors)),
+            f"logits_processors={processors!r} must be a list of callables",
         )
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))

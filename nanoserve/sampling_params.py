@@ -53,6 +53,8 @@ class SamplingParams:
     prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the
         prefix cache, because what is cached has no logits.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
+    spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
+        around them, as most do not; False writes them as they are.
 
     Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties, logits_processors; then, for requests that sample, temperature, min_p, top_k, top_p.
@@ -84,6 +86,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logits_processors: list[RowProcessor] | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -117,6 +120,12 @@ class SamplingParams:
         self._check_logit_bias()
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n={self.n} completions at temperature=0 would all be the same")
+        for name in (
+            *("ignore_eos", "include_stop_str_in_output"),
+            *("skip_special_tokens", "spaces_between_special_tokens"),
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 

@@ -7,13 +7,23 @@ In vLLM's order, each on what the one before has left:
 3. `min_tokens`: EOS and stop tokens become -inf until there are enough tokens;
 4. `logit_bias`: is added;
 5. penalties: repetition over prompt and output, then frequency and presence over the output;
-6. the request's own `logits_processors`.
+6. the request's own `logits_processors`, then those of the engine.
 
 Rows that ask for none of it never come here. Each function below works on all rows of a step at
 once, by (row, token) pairs: a row's cost is the tokens it names, not the vocabulary.
+
+Two seams for your own. `SamplingParams(logits_processors=[f])` calls f(output_token_ids, logits)
+with one row [vocab_size] and takes what it returns; it runs once per row. An engine-wide one,
+`LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes them in place:
+
+    class NoRepeats:  # the token that came last may not come again
+        def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
+            for row, state in enumerate(states):
+                if state.output_token_ids:
+                    logits[row, state.output_token_ids[-1]] = -torch.inf
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -69,6 +79,7 @@ class SlotState:
         bad_words_token_ids: list[list[int]],
     ) -> None:
         self.params = params
+        self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = list(output_token_ids)
         self.allowed = _ids(params.allowed_token_ids)
         self.stops = _ids(stop_token_ids)
@@ -95,13 +106,20 @@ class SlotState:
         )
 
 
-def apply_processors(logits: torch.Tensor, states: list[SlotState]) -> None:
+BatchProcessor = Callable[[torch.Tensor, list[SlotState]], None]
+
+
+def apply_processors(
+    logits: torch.Tensor, states: list[SlotState], of_engine: Sequence[BatchProcessor] = ()
+) -> None:
     """Change float32 `logits` [num_rows, vocab_size] in place; `states` has one entry per row."""
     for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
         transform(logits, states)
     for row, state in enumerate(states):
         for processor in state.params.logits_processors or ():
             logits[row] = processor(state.output_token_ids, logits[row])
+    for batch_processor in of_engine:
+        batch_processor(logits, states)
 
 
 def keep_allowed(logits: torch.Tensor, states: list[SlotState]) -> None:

@@ -1,5 +1,6 @@
 """One token for each row of logits, each row under its own request's settings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import SlotState
+    from nanoserve.sampling.processors import BatchProcessor, SlotState
     from nanoserve.sampling.random_sampler import RandomSampler
 
 _GREEDY_BELOW = 1e-5  # dividing logits by less than this would overflow, and means greedy anyway
@@ -23,7 +24,14 @@ class Sampler:
     when the first request asks: nobody pays for what only a neighbour wants.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        processors: "Sequence[BatchProcessor]" = (),
+    ) -> None:
+        self.processors = processors  # the engine's own: with them, every slot has a state
         self._new_random_sampler = lambda: _random_sampler(num_slots, vocab_size, device)
         self._random: RandomSampler | None = None
         self._is_random = np.zeros(num_slots, dtype=bool)
@@ -93,7 +101,7 @@ class Sampler:
         logits = logits.to(torch.float32, copy=True)
         index = torch.from_numpy(rows).to(logits.device)
         changed = logits[index]
-        apply_processors(changed, [self._states[slot] for slot in slots[rows]])
+        apply_processors(changed, [self._states[slot] for slot in slots[rows]], self.processors)
         logits[index] = changed
         return logits
 

@@ -43,7 +43,9 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             model_config, self.num_kv_blocks, config.block_size, attention, dtype, self.device
         )
-        self.sampler = Sampler(config.max_num_seqs, model_config.vocab_size, self.device)
+        self.sampler = Sampler(
+            config.max_num_seqs, model_config.vocab_size, self.device, config.logits_processors
+        )
         logger.info(
             "%s, %s, %d KV blocks of %d tokens (%.2f GiB), max_model_len %d",
             *(model_config.architecture, model_config.dtype, self.num_kv_blocks, config.block_size),
@@ -66,7 +68,7 @@ class ModelRunner:
 
     def _set_slot(self, change: SlotParams) -> None:
         state = None
-        if change.params.changes_logits:
+        if change.params.changes_logits or self.sampler.processors:
             from nanoserve.sampling.processors import SlotState
 
             state = SlotState(
