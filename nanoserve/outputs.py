@@ -7,7 +7,10 @@ import numpy as np
 
 @dataclass
 class RequestMetrics:
-    """Times are readings of one monotonic clock, in seconds; None is "not yet"."""
+    """Times are readings of one monotonic clock, in seconds; None is "not yet".
+
+    A request for n completions has one of these for all of them together.
+    """
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None

@@ -238,7 +238,7 @@ class Scheduler:
             seq.needs_prompt_logits = False
         self._release(seq, SequenceStatus.FINISHED)
         seq.metrics.finished_time = now
-        seq.metrics.num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
+        seq.metrics.num_output_tokens += seq.num_tokens - seq.num_prompt_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from `seq` but its tokens; it will compute them again.

@@ -1,0 +1,130 @@
+"""What a request may ask for, end to end: stop strings, n, priority, processors of the engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from counting_executor import byte_tokenizer, make_engine
+from tiny_checkpoints import make_qwen3
+from tokenizers import AddedToken
+
+from nanoserve import LLM, RequestOutputKind, SamplingParams
+
+
+def run(engine) -> dict:
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "num_tokens", "finish_reason", "stop_reason"),
+    [
+        ({"stop": "ef"}, "bcd", 5, "stop", "ef"),
+        ({"stop": ["xyz", "d"]}, "bc", 3, "stop", "d"),
+        ({"stop": "d", "include_stop_str_in_output": True}, "bcd", 3, "stop", "d"),
+        ({"stop": ["de", "cde"]}, "b", 4, "stop", "cde"),  # the one that begins first
+        ({"stop": "f", "max_tokens": 5}, "bcde", 5, "stop", "f"),  # on the last allowed token
+        ({"stop": "c", "min_tokens": 2, "max_tokens": 4}, "bcde", 4, "length", None),
+        ({"stop": "zz", "max_tokens": 3}, "bcd", 3, "length", None),
+    ],
+)
+def test_stop_strings(params, text, num_tokens, finish_reason, stop_reason) -> None:
+    engine = make_engine(byte_tokenizer())
+    engine.add_request("r", "a", SamplingParams(**{"max_tokens": 20, **params}))
+    (completion,) = run(engine)["r"].outputs
+    assert (completion.text, len(completion.token_ids)) == (text, num_tokens)
+    assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
+    assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
+
+
+def test_text_is_held_back_while_a_stop_string_may_be_forming() -> None:
+    engine = make_engine(byte_tokenizer())
+    kind = RequestOutputKind.DELTA
+    engine.add_request("r", "a", SamplingParams(max_tokens=6, stop="cde!", output_kind=kind))
+    pieces = []
+    while engine.has_unfinished_requests():
+        pieces += [output.outputs[0].text for output in engine.step()]
+    assert pieces == ["b", "", "", "", "cdef", "g"]
+
+
+def test_n_completions_come_in_order_and_share_the_prompt() -> None:
+    engine = make_engine(enable_prefix_caching=False)
+    engine.add_request("r", list(range(100)), SamplingParams(n=3, max_tokens=4))
+    output = run(engine)["r"]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert all(c.token_ids == [100, 101, 102, 103] for c in output.outputs)
+    assert [change.stream for change in engine.executor.sampling] == [0, 1, 2]
+    # The prompt once, then 4 tokens of its last block for each sibling, and 3 decode steps each.
+    assert engine.stats.num_computed_tokens == 100 + 2 * 4 + 3 * 3
+    assert output.metrics.num_output_tokens == 12
+
+
+def test_priorities_of_generate(tmp_path) -> None:
+    make_qwen3(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    options = {"skip_tokenizer_init": True, "max_num_seqs": 1}
+    with LLM(tmp_path, scheduling_policy="priority", **options) as llm:
+        outputs = llm.generate([[1], [2], [3]], params, use_tqdm=False, priority=[2, 0, 1])
+        ends = [output.metrics.finished_time for output in outputs]
+        assert ends[1] < ends[2] < ends[0]
+        with pytest.raises(ValueError, match="3 prompts, but 2 priority"):
+            llm.generate([[1], [2], [3]], params, priority=[1, 2])
+    with LLM(tmp_path, **options) as llm, pytest.raises(ValueError, match="scheduling_policy"):
+        llm.generate([[1]], params, priority=[1])
+
+
+def test_a_processor_of_the_engine_sees_all_rows_at_once(tmp_path) -> None:
+    make_qwen3(tmp_path)
+    seen = []
+
+    def only_even(logits: torch.Tensor, states: list) -> None:
+        seen.append([(len(s.prompt_token_ids), len(s.output_token_ids)) for s in states])
+        logits[:, 1::2] = -torch.inf
+
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with LLM(tmp_path, skip_tokenizer_init=True, logits_processors=[only_even]) as llm:
+        outputs = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    assert all(token_id % 2 == 0 for o in outputs for token_id in o.outputs[0].token_ids)
+    assert [sorted(step) for step in seen] == [[(1, i), (2, i)] for i in range(3)]
+    with pytest.raises(ValueError, match="callables"):
+        LLM(tmp_path, skip_tokenizer_init=True, logits_processors=["no"])
+
+
+def special_tokenizer() -> SimpleNamespace:
+    """Sets a space between words, special ones included; a to z are 97 to 122, <s> is 256."""
+    from tokenizers import Tokenizer, models
+
+    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(97, 123)}, unk_token="a"))
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    return SimpleNamespace(
+        backend=backend,
+        eos_token_id=None,
+        encode=lambda text, add_special_tokens=True: backend.encode(text).ids,
+        decode=lambda ids, skip=True: backend.decode(ids, skip_special_tokens=skip),
+    )
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("spaces", [True, False])
+def test_spaces_between_special_tokens(kind: RequestOutputKind, spaces: bool) -> None:
+    tokenizer = special_tokenizer()
+    special = tokenizer.backend.token_to_id("<s>")
+    engine = make_engine(tokenizer)
+    script = iter([97, special, special, 98])
+    engine.executor.submit = lambda batch, sampling: SimpleNamespace(
+        token_ids=[next(script)], logprobs=None, prompt_logprobs=None
+    )
+    params = SamplingParams(
+        max_tokens=4,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=spaces,
+        output_kind=kind,
+    )
+    engine.add_request("r", [99], params)
+    texts = []
+    while engine.has_unfinished_requests():
+        texts += [output.outputs[0].text for output in engine.step()]
+    text = "".join(texts) if kind is RequestOutputKind.DELTA else texts[-1]
+    assert text == ("a <s> <s> b" if spaces else "a<s><s>b")
