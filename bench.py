@@ -61,7 +61,7 @@ def load_nanoserve(spec: Namespace) -> Generate:
     llm = LLM(spec.model, dtype=spec.dtype, skip_tokenizer_init=True)
 
     def generate(prompts: Tokens, output_lens: list[int]) -> tuple[Tokens, str]:
-        before = dict(vars(llm.stats))
+        before = vars(llm.stats)
         common = {"temperature": spec.temperature, "ignore_eos": True}
         params = [SamplingParams(max_tokens=n, **common) for n in output_lens]
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -7,6 +7,7 @@ python example.py --ask "What is a block table?"   your own questions, as many a
 
 import argparse
 import time
+from itertools import cycle
 
 from nanoserve import LLM, SamplingParams
 
@@ -20,7 +21,7 @@ QUESTIONS = [
     "Define the block manager, please.",
     "Who are you?",
 ]
-FOLLOW_UP = "What is prefix caching?"
+FOLLOW_UPS = ["What is prefix caching?", "什么是调度器？", "What is 9 + 16?", "Explain top-p."]
 
 
 def stream(llm: LLM, question: str, max_tokens: int) -> None:
@@ -64,8 +65,8 @@ def main() -> None:
         ask(llm, conversations, args.max_tokens)
 
         print("\n3. A follow-up in each conversation: what was said before is in the prefix cache.")
-        for conversation in conversations:
-            conversation.append({"role": "user", "content": FOLLOW_UP})
+        for conversation, follow_up in zip(conversations, cycle(FOLLOW_UPS), strict=False):
+            conversation.append({"role": "user", "content": follow_up})
         ask(llm, conversations, args.max_tokens)
 
         stats, seconds = llm.stats, time.perf_counter() - loaded

@@ -13,7 +13,7 @@ import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -37,7 +37,8 @@ def measure(num_seqs: int, context: int) -> list[tuple[float, float, float]]:
     times = []
     while len(times) < _STEPS:
         start = time.perf_counter()
-        plan = scheduler.schedule()
+        plan = Plan()
+        scheduler.schedule(plan)
         scheduled = time.perf_counter()
         batch.pack(plan, scheduler.block_tables, config.block_size, step=0)
         packed = time.perf_counter()

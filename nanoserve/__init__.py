@@ -1,7 +1,8 @@
 """nanoserve: an LLM inference engine that a person can read in an evening.
 
     from nanoserve import LLM, SamplingParams
-    outputs = LLM("tiny-qwen3").generate(["..."], SamplingParams(max_tokens=64))
+    question = [{"role": "user", "content": "What is a block table?"}]
+    outputs = LLM("tiny-qwen3").chat(question, SamplingParams(max_tokens=64))
 
 Names are resolved on first use (PEP 562), so that `import nanoserve.engine` stays free of torch.
 """

@@ -5,6 +5,7 @@ shares all full blocks with the beam that it grew from. The rules for what is ke
 are those of transformers' `generate(num_beams=...)`, whose result this reproduces.
 """
 
+import math
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +37,12 @@ class BeamSearchParams:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer >= 1")
+        for name in ("ignore_eos", "early_stopping"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        penalty = self.length_penalty
+        if not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty={penalty!r} must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,15 @@ def beam_search(
         _Search(processor.token_ids(prompt, params.max_tokens), params, processor.eos_token_ids)
         for prompt in prompts
     ]
+    num_logprobs = max((search.num_candidates for search in searches), default=0)
+    num_logprobs = min(num_logprobs, processor.vocab_size)
+    if num_logprobs > processor.max_logprobs:
+        raise ValueError(
+            f"beam_width={params.beam_width} needs {num_logprobs} log-probabilities, "
+            f"more than max_logprobs={processor.max_logprobs}"
+        )
     while any(search.running for search in searches):
         beams = [(search, beam) for search in searches for beam in search.running]
-        num_logprobs = max(search.num_candidates for search, _ in beams)
         one_token = SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs
         )

@@ -70,9 +70,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             _check_int(name, getattr(self, name), minimum=1)
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
+        # A sequence is at least a token of prompt and one of output.
+        minima = {"max_model_len": 2, "num_kv_blocks": 1, "kv_cache_memory_bytes": 1}
+        for name, minimum in minima.items():
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=1)
+                _check_int(name, getattr(self, name), minimum)
+        _require(
+            isinstance(self.tokenizer, (str, Path, type(None))),
+            f"tokenizer={self.tokenizer!r} must be a folder",
+        )
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
         _check_int("seed", self.seed, minimum=0)
         _check_int("max_logprobs", self.max_logprobs, minimum=0)
@@ -81,7 +87,7 @@ class EngineConfig:
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-            f"max_num_seqs={self.max_num_seqs}: a step could not serve every running sequence",
+            f"max_num_seqs={self.max_num_seqs}: decoding all of them takes a token each",
         )
         processors = self.logits_processors
         _require(
@@ -117,6 +123,11 @@ class EngineConfig:
         raises, because a request near it could never finish.
         """
         pool_limit = num_kv_blocks * self.block_size
+        _require(
+            2 <= pool_limit < 2**31 - self.block_size,
+            f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens; a pool has "
+            f"at least 2, and fewer than 2^31 because slots are numbered in 32 bits",
+        )
         if self.max_model_len is None:
             if pool_limit < model_limit:
                 logger.warning(
@@ -227,6 +238,7 @@ class ModelConfig:
             f"num_attention_heads={config.num_attention_heads} is no multiple of "
             f"num_key_value_heads={config.num_key_value_heads}",
         )
+        _require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for rotation")
         return config
 
     def kv_bytes_per_token(self) -> int:
@@ -250,7 +262,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("architectures") or [None])[0])
+    names = raw.get("architectures") or [None]
+    return str(names[0] if isinstance(names, list) else names)
 
 
 def _positive(name: str, value: Any) -> float:
@@ -271,14 +284,16 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
 def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
     for name in ("rope_parameters", "rope_scaling"):
         rope = raw.get(name) or {}
+        _require(isinstance(rope, dict), f"config.json: {name}={rope!r} must be an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         _require(kind == "default", f"rope_type={kind!r} is not implemented, only 'default'")
     activation = raw.get("hidden_act", "silu")
     _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
-    windowed = raw.get("use_sliding_window") or "sliding_attention" in (
-        raw.get("layer_types") or ()
-    )
+    layer_types = raw.get("layer_types") or ()
+    windowed = raw.get("use_sliding_window") or "sliding_attention" in str(layer_types)
     _require(not windowed, f"sliding_window={raw.get('sliding_window')} is not implemented")
+    is_full = isinstance(layer_types, (list, tuple)) and set(layer_types) <= {"full_attention"}
+    _require(is_full, f"layer_types={layer_types!r} are not implemented, only 'full_attention'")
     _require(
         not raw.get("quantization_config"),
         f"quantization_config={raw.get('quantization_config')} is not implemented",
@@ -300,7 +315,7 @@ def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     `do_sample: false`, where a file says it outright, means greedy.
     """
     names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    names["max_new_tokens"] = "max_tokens"
+    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     chosen = {ours: generation[hf] for hf, ours in names.items() if generation.get(hf) is not None}
     if generation.get("do_sample") is False:
         chosen["temperature"] = 0.0

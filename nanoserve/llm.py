@@ -14,7 +14,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.progress import InterruptBetweenSteps, Progress
+from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.tokenizer import Message, Tokenizer
 from nanoserve.worker.model_runner import ModelRunner
@@ -31,15 +31,17 @@ class LLM:
     out of range, a path that is no checkpoint and a checkpoint that cannot be run faithfully.
 
         with LLM("tiny-qwen3") as llm:
-            print(llm.chat([{"role": "user", "content": "What is a KV cache?"}])[0].outputs[0].text)
+            question = [{"role": "user", "content": "What is a KV cache?"}]
+            print(llm.chat(question, SamplingParams(max_tokens=100))[0].outputs[0].text)
 
     `engine` is the loop underneath, for requests that come and go while others run.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig.from_options(model, **options)
-        path = _checkpoint_folder(config.model)
+        path = _checkpoint_folder(model)
         model_config = ModelConfig.from_checkpoint(path, config.dtype, supported_architectures())
+        SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
         # The weights come last: whatever can be refused is refused before they are read.
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or path)
         runner = ModelRunner(config, model_config, path)
@@ -90,7 +92,9 @@ class LLM:
         request.params.output_kind = RequestOutputKind.DELTA
         self._streams[request.request_id] = deque()
         self.engine.add(request)
-        return self._read_stream(request.request_id)
+        stream = self._read_stream(request.request_id)
+        next(stream)  # from here on dropping it, even unread, runs its `finally`
+        return stream
 
     def beam_search(
         self, prompts: Prompt | AbstractSequence[Prompt], params: "BeamSearchParams"
@@ -112,8 +116,8 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat() needs a tokenizer, and this engine has none")
-        if not messages:
-            raise ValueError("messages is empty: there is nothing to answer")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages={messages!r} must be a list of messages, at least one")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = []
         for conversation in conversations:
@@ -145,11 +149,13 @@ class LLM:
     def _read_stream(self, request_id: str) -> Iterator[RequestOutput]:
         unread = self._streams[request_id]
         try:
+            yield  # to `stream`, which starts this generator
             finished = False
             while not finished:
                 while not unread:
-                    for output in self.engine.step():
-                        self._streams[output.request_id].append(output)
+                    if request_id not in self.engine.output_processor.requests:
+                        return  # aborted by somebody else, or the engine is closed
+                    self._distribute(self.engine.step())
                 output = unread.popleft()
                 finished = output.finished
                 yield output
@@ -157,18 +163,24 @@ class LLM:
             del self._streams[request_id]
             self.engine.abort_request(request_id)
 
+    def _distribute(self, outputs: list[RequestOutput]) -> None:
+        """Give each stream its own; what no stream asked for waits for whoever steps the engine."""
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+            else:
+                self.engine.undelivered.append(output)
+
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress = Progress(len(ready), enabled=use_tqdm)
         try:
-            with InterruptBetweenSteps() as interrupt:
-                for request in ready:
-                    self.engine.add(request)
-                while self.engine.has_unfinished_requests():
-                    for output in self.engine.step():
-                        finished[output.request_id] = output
-                        progress.add(output)
-                    interrupt.raise_if_requested()
+            for request in ready:
+                self.engine.add(request)
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    finished[output.request_id] = output
+                    progress.add(output)
         finally:
             progress.close()
             for request in ready:
@@ -176,8 +188,9 @@ class LLM:
         return [finished[request.request_id] for request in ready]
 
 
-def _checkpoint_folder(model: str) -> Path:
-    path = bundled_checkpoint(model) or Path(model)
-    if not path.is_dir():
-        raise ValueError(f"{model!r} is neither a folder nor the name of a bundled checkpoint")
+def _checkpoint_folder(model: str | Path) -> Path:
+    bundled = bundled_checkpoint(model) if isinstance(model, str) else None
+    path = bundled or Path(model)
+    if len(path.name) > 255 or not path.is_dir():
+        raise ValueError(f"{str(model)!r} is neither a folder nor a bundled checkpoint")
     return path

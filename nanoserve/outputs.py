@@ -14,7 +14,8 @@ class RequestMetrics:
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
-    first_token_time: float | None = None
+    first_token_time: float | None = None  # the first sample, even if it was EOS
+    last_token_time: float | None = None  # of those that belong to the output
     finished_time: float | None = None
     num_output_tokens: int = 0
     num_cached_prompt_tokens: int = 0  # taken from the prefix cache at first admission
@@ -33,14 +34,14 @@ class RequestMetrics:
     @property
     def inter_token_time(self) -> float | None:
         """Mean seconds between two tokens; None with fewer than two of them."""
-        span = _difference(self.finished_time, self.first_token_time)
+        span = _difference(self.last_token_time, self.first_token_time)
         if span is None or self.num_output_tokens < 2:
             return None
         return span / (self.num_output_tokens - 1)
 
     @property
     def total_time(self) -> float | None:
-        """End-to-end latency: seconds between arrival and the last token."""
+        """End-to-end latency: seconds between arrival and the end, EOS included."""
         return _difference(self.finished_time, self.arrival_time)
 
 

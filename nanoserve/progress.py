@@ -1,7 +1,5 @@
-"""What a person at the terminal sees of `generate`, and how a Ctrl-C gets in."""
+"""What a person at the terminal sees of `generate`."""
 
-import signal
-import threading
 import time
 
 from tqdm import tqdm
@@ -31,33 +29,3 @@ class Progress:
 
     def close(self) -> None:
         self._bar.close()
-
-
-class InterruptBetweenSteps:
-    """Holds a Ctrl-C back until the step that it falls into is over; a second one goes through.
-
-    Inside a step, an exception could strike between two lines that belong together. Only Python's
-    own handler is replaced, and only in the main thread, where signals arrive.
-    """
-
-    def __enter__(self) -> "InterruptBetweenSteps":
-        self._requested = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._holds = (
-            in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if self._holds:
-            signal.signal(signal.SIGINT, self._hold)
-        return self
-
-    def _hold(self, signum: int, frame: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def raise_if_requested(self) -> None:
-        if self._requested:
-            raise KeyboardInterrupt
-
-    def __exit__(self, *exc: object) -> None:
-        if self._holds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

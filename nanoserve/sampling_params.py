@@ -1,6 +1,6 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -42,7 +42,8 @@ class SamplingParams:
     min_tokens: before so many tokens, neither EOS nor a stop token nor a stop string ends it.
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
         for this request alone, after everything else that changes its logits.
-    seed: same seed, same tokens, whatever else runs. None: the engine draws one.
+    seed: same seed, same tokens, whatever else runs (in float32; 16 bits may round otherwise in
+        another batch). None or -1: the engine draws one.
     max_tokens: at most this many tokens of output; None is up to `max_model_len`.
     stop: end where one of these texts appears; the output ends before it.
     stop_token_ids: end at one of these, besides the model's own EOS.
@@ -94,7 +95,7 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Called on construction, and again when a request is made: fields can be assigned to."""
-        self._check_integer("n", 1, _INT32_MAX)
+        self._check_integer("n", 1, 16_384)
         self._check_number("presence_penalty", -2.0, 2.0, "in [-2, 2]")
         self._check_number("frequency_penalty", -2.0, 2.0, "in [-2, 2]")
         self._check_number(
@@ -104,7 +105,7 @@ class SamplingParams:
         self._check_number("top_p", 0.0, 1.0, "in (0, 1]", open_below=True)
         self._check_number("min_p", 0.0, 1.0, "in [0, 1]")
         self._check_integer("top_k", -1, _INT32_MAX)
-        self._check_integer("seed", -(2**63), 2**64 - 1, optional=True)
+        self._check_integer("seed", -1, 2**64 - 1, optional=True)
         self._check_integer("max_tokens", 1, _INT32_MAX, optional=True)
         self._check_integer("min_tokens", 0, _INT32_MAX)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -118,8 +119,10 @@ class SamplingParams:
         if not _is_text(self.stop):
             self._check_list("stop", _is_text, "texts that are not empty")
         self._check_logit_bias()
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError(f"n={self.n} completions at temperature=0 would all be the same")
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(
+                f"n={self.n} completions at temperature={self.temperature} would all be the same"
+            )
         for name in (
             *("ignore_eos", "include_stop_str_in_output"),
             *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -128,6 +131,11 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Dividing logits by less would overflow, and means the most likely token anyway."""
+        return self.temperature < 1e-5
 
     @property
     def stop_strings(self) -> list[str]:
@@ -156,23 +164,19 @@ class SamplingParams:
             raise ValueError(f"{name}={value!r} must be a list of {what}{empty}")
 
     def _check_logit_bias(self) -> None:
-        for token_id, bias in (self.logit_bias or {}).items():
-            if (
-                not is_int(token_id)
-                or not isinstance(bias, (int, float))
-                or not -100 <= bias <= 100
-            ):
-                raise ValueError(
-                    f"logit_bias={{{token_id!r}: {bias!r}}} must map a token id to a number in "
-                    f"[-100, 100]"
-                )
+        bias = self.logit_bias
+        allowed = "must map token ids to numbers in [-100, 100]"
+        if not isinstance(bias, (Mapping, type(None))):
+            raise ValueError(f"logit_bias={bias!r} {allowed}")
+        for token_id, value in (bias or {}).items():
+            if not is_int(token_id) or not _is_number(value) or not -100 <= value <= 100:
+                raise ValueError(f"logit_bias={{{token_id!r}: {value!r}}} {allowed}")
 
     def _check_number(
         self, name: str, low: float, high: float, allowed: str, open_below: bool = False
     ) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        inside = is_number and low <= value <= high  # False for NaN
+        inside = _is_number(value) and low <= value <= high  # False for NaN
         if not inside or (open_below and value == low):
             raise ValueError(f"{name}={value!r} must be {allowed}")
 
@@ -182,6 +186,10 @@ class SamplingParams:
             return
         if not is_int(value) or not low <= value <= high:
             raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+
+
+def _is_number(value: Any) -> bool:
+    return is_int(value) or isinstance(value, (float, np.floating))
 
 
 def _is_text(value: Any) -> bool:

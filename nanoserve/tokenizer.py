@@ -23,7 +23,10 @@ class Tokenizer:
                 f"{path} has no tokenizer.json; give tokenizer=FOLDER, or "
                 f"skip_tokenizer_init=True to work with token ids alone"
             )
-        self._hf = AutoTokenizer.from_pretrained(str(path))
+        try:
+            self._hf = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:  # whatever a damaged file makes transformers raise
+            raise ValueError(f"the tokenizer in {path} cannot be loaded: {error!r}") from error
 
     @property
     def backend(self) -> TokenizerBackend:
@@ -35,7 +38,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with the special tokens that the model expects around a text."""
-        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # a lone surrogate, for one, is no text
+            raise ValueError(f"the text {text[:50]!r} cannot be tokenized: {error}") from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -46,6 +52,12 @@ class Tokenizer:
         """A conversation as the text that the model was trained on, special tokens written out."""
         if self._hf.chat_template is None:
             raise ValueError("this tokenizer has no chat template: use generate() with text")
-        return self._hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
+        try:
+            return self._hf.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error

@@ -134,7 +134,8 @@ class ShadowRun:
 
     def _step(self, step: int) -> None:
         scheduler = self.scheduler
-        plan = scheduler.schedule()
+        plan = Plan()
+        scheduler.schedule(plan)
         self._check_limits(plan)
         self.batch.pack(plan, scheduler.block_tables, self.block_size, step)
         if self.rng.random() < 0.03:  # the device fails before it has stored anything

@@ -191,3 +191,52 @@ def test_close_aborts_and_releases() -> None:
     assert engine.executor.closed and not engine.has_unfinished_requests()
     with pytest.raises(ValueError, match="closed"):
         engine.add_request("b", [1])
+
+
+@pytest.mark.parametrize("where", ["schedule", "update"])
+def test_an_exception_anywhere_in_a_step_undoes_it(where: str, monkeypatch) -> None:
+    """Above all, no block may stay published that was planned and never computed."""
+    engine = make_engine()
+    original = getattr(engine.scheduler, where)
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    engine.add_request("a", list(range(40)), SamplingParams(max_tokens=3))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.scheduler.check()
+    assert not engine.scheduler.block_manager._block_of
+    assert run(engine)["a"].outputs[0].token_ids[-1] in (42, 43)
+    assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
+
+
+def test_an_observer_that_raises_loses_no_output() -> None:
+    engine = make_engine()
+    engine.observers.append(lambda *args: 1 / 0)
+    engine.add_request("a", [1], SamplingParams(max_tokens=1))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine.has_unfinished_requests()  # there is something to hand out
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert not engine.has_unfinished_requests()
+
+
+def test_the_time_between_tokens_does_not_count_the_end_of_sequence() -> None:
+    engine = make_engine(eos=frozenset({4}))
+    engine.add_request("a", [1], SamplingParams(max_tokens=9))
+    metrics = run(engine)["a"].metrics
+    assert metrics.num_output_tokens == 2 and metrics.last_token_time < metrics.finished_time
+    span = metrics.last_token_time - metrics.first_token_time
+    assert metrics.inter_token_time == pytest.approx(span)
+
+
+def test_stats_are_a_snapshot() -> None:
+    engine = make_engine()
+    before = engine.stats
+    engine.add_request("a", [1], SamplingParams(max_tokens=3))
+    run(engine)
+    assert (before.num_steps, engine.stats.num_steps) == (0, 3)

@@ -198,3 +198,11 @@ def test_draws_over_a_large_flat_vocabulary_hardly_tie() -> None:
         noise = race._log_exponential(torch.tensor([[int(key)]], dtype=torch.int32), 0, 151_936)
         smallest = noise[0].topk(2, largest=False).values if noise.numel() > 2 else noise[0]
         assert smallest[0] < smallest[1]
+
+
+def test_noise_is_never_infinite() -> None:
+    """This seed draws the largest hash for the only token that is left: u would round up to 1."""
+    logits = torch.full((2048,), -5.0)
+    logits[7] = 20.0
+    for params in (SamplingParams(top_k=1), SamplingParams(temperature=0.7, top_p=0.9)):
+        assert sample(params, logits, seed=9425008, position=100) == 7

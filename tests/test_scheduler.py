@@ -32,8 +32,14 @@ class Requests:
         return seq
 
 
+def planned(scheduler: Scheduler) -> Plan:
+    plan = Plan()
+    scheduler.schedule(plan)
+    return plan
+
+
 def step(scheduler: Scheduler) -> dict[Sequence, int]:
-    plan = scheduler.schedule()
+    plan = planned(scheduler)
     scheduler.update(plan, [7 for _ in plan.caught_up()])
     scheduler.check()
     return plan.num_new_tokens
@@ -102,7 +108,7 @@ def test_fcfs_preempts_the_last_of_running_and_puts_it_at_the_head() -> None:
     step(scheduler)
     assert scheduler.running == [a, b, c]
     waiting = requests.add(16)
-    plan = scheduler.schedule()  # a and b need a third block, and one is left
+    plan = planned(scheduler)  # a and b need a third block, and one is left
     assert plan.preempted == [c] and list(plan.num_new_tokens) == [a, b]
     assert list(scheduler.waiting) == [c, waiting]  # and nothing is admitted in this step
     assert c.status is SequenceStatus.WAITING and c.num_computed_tokens == 0
@@ -115,7 +121,7 @@ def test_priority_preempts_the_least_urgent_even_if_it_was_planned_already() -> 
     requests = Requests(scheduler)
     low, high = requests.add(31, priority=5), requests.add(32, priority=1)
     step(scheduler)
-    plan = scheduler.schedule()
+    plan = planned(scheduler)
     assert plan.preempted == [low] and plan.num_new_tokens == {high: 1}
     scheduler.update(plan, [7])
     scheduler.check()
@@ -148,7 +154,7 @@ def test_same_step_requests_share_a_prefix() -> None:
     )
     scheduler.add(a)
     scheduler.add(b)
-    assert list(scheduler.schedule().num_new_tokens.values()) == [40, 8]
+    assert list(planned(scheduler).num_new_tokens.values()) == [40, 8]
     assert a.block_table[:2] == b.block_table[:2]
 
 
@@ -158,7 +164,7 @@ def test_a_chunk_does_not_offer_what_it_has_not_computed() -> None:
     )
     for i in (1, 2):
         scheduler.add(Sequence(str(i), [5] * 64, SamplingParams(), max_model_len=4096, arrival=i))
-    scheduler.schedule()
+    planned(scheduler)
     assert [seq.num_computed_tokens for seq in scheduler.running] == [0, 16]
 
 
@@ -196,7 +202,7 @@ def test_a_step_that_raised_is_undone() -> None:
     scheduler = make_scheduler(enable_prefix_caching=True)
     requests = Requests(scheduler)
     a, b = requests.add(40), requests.add(20)
-    plan = scheduler.schedule()
+    plan = planned(scheduler)
     scheduler.rollback(plan)
     scheduler.check()
     assert list(scheduler.waiting) == [a, b] and not scheduler.running
@@ -206,3 +212,18 @@ def test_a_step_that_raised_is_undone() -> None:
 
 def test_an_empty_plan_has_no_rows() -> None:
     assert list(Plan().caught_up()) == []
+
+
+def test_a_prompt_is_admitted_when_all_of_it_fits() -> None:
+    """Admitted on its first chunk, it would be preempted and computed again, over and over."""
+    scheduler = make_scheduler(num_kv_blocks=12, max_model_len=192, max_num_batched_tokens=32)
+    requests = Requests(scheduler)
+    running = requests.add(40, max_tokens=40)
+    for _ in range(3):
+        step(scheduler)
+    long = requests.add(160, max_tokens=2)
+    computed = 0
+    while scheduler.has_unfinished():
+        computed += step(scheduler).get(long, 0)
+    assert running.finished and long.metrics.num_preemptions == 0
+    assert computed == 160 + 1

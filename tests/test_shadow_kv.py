@@ -89,6 +89,8 @@ def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def preempt(self: Scheduler, seq: Sequence) -> None:
+        if seq.status is not SequenceStatus.RUNNING:
+            raise Corruption("a sequence is preempted that does not run")
         self._release(seq, SequenceStatus.WAITING)
         seq.num_computed_tokens = 0
         self._enqueue(seq)

@@ -108,3 +108,28 @@ def test_its_defaults_are_its_makers(llm: LLM) -> None:
     assert llm.get_default_sampling_params().temperature == 0
     output = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], use_tqdm=False)[0]
     assert output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "What is a KV cache?",
+        ["What is a KV cache?"],
+        {"role": "user", "content": "hello"},
+        [{"content": "hello"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        5,
+        [],
+    ],
+    ids=str,
+)
+def test_messages_that_are_no_conversation_are_refused(llm: LLM, messages) -> None:
+    with pytest.raises(ValueError):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_text_that_is_no_text_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="cannot be tokenized"):
+        llm.generate("a lone surrogate \ud800", GREEDY, use_tqdm=False)

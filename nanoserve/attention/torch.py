@@ -92,8 +92,9 @@ class TorchAttention:
         num_rows, num_kv_heads = len(q), layer.num_kv_heads
         k = _gather(k_cache, group.blocks)  # [num_rows * num_kv_heads, slots, head_dim]
         v = _gather(v_cache, group.blocks)
-        q = q.reshape(num_rows * num_kv_heads, -1, layer.head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)).float() * layer.scale
+        # Scaled before the product: in float16, unscaled scores could overflow.
+        q = (q * layer.scale).reshape(num_rows * num_kv_heads, -1, layer.head_dim)
+        scores = torch.bmm(q, k.transpose(1, 2)).float()
         scores = scores.view(num_rows, num_kv_heads, -1, k.shape[1])
         weights = scores.masked_fill_(group.masked, -torch.inf).softmax(dim=-1)
         weights = weights.to(v.dtype).view(num_rows * num_kv_heads, -1, k.shape[1])
@@ -119,14 +120,16 @@ class TorchAttention:
             q_heads = q[tokens].transpose(0, 1)  # [num_heads, n, head_dim]
             group_size = layer.num_heads // layer.num_kv_heads
             n = q_heads.shape[1]
-            # The n tokens are the last of the context: token i sees context - n + i + 1 of it.
-            visible = torch.ones(n, context, dtype=torch.bool, device=q.device)
+            visible = None
+            if n < context:  # token i of the n last ones sees context - n + i + 1 tokens
+                visible = torch.ones(n, context, dtype=torch.bool, device=q.device)
+                visible = visible.tril(context - n)
             attended = F.scaled_dot_product_attention(
                 q_heads.unsqueeze(0),
                 k.repeat_interleave(group_size, dim=0).unsqueeze(0),
                 v.repeat_interleave(group_size, dim=0).unsqueeze(0),
-                attn_mask=None if n == context else visible.tril(context - n),
-                is_causal=n == context,
+                attn_mask=visible,
+                is_causal=visible is None,
                 scale=layer.scale,
             )
             out[tokens] = attended[0].transpose(0, 1)

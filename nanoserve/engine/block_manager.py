@@ -73,7 +73,8 @@ class BlockManager:
         """
         if self.enable_prefix_caching:
             return self._root
-        return self._root + seq.request_id.encode() if seq.params.n > 1 else None
+        leader = seq.arrival - seq.index  # siblings arrive one after the other
+        return self._root + str(leader).encode() if seq.params.n > 1 else None
 
     def lookup(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of `seq`. Changes nothing.

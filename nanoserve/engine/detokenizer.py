@@ -28,7 +28,16 @@ class Tokenizer(Protocol):
 
 
 class _Stream:
-    __slots__ = ("before", "decoder", "num_decoded", "num_sent", "segment", "stop_strings", "text")
+    __slots__ = (
+        "before",
+        "decoder",
+        "num_decoded",
+        "num_held",
+        "num_sent",
+        "segment",
+        "stop_strings",
+        "text",
+    )
 
     def __init__(self, seq: Sequence) -> None:
         self.decoder = DecodeStream(skip_special_tokens=seq.params.skip_special_tokens)
@@ -36,6 +45,7 @@ class _Stream:
         self.segment: list[int] = []  # the tokens since
         self.stop_strings = seq.params.stop_strings
         self.num_decoded = 0  # output tokens fed to the decoder
+        self.num_held = 0  # of which the last ones have given no text yet
         self.text = ""
         self.num_sent = 0  # characters already handed out as deltas
 
@@ -65,7 +75,8 @@ class Detokenizer:
         num_output_tokens = seq.num_tokens - seq.num_prompt_tokens
         if not stream.stop_strings or num_output_tokens <= seq.params.min_tokens:
             return None
-        return _cut_at_stop(stream, unsearched, seq.params.include_stop_str_in_output)
+        text = stream.text + self._settled(stream, seq)
+        return _cut_at_stop(stream, text, unsearched, seq.params.include_stop_str_in_output)
 
     def text(self, seq: Sequence) -> str:
         """What belongs in the next output of `seq`: all text so far, or the part that is new.
@@ -98,11 +109,20 @@ class Detokenizer:
             if _sets_apart(seq) and token_id in self._specials:
                 rest = self._tokenizer.decode(stream.segment, False)
                 stream.text = stream.before + rest + self._specials[token_id]
-                stream.before, stream.segment = stream.text, []
+                stream.before, stream.segment, stream.num_held = stream.text, [], 0
                 stream.decoder = DecodeStream(skip_special_tokens=False)
             else:
-                stream.text += stream.decoder.step(self._tokenizer.backend, token_id) or ""
+                piece = stream.decoder.step(self._tokenizer.backend, token_id)
+                stream.num_held = 0 if piece else stream.num_held + 1
+                stream.text += piece or ""
                 stream.segment.append(token_id)
+
+    def _settled(self, stream: _Stream, seq: Sequence) -> str:
+        """The whole characters in front of the unfinished one that the decoder holds back."""
+        if not stream.num_held:
+            return ""
+        held = stream.segment[-stream.num_held :]
+        return self._tokenizer.decode(held, seq.params.skip_special_tokens).rstrip("\ufffd")
 
     def _decode(self, seq: Sequence) -> str:
         """The whole output of `seq` at once."""
@@ -124,16 +144,17 @@ def _sets_apart(seq: Sequence) -> bool:
     return not params.skip_special_tokens and not params.spaces_between_special_tokens
 
 
-def _cut_at_stop(stream: _Stream, unsearched: int, keep_it: bool) -> str | None:
+def _cut_at_stop(stream: _Stream, text: str, unsearched: int, keep_it: bool) -> str | None:
     """The stop string that appears first, if any; the text is cut before or behind it."""
-    longest = max(map(len, stream.stop_strings))
-    start = max(0, unsearched - longest + 1)  # what came before has been searched
-    found = [(stream.text.find(stop, start), stop) for stop in stream.stop_strings]
+    # What came before has been searched, or came before min_tokens.
+    found = [
+        (text.find(stop, max(0, unsearched - len(stop) + 1)), stop) for stop in stream.stop_strings
+    ]
     found = [(position, stop) for position, stop in found if position >= 0]
     if not found:
         return None
     position, stop = min(found, key=lambda item: item[0])
-    stream.text = stream.text[: position + len(stop) if keep_it else position]
+    stream.text = text[: position + len(stop) if keep_it else position]
     return stop
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class InputProcessor:
         max_model_len: int,
     ) -> None:
         self.by_priority = config.scheduling_policy == "priority"
-        self.max_logprobs = config.max_logprobs
+        self.max_logprobs = min(config.max_logprobs, model_config.vocab_size)
         self.vocab_size = model_config.vocab_size
         self.default_sampling = dict(model_config.default_sampling)
         self.max_model_len = max_model_len
@@ -59,7 +60,6 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
-        self.default_sampling_params()  # raises now if the checkpoint recommends nonsense
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -78,7 +78,9 @@ class InputProcessor:
         if priority != 0 and not self.by_priority:
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         text, token_ids = self._tokenize(prompt)
-        params = replace(params)  # checks it again; what the caller assigns later changes nothing
+        params = replace(
+            params
+        )  # checks it again, and is ours: the caller may go on assigning to his
         self._check_prompt(token_ids)
         self._check_params(params)
         token_ids = [int(token_id) for token_id in token_ids]
@@ -122,7 +124,10 @@ class InputProcessor:
                     f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both; {unknown=}"
                 )
             text = prompt.get("prompt")  # beside token ids it is only carried along
-            prompt = prompt.get("prompt_token_ids", text)
+            token_ids = prompt.get("prompt_token_ids")
+            if not isinstance(text, (str, NoneType)) or isinstance(token_ids, str):
+                raise ValueError("'prompt' must be text and 'prompt_token_ids' token ids")
+            prompt = text if token_ids is None else token_ids
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
@@ -138,7 +143,10 @@ class InputProcessor:
         spellings = [
             spelling for word in params.bad_words or () for spelling in (word, " " + word.lstrip())
         ]
-        return [self._tokenizer.encode(spelling, False) for spelling in spellings]
+        words = [self._tokenizer.encode(spelling, False) for spelling in spellings]
+        for word in words:
+            self._check_token_ids(word, "bad_words: token id")
+        return [word for word in words if word]
 
     def _check_params(self, params: SamplingParams) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):

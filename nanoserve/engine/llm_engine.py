@@ -3,13 +3,14 @@
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.executor import Executor, SlotParams
 from nanoserve.engine.input_processor import InputProcessor, Prompt
+from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.output_processor import OutputProcessor, Request
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -56,15 +57,18 @@ class LLMEngine:
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._closed = False
+        self.undelivered: list[RequestOutput] = []  # what the next step returns first
         self._stats = EngineStats()
 
     @property
     def stats(self) -> EngineStats:
-        stats, scheduler = self._stats, self.scheduler
-        stats.num_preemptions = scheduler.num_preemptions
-        stats.prefix_cache_queries = scheduler.num_queried_tokens
-        stats.prefix_cache_hits = scheduler.num_hit_tokens
-        return stats
+        """Totals up to now; a later step does not change what is returned."""
+        return replace(
+            self._stats,
+            num_preemptions=self.scheduler.num_preemptions,
+            prefix_cache_queries=self.scheduler.num_queried_tokens,
+            prefix_cache_hits=self.scheduler.num_hit_tokens,
+        )
 
     def add_request(
         self,
@@ -84,19 +88,20 @@ class LLMEngine:
         priority: int = 0,
     ) -> Request:
         """Check a request and make its sequences, without queueing them."""
-        if self._closed:
-            raise ValueError("this engine is closed")
         return self.input_processor.process(request_id, prompt, params, priority)
 
     def add(self, request: Request) -> None:
         """Queue what `prepare` made; now it gets its place in line and its seed."""
-        self.output_processor.add(request)
-        seed = request.params.seed
-        seed = self._rng.getrandbits(64) if seed is None else int(seed)
-        for seq in request.sequences:
-            self._num_arrivals += 1
-            seq.arrival, seq.seed = self._num_arrivals, seed
-        self.scheduler.add(request.sequences[0])
+        if self._closed:
+            raise ValueError("this engine is closed")
+        with DeferredInterrupt():
+            self.output_processor.add(request)
+            seed = request.params.seed
+            seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
+            for seq in request.sequences:
+                self._num_arrivals += 1
+                seq.arrival, seq.seed = self._num_arrivals, seed
+            self.scheduler.add(request.sequences[0])
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -104,23 +109,32 @@ class LLMEngine:
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
         unknown or has finished already, which is no error: the two may cross.
         """
-        return self.output_processor.abort(request_id, self.scheduler.finish)
+        with DeferredInterrupt():
+            return self.output_processor.abort(request_id, self.scheduler.finish)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished()
+        """Whether `step` has anything left to compute or to hand out."""
+        return self.scheduler.has_unfinished() or bool(self.undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Advance every planned sequence; returns what finished and what streams.
 
-        If the executor raises, the step is undone: its sequences wait to be computed again.
+        If anything raises, the step is undone: its sequences wait to be computed again. A Ctrl-C
+        is raised when the step is over; what the step has finished comes with the next one.
         """
-        if not self.has_unfinished_requests():
-            return []
+        with DeferredInterrupt():
+            if self.scheduler.has_unfinished():
+                self._advance()
+        outputs, self.undelivered = self.undelivered, []
+        return outputs
+
+    def _advance(self) -> None:
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
-        assert plan.num_new_tokens, "every admitted sequence fits alone, so a plan is never empty"
-        scheduled = time.perf_counter()
+        plan = Plan()
         try:
+            self.scheduler.schedule(plan)
+            assert plan.num_new_tokens, "every admitted sequence fits alone: no plan is empty"
+            scheduled = time.perf_counter()
             batch = self._pack(plan)
             packed = time.perf_counter()
             changes = [_slot_params(seq) for seq in plan.admitted]
@@ -132,8 +146,8 @@ class LLMEngine:
             raise
         self._stats.num_steps += 1
         self._stats.num_computed_tokens += sum(plan.num_new_tokens.values())
-        outputs = self.output_processor.process(plan, result, advanced, self.scheduler.finish)
-        for output in outputs:
+        for output in self.output_processor.process(plan, result, advanced, self.scheduler.finish):
+            self.undelivered.append(output)
             if output.finished:
                 self._stats.num_prompt_tokens += len(output.prompt_token_ids)
                 self._stats.num_output_tokens += output.metrics.num_output_tokens
@@ -142,7 +156,6 @@ class LLMEngine:
         )
         for observer in self.observers:
             observer(plan, batch, times)
-        return outputs
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory."""

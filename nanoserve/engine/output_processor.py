@@ -55,7 +55,7 @@ class OutputProcessor:
         `finish(seq, reason, stop_reason)` ends a sequence that has run into a stop string, which
         only its text shows.
         """
-        if result.prompt_logprobs is not None:
+        if plan.prompt_logprobs:
             self._collect_prompt_logprobs(plan, result.prompt_logprobs)
         if result.logprobs is not None:
             self._collect_logprobs(advanced, result.logprobs)
@@ -84,11 +84,13 @@ class OutputProcessor:
         request = self.requests.get(request_id)
         if request is None:
             return None
+        aborted = []
         for seq in request.sequences:
             if not seq.finished:
                 finish(seq, "abort", None)
-                self._complete(request, seq)
-        return self._output(request)
+                aborted.append(self._complete(request, seq))
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
+        return self._output(request, aborted if is_delta else None)
 
     def _output(
         self, request: Request, completions: list[CompletionOutput] | None = None
@@ -157,7 +159,7 @@ class OutputProcessor:
         """The row's own token and the k most likely ones."""
         token_ids = rows.token_ids[row, : k + 1].tolist()
         logprobs = rows.logprobs[row, : k + 1].tolist()
-        ranks = [int(rows.ranks[row]), *range(1, k + 1)]
+        ranks = [int(rows.ranks[row]), *range(1, len(token_ids))]
         candidates: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
             candidates.setdefault(token_id, Logprob(logprob, rank, self._decode(token_id)))

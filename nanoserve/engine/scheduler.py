@@ -74,9 +74,11 @@ class Scheduler:
             self._needing_prompt_logits.append(seq)
         self._enqueue(seq)
 
-    def schedule(self) -> Plan:
-        """Plan one step within the token budget: running sequences first, then waiting ones."""
-        plan = Plan()
+    def schedule(self, plan: Plan) -> None:
+        """Fill an empty plan for one step: running sequences first, then waiting ones.
+
+        The plan is the caller's, so that he can roll back even what was planned half.
+        """
         budget = self._schedule_running(plan)
         # From here on nothing can be preempted any more, so what is planned will be computed, and
         # a block that this step fills may be shared at once: every layer stores the K and V of
@@ -91,7 +93,6 @@ class Scheduler:
         for seq in self._needing_prompt_logits:
             if seq in plan.num_new_tokens:
                 plan.prompt_logprobs[seq] = plan.num_new_tokens[seq]
-        return plan
 
     def update(self, plan: Plan, token_ids: list[int]) -> list[Sequence]:
         """Account for a step that ran; `token_ids` holds one sampled token per caught-up sequence.
@@ -105,7 +106,9 @@ class Scheduler:
             seq.num_computed_tokens += n
         any_finished = False
         for seq, token_id in zip(advanced, token_ids, strict=True):
-            seq.append(token_id)
+            if seq.append(token_id):
+                seq.metrics.num_output_tokens += 1
+                seq.metrics.last_token_time = now
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
                 self._prompt_computed(seq)
@@ -127,7 +130,7 @@ class Scheduler:
         self._drop_stopped()
 
     def rollback(self, plan: Plan) -> None:
-        """Undo a step that raised: what it would have computed is not in the cache."""
+        """Undo a step that raised, planned or half planned: nothing of it is in the cache."""
         for block in plan.registered_blocks:
             self.block_manager.forget(block)
         self._drop_stopped()
@@ -189,7 +192,9 @@ class Scheduler:
             hits = self.block_manager.lookup(seq)
             num_cached = len(hits) * self.block_manager.block_size
             n = min(seq.num_tokens - num_cached, budget, self.max_tokens_per_seq)
-            if not self.block_manager.allocate(seq, num_cached + n, hits):
+            # Blocks for all of its tokens, though only n are computed now: admitted on its first
+            # chunk alone, a long prompt would be preempted at the next one, again and again.
+            if not self.block_manager.allocate(seq, seq.num_tokens, hits):
                 break  # it keeps its place: nobody overtakes the head
             self.waiting.popleft()
             self.running.append(seq)
@@ -238,7 +243,6 @@ class Scheduler:
             seq.needs_prompt_logits = False
         self._release(seq, SequenceStatus.FINISHED)
         seq.metrics.finished_time = now
-        seq.metrics.num_output_tokens += seq.num_tokens - seq.num_prompt_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from `seq` but its tokens; it will compute them again.

@@ -79,8 +79,8 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def append(self, token_id: int) -> None:
-        """Take a sampled token, or finish: EOS and stop tokens end a sequence without joining it.
+    def append(self, token_id: int) -> bool:
+        """Take a sampled token; False if it ended the sequence without joining it, as EOS does.
 
         A stop token wins over the length limit when both fall on the same token.
         """
@@ -88,13 +88,12 @@ class Sequence:
             self.finish_reason = "stop"
             if token_id in (self.params.stop_token_ids or ()):
                 self.stop_reason = token_id
-            return
+            return False
         self.token_ids.append(token_id)
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
+        return True
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request_id!r}, {self.status.name}, computed "
-            f"{self.num_computed_tokens} of {self.num_tokens}, blocks {self.block_table})"
-        )
+        progress = f"{self.num_computed_tokens} of {self.num_tokens} computed"
+        return f"Sequence({self.request_id!r}, {self.status.name}, {progress})"

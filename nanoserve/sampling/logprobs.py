@@ -14,7 +14,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> To
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    best = logprobs.topk(k, dim=-1)
+    best = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
     return TokenLogprobs(
         token_ids=torch.cat([token_ids.unsqueeze(1), best.indices], dim=1).cpu().numpy(),
         logprobs=torch.cat([chosen, best.values], dim=1).cpu().numpy(),

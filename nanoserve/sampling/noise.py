@@ -77,6 +77,9 @@ class ExponentialRace:
         # exact here, so even over 150,000 equal tokens two rarely tie; 24-bit uniforms would.
         u = self._exponential[: num_rows * width].view(num_rows, width)
         u.copy_(x.view(torch.uint32)).add_(0.5).mul_(2.0**-32)
+        # The largest x round up to u = 1, whose E is infinite; where a filter has left one token,
+        # that would turn its whole row into -inf.
+        u.clamp_(max=1 - 2.0**-24)
         return u.neg_().log1p_().neg_().log_()
 
 

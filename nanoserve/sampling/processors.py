@@ -137,11 +137,11 @@ def forbid_bad_words(logits: torch.Tensor, states: list[SlotState]) -> None:
 
 
 def hold_back_stops(logits: torch.Tensor, states: list[SlotState]) -> None:
-    nothing = _ids(())
+    vocab_size = logits.shape[1]  # some checkpoints name an EOS beyond it
 
     def held_back(state: SlotState) -> np.ndarray:
         is_short = len(state.output_token_ids) < state.params.min_tokens
-        return state.stops if is_short else nothing
+        return state.stops[state.stops < vocab_size] if is_short else _ids(())
 
     if any(len(held_back(state)) for state in states):
         logits[_pairs(logits, states, held_back)] = -torch.inf

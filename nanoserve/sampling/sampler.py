@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor, SlotState
     from nanoserve.sampling.random_sampler import RandomSampler
 
-_GREEDY_BELOW = 1e-5  # dividing logits by less than this would overflow, and means greedy anyway
-
 
 class Sampler:
     """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
@@ -32,7 +30,7 @@ class Sampler:
         processors: "Sequence[BatchProcessor]" = (),
     ) -> None:
         self.processors = processors  # the engine's own: with them, every slot has a state
-        self._new_random_sampler = lambda: _random_sampler(num_slots, vocab_size, device)
+        self._random_settings = (num_slots, vocab_size, device)
         self._random: RandomSampler | None = None
         self._is_random = np.zeros(num_slots, dtype=bool)
         self._states: list[SlotState | None] = [None] * num_slots  # None: logits stay as they are
@@ -49,9 +47,12 @@ class Sampler:
         state: "SlotState | None" = None,
     ) -> None:
         """The sequence in `slot` is a new one. `state` is there if its logits are to be changed."""
-        self._is_random[slot] = params.temperature >= _GREEDY_BELOW
+        self._is_random[slot] = not params.is_greedy
         if self._is_random[slot]:
-            self._random = self._random or self._new_random_sampler()
+            if self._random is None:
+                from nanoserve.sampling.random_sampler import RandomSampler
+
+                self._random = RandomSampler(*self._random_settings)
             self._random.set_slot(slot, params, seed, stream)
         self._states[slot], self._is_processed[slot] = state, state is not None
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
@@ -104,9 +105,3 @@ class Sampler:
         apply_processors(changed, [self._states[slot] for slot in slots[rows]], self.processors)
         logits[index] = changed
         return logits
-
-
-def _random_sampler(num_slots: int, vocab_size: int, device: torch.device) -> "RandomSampler":
-    from nanoserve.sampling.random_sampler import RandomSampler
-
-    return RandomSampler(num_slots, vocab_size, device)

@@ -28,9 +28,15 @@ def decide_num_kv_blocks(config: EngineConfig, model_config: ModelConfig) -> int
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
     sequences of full length need, within a quarter of the machine's memory and 4 GiB.
     """
+    block_bytes = kv_block_bytes(model_config, config.block_size)
+    asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
+    if asked > _physical_memory_bytes():
+        raise ValueError(
+            f"the KV pool asked for takes {asked} bytes; this machine has "
+            f"{_physical_memory_bytes()}"
+        )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    block_bytes = kv_block_bytes(model_config, config.block_size)
     if config.kv_cache_memory_bytes is not None:
         budget = config.kv_cache_memory_bytes
         if budget < 2 * block_bytes:

@@ -4,7 +4,6 @@ A wrong checkpoint that loads is worse than one that does not: it answers, and i
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -130,13 +129,8 @@ def _copy(source: "safe_open", target: CheckpointTensor) -> None:
 def _fill_randomly(model: nn.Module) -> None:
     """Normal weights of a trained model's size, norms of one: no NaN, and no flat logits."""
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in _parameters(model):
-        if "norm" in name:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(std=0.02, generator=generator)
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        yield name, parameter.data
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=0.02, generator=generator)

@@ -46,11 +46,10 @@ class ModelRunner:
         self.sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, self.device, config.logits_processors
         )
+        pool = self.num_kv_blocks * kv_block_bytes(model_config, config.block_size) / 2**30
         logger.info(
-            "%s, %s, %d KV blocks of %d tokens (%.2f GiB), max_model_len %d",
-            *(model_config.architecture, model_config.dtype, self.num_kv_blocks, config.block_size),
-            self.num_kv_blocks * kv_block_bytes(model_config, config.block_size) / 2**30,
-            self.max_model_len,
+            f"{model_config.architecture}, {model_config.dtype}, {self.num_kv_blocks} KV blocks of "
+            f"{config.block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
         )
 
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> StepResult:
