@@ -62,12 +62,14 @@ class OutputProcessor:
         outputs = []
         progressed: dict[Request, list[CompletionOutput]] = {}
         for seq in advanced:
+            is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
+            if is_final_only and not seq.finished and not seq.params.stop:
+                continue  # nobody looks at it now, and this is by far the most common case
             stop_string = self._detokenizer.advance(seq)
             if stop_string is not None and seq.finished:  # by its length, on this very token
                 seq.finish_reason, seq.stop_reason = "stop", stop_string
             elif stop_string is not None:
                 finish(seq, "stop", stop_string)
-            is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
             if seq.finished or not is_final_only:
                 request = self.requests[seq.request_id]
                 progressed.setdefault(request, []).append(self._complete(request, seq))
