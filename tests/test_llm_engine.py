@@ -5,6 +5,7 @@ from itertools import chain
 import pytest
 from counting_executor import byte_tokenizer, make_engine
 
+from nanoserve.engine.executor import StepResult
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -240,3 +241,22 @@ def test_stats_are_a_snapshot() -> None:
     engine.add_request("a", [1], SamplingParams(max_tokens=3))
     run(engine)
     assert (before.num_steps, engine.stats.num_steps) == (0, 3)
+
+
+def test_a_run_of_broken_bytes_is_not_held_back_for_ever(monkeypatch) -> None:
+    """What the decoder holds, it decodes again at every token: without a bound, O(n^2) in all."""
+    engine = make_engine(byte_tokenizer())
+    tokens = iter([0xC3, 0x80, 0xE4, 0xBD] * 100 + [0xFF] * 100 + list("é".encode()) + [0xC3])
+    monkeypatch.setattr(
+        engine.executor, "submit", lambda batch, sampling: StepResult([next(tokens)])
+    )
+    params = SamplingParams(max_tokens=503, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("a", [1], params)
+    streams, pieces, token_ids = engine.output_processor._detokenizer._streams, [], []
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+        pieces.append(output.outputs[0].text)
+        token_ids += output.outputs[0].token_ids
+        assert all(stream.num_held <= 20 for stream in streams.values())
+    assert "".join(pieces) == byte_tokenizer().decode(token_ids)
+    assert pieces.count("") < 450 and pieces[-2].endswith("é") and pieces[-1] == "\ufffd"

@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
+_MOST_HELD = 16  # tokens without text before their bytes are taken for broken
+
+
 class _Stream:
     __slots__ = (
         "before",
@@ -116,6 +120,28 @@ class Detokenizer:
                 stream.num_held = 0 if piece else stream.num_held + 1
                 stream.text += piece or ""
                 stream.segment.append(token_id)
+                if stream.num_held >= _MOST_HELD:
+                    self._give_up_on(stream, seq)
+
+    def _give_up_on(self, stream: _Stream, seq: Sequence) -> None:
+        """Hand out bytes that can no longer become characters, as they will be in the final text.
+
+        A decoder that waits for them decodes all that it holds again at every token. The last
+        tokens may still begin a character, so they go into a decoder of their own.
+        """
+        skip = seq.params.skip_special_tokens
+        held = stream.segment[-stream.num_held :]
+        broken, recent = held[:-_LONGEST_CHARACTER], held[-_LONGEST_CHARACTER:]
+        text = self._tokenizer.decode(broken, skip)
+        if text + self._tokenizer.decode(recent, skip) != self._tokenizer.decode(held, skip):
+            return  # the cut would go through a character: the next one will not
+        stream.text += text
+        stream.decoder = DecodeStream(skip_special_tokens=skip)
+        stream.num_held = 0
+        for token_id in recent:
+            piece = stream.decoder.step(self._tokenizer.backend, token_id)
+            stream.num_held = 0 if piece else stream.num_held + 1
+            stream.text += piece or ""
 
     def _settled(self, stream: _Stream, seq: Sequence) -> str:
         """The whole characters in front of the unfinished one that the decoder holds back."""
