@@ -6,6 +6,7 @@ python example.py --ask "What is a block table?"   your own questions, as many a
 """
 
 import argparse
+import sys
 import time
 from itertools import cycle
 
@@ -81,4 +82,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:  # a bad option or model; the message says what and why
+        sys.exit(f"example.py: {error}")
