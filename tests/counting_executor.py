@@ -9,6 +9,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import SlotParams, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.outputs import RequestOutput
 
 VOCAB_SIZE = 256
 
@@ -83,3 +84,11 @@ def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **opti
         eos_token_ids=eos,
     )
     return LLMEngine(config, model_config, CountingExecutor(config, num_kv_blocks), tokenizer)
+
+
+def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step the engine to its end; the final output of every request."""
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished

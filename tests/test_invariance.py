@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 
@@ -22,13 +21,6 @@ OPTIONS = {
     "a pool for one": {"num_kv_blocks": 20, "max_model_len": 320},
     "priority": {"scheduling_policy": "priority"},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_qwen3(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,6 @@ from nanoserve import LLM, RequestOutput, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_qwen3(path)
-    return path
-
-
 @pytest.fixture
 def llm(checkpoint: Path):
     with LLM(checkpoint, skip_tokenizer_init=True, num_kv_blocks=100) as llm:

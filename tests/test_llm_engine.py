@@ -3,18 +3,10 @@
 from itertools import chain
 
 import pytest
-from counting_executor import byte_tokenizer, make_engine
+from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve.engine.executor import StepResult
-from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-
-
-def run(engine) -> dict[str, RequestOutput]:
-    finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
-    return finished
 
 
 def test_a_request_from_prompt_to_output() -> None:

@@ -365,7 +365,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_its_entries_again(
 
         llm.engine.observers.append(watch)
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert True in interrupted
+    assert any(interrupted), "no sequence lost its blocks before its prompt was computed"
     for prompt, output, k in zip(prompts, outputs, (1, 1, 3), strict=True):
         check_output(model, prompt, output.outputs[0], k)
     check_prompt(model, outputs[2], 3)

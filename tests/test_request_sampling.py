@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from counting_executor import make_engine
-from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
@@ -41,13 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    make_qwen3(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from counting_executor import byte_tokenizer, make_engine
+from counting_executor import byte_tokenizer, make_engine, run
 from tiny_checkpoints import make_qwen3
 from tokenizers import AddedToken
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-
-
-def run(engine) -> dict:
-    finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
-    return finished
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class Request:
     completions: dict[int, CompletionOutput] = field(default_factory=dict)  # latest, by index
     num_sent: dict[int, int] = field(default_factory=dict)  # tokens handed out as deltas
     logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)  # by index
+    cumulative_logprobs: dict[int, float] = field(default_factory=dict)  # by index
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
@@ -114,25 +115,19 @@ class OutputProcessor:
 
     def _complete(self, request: Request, seq: Sequence) -> CompletionOutput:
         """The completion as it stands, or what is new in it."""
-        token_ids = seq.output_token_ids
         logprobs = request.logprobs.get(seq.index)
-        total = None
-        if logprobs is not None:
-            pairs = zip(logprobs, token_ids, strict=True)
-            total = sum(candidates[token_id].logprob for candidates, token_id in pairs)
+        first_new = 0
         if seq.params.output_kind is RequestOutputKind.DELTA:
             first_new = request.num_sent.get(seq.index, 0)
-            request.num_sent[seq.index] = len(token_ids)
-            token_ids = token_ids[first_new:]
-            logprobs = logprobs and logprobs[first_new:]
+            request.num_sent[seq.index] = seq.num_tokens - seq.num_prompt_tokens
         completion = CompletionOutput(
             index=seq.index,
             text=self._detokenizer.text(seq),
-            token_ids=token_ids,
+            token_ids=seq.token_ids[seq.num_prompt_tokens + first_new :],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
-            logprobs=None if logprobs is None else list(logprobs),
-            cumulative_logprob=total,
+            logprobs=None if logprobs is None else logprobs[first_new:],
+            cumulative_logprob=request.cumulative_logprobs.get(seq.index),
         )
         request.completions[seq.index] = completion
         return completion
@@ -140,11 +135,14 @@ class OutputProcessor:
     def _collect_logprobs(self, advanced: list[Sequence], rows: TokenLogprobs) -> None:
         asked = [seq for seq in advanced if seq.params.logprobs is not None]
         for row, seq in enumerate(asked):
-            collected = self.requests[seq.request_id].logprobs.setdefault(seq.index, [])
-            if (
-                len(collected) < seq.num_tokens - seq.num_prompt_tokens
-            ):  # a stop token does not join
-                collected.append(self._candidates(rows, row, seq.params.logprobs))
+            request, index = self.requests[seq.request_id], seq.index
+            collected = request.logprobs.setdefault(index, [])
+            total = request.cumulative_logprobs.setdefault(index, 0.0)
+            if len(collected) < seq.num_tokens - seq.num_prompt_tokens:  # not for a stop token
+                candidates = self._candidates(rows, row, seq.params.logprobs)
+                collected.append(candidates)
+                chosen = candidates[seq.token_ids[-1]]
+                request.cumulative_logprobs[index] = total + chosen.logprob
 
     def _collect_prompt_logprobs(self, plan: Plan, rows: TokenLogprobs) -> None:
         row = 0

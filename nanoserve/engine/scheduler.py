@@ -229,20 +229,21 @@ class Scheduler:
 
     def _prompt_computed(self, seq: Sequence) -> None:
         """The first token is there: siblings can share the prompt's blocks from now on."""
-        if seq.needs_prompt_logits:
-            seq.needs_prompt_logits = False
-            self._needing_prompt_logits.remove(seq)
+        self._forgo_prompt_logits(seq)
         for sibling in reversed(seq.siblings):
             if sibling.status is SequenceStatus.HELD:
                 sibling.status = SequenceStatus.WAITING
                 self._enqueue(sibling)
 
     def _finish(self, seq: Sequence, now: float) -> None:
-        if seq.needs_prompt_logits:
-            self._needing_prompt_logits.remove(seq)
-            seq.needs_prompt_logits = False
+        self._forgo_prompt_logits(seq)
         self._release(seq, SequenceStatus.FINISHED)
         seq.metrics.finished_time = now
+
+    def _forgo_prompt_logits(self, seq: Sequence) -> None:
+        if seq.needs_prompt_logits:
+            seq.needs_prompt_logits = False
+            self._needing_prompt_logits.remove(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from `seq` but its tokens; it will compute them again.
