@@ -53,7 +53,8 @@ class EngineConfig:
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
 
-    attention_backend: str = "auto"  # "auto" | "torch"
+    device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
+    attention_backend: str = "auto"  # "auto" | "torch" | "triton" | "flash_attn"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
@@ -97,7 +98,9 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        backends = ("auto", "torch", "triton", "flash_attn")
+        _check_choice("attention_backend", self.attention_backend, backends)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={value!r} must be True or False")

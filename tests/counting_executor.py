@@ -7,9 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.executor import SlotParams, StepResult
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
+from nanoserve.sampling_params import SlotParams
 
 VOCAB_SIZE = 256
 

@@ -29,6 +29,7 @@ SUPPORT = {
     "nanoserve/models/registry.py",
     "nanoserve/worker/loader.py",
     "nanoserve/worker/kv_cache.py",
+    "nanoserve/worker/device.py",
 }
 
 

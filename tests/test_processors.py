@@ -12,7 +12,7 @@ import torch
 
 from nanoserve.sampling.processors import SlotState, TokenCounts, apply_processors
 from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import SamplingParams, SlotParams
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 40
@@ -49,6 +49,11 @@ class Case:
     def state(self) -> SlotState:
         params = SamplingParams(**self.settings)
         return SlotState(params, self.prompt, self.output, self.stops, self.bad_words)
+
+    def admitted(self, slot: int, seed: int) -> SlotParams:
+        params = SamplingParams(**self.settings)
+        rest = (self.prompt, self.output, self.stops, self.bad_words)
+        return SlotParams(slot, params, seed, 0, *rest)
 
 
 def reference(logits: np.ndarray, case: Case) -> np.ndarray:
@@ -217,12 +222,10 @@ def test_the_engines_processors_come_after_the_requests_own_and_see_all_rows() -
 
 def support(logits: list[float], num_draws: int = 300, **settings) -> set[int]:
     """The tokens that `num_draws` draws of one request reach."""
-    params = SamplingParams(**settings)
     sampler = Sampler(1, len(logits), CPU)
-    state = Case(settings).state() if params.changes_logits else None
-    sampler.set_slot(0, params, seed=3, state=state)
+    sampler.set_slot(Case(settings).admitted(0, seed=3))
     rows = torch.tensor(logits).repeat(num_draws, 1)
-    drawn = sampler.sample(rows, np.zeros(num_draws, dtype=np.int32), np.arange(num_draws))
+    drawn, _ = sampler.sample(rows, np.zeros(num_draws, dtype=np.int32), np.arange(num_draws))
     return set(drawn.tolist())
 
 
@@ -286,17 +289,19 @@ def test_draws_after_a_preemption_at_every_step_are_those_without() -> None:
         **{"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
         **{"min_tokens": 20, "logits_processors": [forbid_last], "temperature": 0.8, "top_p": 0.9},
     }
-    params = SamplingParams(**settings, max_tokens=None)
     case = Case(settings | {"max_tokens": None}, [1, 2], [], [3, 4], [[5], [6, 7]])
     sampler = Sampler(2, VOCAB_SIZE, CPU)
-    sampler.set_slot(0, params, 11, 0, case.state())
+    sampler.set_slot(case.admitted(0, seed=11))
     rng = np.random.default_rng(0)
     for position in range(2, 42):
-        sampler.set_slot(1, params, 11, 0, case.state())
+        sampler.set_slot(case.admitted(1, seed=11))
         logits = torch.from_numpy(random_logits(rng, 1)).repeat(2, 1)
         positions = np.array([position, position])
-        kept, anew = sampler.sample(logits, np.array([0, 1]), positions).tolist()
+        slots = np.array([0, 1])
+        token_ids, _ = sampler.sample(logits, slots, positions)
+        kept, anew = token_ids.tolist()
         assert kept == anew
+        sampler.record(slots, [kept, anew])
         case.output.append(kept)
     first, later = case.output[:20], case.output[20:]
     assert not {3, 4} & set(first) and len(set(later)) > 5 and 5 not in case.output
@@ -323,18 +328,17 @@ def test_logits_are_left_alone_and_neighbours_draw_what_they_draw_alone(dtype: t
     sampler = Sampler(6, VOCAB_SIZE, CPU)
     plain = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), SamplingParams(top_k=3)]
     for slot, params in enumerate(plain):
-        sampler.set_slot(slot, params, seed=slot)
+        sampler.set_slot(SlotParams(slot, params, seed=slot))
     best = logits.argmax(dim=-1).tolist()
     for slot in (3, 4, 5):  # in place and not, greedy and not
         settings = {"logits_processors": [add_length, forbid_last], "temperature": (slot - 3) / 2}
         settings["logit_bias"] = {best[slot]: -100}
-        state = Case(settings, output=[1]).state()
-        sampler.set_slot(slot, state.params, slot, 0, state)
+        sampler.set_slot(Case(settings, output=[1]).admitted(slot, seed=slot))
     slots, positions = np.arange(6), np.arange(6) + 10
-    together = sampler.sample(logits, slots, positions)
+    together, _ = sampler.sample(logits, slots, positions)
     assert torch.equal(logits, before)
     assert all(together[slot] != best[slot] for slot in (3, 4, 5))
-    alone = sampler.sample(logits[:3], slots[:3], positions[:3])
+    alone, _ = sampler.sample(logits[:3], slots[:3], positions[:3])
     assert together[:3].tolist() == alone.tolist() and together[0] == best[0]
 
 
@@ -344,14 +348,12 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     settings = {"allowed_token_ids": [7], "temperature": 0.3, "logit_bias": {7: 5}, "logprobs": 3}
     sampler = Sampler(2, VOCAB_SIZE, CPU)
     for slot in (0, 1):
-        state = Case(settings).state()
-        sampler.set_slot(slot, state.params, slot, 0, state)
+        sampler.set_slot(Case(settings).admitted(slot, seed=slot))
     slots = np.arange(2)
-    token_ids = sampler.sample(logits, slots, slots)
+    token_ids, rows = sampler.sample(logits, slots, slots)
     assert token_ids.tolist() == [7, 7]
     raw = logits.double().numpy()
     expected = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
-    rows = sampler.logprobs(logits, token_ids, slots)
     best = np.argsort(-expected, axis=1)[:, :3]
     assert rows.token_ids.tolist() == [[7, *row] for row in best.tolist()]
     np.testing.assert_allclose(
@@ -365,19 +367,21 @@ import sys
 import numpy, torch
 import nanoserve.worker.model_runner
 from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import SamplingParams, SlotParams
 sampler = Sampler(2, 5, torch.device("cpu"))
 for slot in (0, 1):
-    sampler.set_slot(slot, SamplingParams(temperature=float(sys.argv[1])), seed=slot)
+    params = SamplingParams(temperature=float(sys.argv[1]))
+    sampler.set_slot(SlotParams(slot, params, seed=slot))
 slots, logits = numpy.arange(2), torch.eye(5)[:2]
-sampler.logprobs(logits, sampler.sample(logits, slots, slots), slots)
-names = ("processors", "random_sampler", "filters", "noise", "logprobs")
+sampler.sample(logits, slots, slots)
+names = ("special_rows", "processors", "random_sampler", "filters", "noise", "logprobs")
 print([name for name in names if "nanoserve.sampling." + name in sys.modules])
 """
 
 
 @pytest.mark.parametrize(
-    ("temperature", "loaded"), [("0", []), ("1", ["random_sampler", "filters", "noise"])]
+    ("temperature", "loaded"),
+    [("0", []), ("1", ["special_rows", "random_sampler", "filters", "noise"])],
 )
 def test_nobody_loads_what_only_others_want(temperature: str, loaded: list[str]) -> None:
     command = [sys.executable, "-c", STEP, temperature]

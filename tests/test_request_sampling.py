@@ -17,6 +17,7 @@ from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling_params import SlotParams
 
 # ---------------------------------------------------------------- same seed, same tokens
 
@@ -194,11 +195,11 @@ def test_draws_follow_the_renormalised_distribution(settings: dict[str, float], 
     sampler = Sampler(NUM_DRAWS if along == "seeds" else 1, len(probs), torch.device("cpu"))
     if along == "seeds":
         for seed in range(NUM_DRAWS):
-            sampler.set_slot(seed, params, seed)
-        drawn = sampler.sample(rows, count, constant)
+            sampler.set_slot(SlotParams(seed, params, seed))
+        drawn, _ = sampler.sample(rows, count, constant)
     else:
-        sampler.set_slot(0, params, seed=12345)
-        drawn = sampler.sample(rows, 0 * count, count)
+        sampler.set_slot(SlotParams(0, params, seed=12345))
+        drawn, _ = sampler.sample(rows, 0 * count, count)
     assert_drawn_from(order[drawn.numpy()], probs)
 
 
@@ -209,8 +210,8 @@ def test_completions_of_one_seed_are_independent() -> None:
     sampler = Sampler(2, 3, torch.device("cpu"))
     slots, positions = np.zeros(NUM_DRAWS, dtype=np.int32), np.arange(NUM_DRAWS)
     for stream in (0, 1):
-        sampler.set_slot(stream, SamplingParams(), seed=5, stream=stream)
-    first, second = (sampler.sample(rows, slots + i, positions).numpy() for i in (0, 1))
+        sampler.set_slot(SlotParams(stream, SamplingParams(), seed=5, stream=stream))
+    first, second = (sampler.sample(rows, slots + i, positions)[0].numpy() for i in (0, 1))
     assert_drawn_from(first * 3 + second, np.outer(probs, probs).flatten())
 
 

@@ -9,7 +9,7 @@ import torch
 from nanoserve.sampling.filters import apply_filters
 from nanoserve.sampling.noise import ExponentialRace, row_keys
 from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import SamplingParams, SlotParams
 
 CPU = torch.device("cpu")
 
@@ -23,9 +23,10 @@ def filtered(logits, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
 
 def sample(params: SamplingParams, logits: torch.Tensor, seed: int = 0, position: int = 0) -> int:
     sampler = Sampler(1, logits.shape[-1], CPU)
-    sampler.set_slot(0, params, seed)
+    sampler.set_slot(SlotParams(0, params, seed))
     one = np.array([0], dtype=np.int32)
-    return int(sampler.sample(logits.view(1, -1), one, one + position)[0])
+    token_ids, _ = sampler.sample(logits.view(1, -1), one, one + position)
+    return int(token_ids[0])
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,9 @@ def test_w16_temperature(temperature: float, expected: list[float]) -> None:
     num_draws = 20_000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.1]).repeat(num_draws, 1)
     sampler = Sampler(1, 4, CPU)
-    sampler.set_slot(0, SamplingParams(temperature=temperature), seed=1)
+    sampler.set_slot(SlotParams(0, SamplingParams(temperature=temperature), seed=1))
     slots = np.zeros(num_draws, dtype=np.int32)
-    drawn = sampler.sample(logits, slots, np.arange(num_draws, dtype=np.int32))
+    drawn, _ = sampler.sample(logits, slots, np.arange(num_draws, dtype=np.int32))
     shares = torch.bincount(drawn, minlength=4) / num_draws
     chi_square = sum(
         (share - p) ** 2 / p * num_draws for share, p in zip(shares.tolist(), expected, strict=True)
@@ -143,10 +144,10 @@ def test_rows_of_a_mixed_batch_do_not_see_each_other() -> None:
     slots = np.array([7, 0, 3, 2, 5, 1], dtype=np.int32)
     positions = np.array([4, 9, 1, 4, 7, 30], dtype=np.int32)
     for slot, p in zip(slots, params, strict=True):
-        sampler.set_slot(slot, p, seed=int(slot) * 1000 - 5)
-    together = sampler.sample(logits, slots, positions)
+        sampler.set_slot(SlotParams(slot, p, seed=int(slot) * 1000 - 5))
+    together, _ = sampler.sample(logits, slots, positions)
     for row in range(6):
-        alone = sampler.sample(
+        alone, _ = sampler.sample(
             logits[row : row + 1], slots[row : row + 1], positions[row : row + 1]
         )
         assert alone[0] == together[row]

@@ -14,10 +14,10 @@ from counting_executor import CountingExecutor, byte_tokenizer, make_engine
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotParams, StepResult
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
-from nanoserve.sampling_params import RequestOutputKind
+from nanoserve.sampling_params import RequestOutputKind, SlotParams
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 NUM_BLOCKS = 24

@@ -66,7 +66,7 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    attention = model.model.layers[0].self_attn
+    attention = model.model.layers[0].self_attn.layer
     shape = TorchAttention().kv_cache_shape(
         num_blocks + 1, block_size, attention.num_kv_heads, attention.head_dim
     )

@@ -1,7 +1,7 @@
 """What an attention backend is told and what it must do."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,27 +40,29 @@ class AttentionMetadata:
         return len(self.context_lens)
 
 
-class AttentionBackend(Protocol):
-    """Stores K and V of the whole batch, then attends.
+class AttentionBackend:
+    """Attends over a KV cache in which K and V of the whole batch are already stored.
 
     In this order: a sequence may read blocks that another one of the same batch fills.
     """
 
+    capturable = False  # whether a decode step can be captured in a CUDA graph
+
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache; `num_blocks` counts the dummy block 0."""
+        """Shape of one layer's cache, K before V; `num_blocks` counts the dummy block 0.
+
+        With the head before the token, what one KV head reads of a block is contiguous.
+        """
+        return (2, num_blocks, num_kv_heads, block_size, head_dim)
 
     def attend(
         self,
         layer: AttentionLayer,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
-
-        Returns [num_tokens, num_heads, head_dim].
-        """
+        """q and what is returned: [num_tokens, num_heads, head_dim]."""
+        raise NotImplementedError

@@ -1,7 +1,6 @@
 """Paged attention in plain torch: what runs on a CPU, and what the kernels are checked against.
 
-The cache of a layer is [2, num_blocks, num_kv_heads, block_size, head_dim]. With the head before
-the token, the blocks of one head of one sequence gather into a contiguous [context, head_dim].
+The blocks of one KV head of one sequence are gathered into a contiguous [context, head_dim].
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 
 # Decode rows are attended together, padded to the longest; this many KV slots per KV head at once
 # keep the gathered copy inside the processor's cache, and bound it when one context is very long.
@@ -26,23 +25,15 @@ class _Group:
     masked: torch.Tensor  # bool [num_rows, 1, 1, slots]: True where a row must not look
 
 
-class TorchAttention:
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, num_kv_heads, block_size, head_dim)
-
+class TorchAttention(AttentionBackend):
     def attend(
         self,
         layer: AttentionLayer,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         k_cache, v_cache = kv_cache
-        self._store(k, v, k_cache, v_cache, metadata.slot_mapping)
         out = torch.empty_like(q)
         for group in self._decode_groups(metadata, block_size=k_cache.shape[2]):
             rows = slice(group.first, group.end)
@@ -50,19 +41,6 @@ class TorchAttention:
         if metadata.num_decode_rows < metadata.num_rows:
             self._attend_chunks(layer, q, k_cache, v_cache, metadata, out)
         return out
-
-    def _store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        block_size = k_cache.shape[2]
-        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-        k_cache[blocks, :, offsets] = k
-        v_cache[blocks, :, offsets] = v
 
     def _decode_groups(self, metadata: AttentionMetadata, block_size: int) -> list[_Group]:
         if "decode_groups" not in metadata.scratch:

@@ -1,28 +1,11 @@
 """The seam between the brain and its muscle."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanoserve.engine.batch import Batch
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class SlotParams:
-    """A sequence that has just been given `slot`, and how to sample for it: only changes travel.
-
-    What it has generated before a preemption is part of `output_token_ids`.
-    """
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    stream: int = 0  # separates the draws of the completions of one prompt
-    prompt_token_ids: list[int] = field(default_factory=list)
-    output_token_ids: list[int] = field(default_factory=list)
-    stop_token_ids: frozenset[int] = frozenset()
-    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+from nanoserve.sampling_params import SlotParams
 
 
 @dataclass(frozen=True)

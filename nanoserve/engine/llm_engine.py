@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Tokenizer
-from nanoserve.engine.executor import Executor, SlotParams
+from nanoserve.engine.executor import Executor
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.output_processor import OutputProcessor, Request
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import SamplingParams, SlotParams
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.layers.ops import TorchOps
 
 
 class TensorParallel(NamedTuple):
@@ -57,6 +58,7 @@ class LayerContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tp: TensorParallel = field(default_factory=TensorParallel)
     attention: AttentionBackend = field(default_factory=TorchAttention)
+    ops: TorchOps = field(default_factory=TorchOps)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""

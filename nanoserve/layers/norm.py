@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanoserve.layers.context import CheckpointTensor, LayerContext
@@ -14,19 +13,15 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.ops = eps, context.ops
         self.weight = context.empty(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `x` to the residual stream, and normalise the sum: (normalised, sum).
-
-        One method for the pair, because on a GPU the two are one kernel.
-        """
-        residual = residual + x
-        return self.forward(residual), residual
+        """Add `x` to the residual stream, and normalise the sum: (normalised, sum)."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{own_name}.weight", self.weight, tuple(self.weight.shape))

@@ -11,7 +11,7 @@ from nanoserve.layers.context import LayerContext
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys [num_tokens, num_heads, head_dim] by their positions [num_tokens]."""
+    """cos and sin of every position's angles, [max_positions, head_dim / 2] each."""
 
     def __init__(
         self, head_dim: int, max_positions: int, theta: float, context: LayerContext
@@ -20,18 +20,6 @@ class RotaryEmbedding(nn.Module):
         # Angles in float32 always: at position 40,000, bfloat16 could not tell neighbours apart.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), theta**-exponents)
-        cos, sin = angles.cos(), angles.sin()  # [max_positions, head_dim / 2]
+        cos, sin = angles.cos(), angles.sin()
         self.register_buffer("cos", cos.to(context.device, context.dtype), persistent=False)
         self.register_buffer("sin", sin.to(context.device, context.dtype), persistent=False)
-
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos = self.cos[positions].unsqueeze(1)  # [num_tokens, 1, head_dim / 2]
-        sin = self.sin[positions].unsqueeze(1)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -12,7 +12,6 @@ from torch import nn
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.config import ModelConfig
-from nanoserve.layers.activation import silu_and_mul
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,13 +22,13 @@ from nanoserve.layers.rotary import RotaryEmbedding
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
         super().__init__()
-        tp, self.head_dim = context.tp, config.head_dim
-        self.num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
+        tp, head_dim = context.tp, config.head_dim
+        num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
         # With fewer KV heads than ranks, ranks keep copies of the same head.
         kv_slices = tp.slices(config.num_key_value_heads, "num_key_value_heads")
-        self.num_kv_heads = config.num_key_value_heads // kv_slices
-        kv_size = config.num_key_value_heads * config.head_dim
-        q_size = config.num_attention_heads * config.head_dim  # need not equal hidden_size
+        num_kv_heads = config.num_key_value_heads // kv_slices
+        kv_size = config.num_key_value_heads * head_dim
+        q_size = config.num_attention_heads * head_dim  # need not equal hidden_size
         self.qkv_proj = ColumnParallelLinear(
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
@@ -40,13 +39,11 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             q_size, config.hidden_size, context, bias=config.attention_bias
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
         self.rotary = rotary
-        self.backend = context.attention
-        self.layer = AttentionLayer(
-            self.num_heads, self.num_kv_heads, self.head_dim, scale=self.head_dim**-0.5
-        )
+        self.backend, self.ops = context.attention, context.ops
+        self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
 
     def forward(
         self,
@@ -55,10 +52,11 @@ class Qwen3Attention(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
-        attended = self.backend.attend(self.layer, q, k, v, kv_cache, metadata)
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
+        norms = (self.q_norm, self.k_norm)
+        slots = metadata.slot_mapping
+        q = self.ops.store_kv(heads, positions, self.rotary, norms, kv_cache, slots)
+        attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
 
 
@@ -70,9 +68,10 @@ class Qwen3MLP(nn.Module):
             config.hidden_size, {"gate_proj": size, "up_proj": size}, context
         )
         self.down_proj = RowParallelLinear(size, config.hidden_size, context)
+        self.ops = context.ops
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(hidden)))
 
 
 class Qwen3DecoderLayer(nn.Module):

@@ -11,8 +11,8 @@ import os
 import numpy as np
 import torch
 
-from nanoserve.attention.interface import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.layers.context import LayerContext
 
 _GIB = 2**30
 
@@ -52,12 +52,7 @@ def decide_num_kv_blocks(config: EngineConfig, model_config: ModelConfig) -> int
 
 
 def allocate_kv_cache(
-    model_config: ModelConfig,
-    num_kv_blocks: int,
-    block_size: int,
-    attention: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
+    model_config: ModelConfig, num_kv_blocks: int, block_size: int, context: LayerContext
 ) -> torch.Tensor:
     """One tensor [num_layers, *attention.kv_cache_shape()], zeroed.
 
@@ -65,12 +60,12 @@ def allocate_kv_cache(
     NaN. On a CPU numpy's zeros come straight from the system, which maps a page when it is first
     used: an ample pool costs nothing until then, where torch.zeros would write all of it now.
     """
-    shape = attention.kv_cache_shape(
+    shape = context.attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, model_config.num_key_value_heads, model_config.head_dim
     )
-    shape = (model_config.num_hidden_layers, *shape)
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    shape, dtype = (model_config.num_hidden_layers, *shape), context.dtype
+    if context.device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=context.device)
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)
 

@@ -2,137 +2,165 @@
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanoserve.attention.interface import AttentionBackend, AttentionMetadata
-from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.executor import SlotParams, StepResult
+from nanoserve.engine.executor import StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling_params import SlotParams
 from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks, kv_block_bytes
 from nanoserve.worker.loader import load_weights
 
 logger = logging.getLogger(__name__)
 
 
+class BatchTensors:
+    """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device."""
+
+    def __init__(self, layout: BatchLayout, memory: torch.Tensor) -> None:
+        first = layout.offsets()
+        field = {
+            name: memory[first[name] : first[name] + capacity * 4].view(torch.int32)
+            for name, capacity in layout.fields().items()
+        }
+        self.input_ids, self.positions = field["input_ids"], field["positions"]
+        self.logits_rows, self.next_ids = field["logits_rows"], field["next_ids"]
+        self.slots, self.slot_mapping = field["slots"], field["slot_mapping"]
+        self.cu_seqlens_q, self.cu_seqlens_k = field["cu_seqlens_q"], field["cu_seqlens_k"]
+        self.context_lens = field["context_lens"]
+        self.block_tables = field["block_tables"].view(layout.max_num_rows, -1)
+
+    def attention_metadata(self, header: dict[str, int]) -> AttentionMetadata:
+        rows = header["num_rows"]
+        return AttentionMetadata(
+            slot_mapping=self.slot_mapping[: header["num_tokens"]],
+            cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
+            cu_seqlens_k=self.cu_seqlens_k[: rows + 1],
+            context_lens=self.context_lens[:rows],
+            block_tables=self.block_tables[:rows],
+            num_decode_rows=header["num_decode_rows"],
+            max_query_len=header["max_query_len"],
+            max_context_len=header["max_context_len"],
+        )
+
+
+class Step(NamedTuple):
+    """A step under way: `token_ids` [num_sampled_rows] may not have been computed yet."""
+
+    token_ids: torch.Tensor
+    slots: np.ndarray
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
+
+
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
+    As it stands it runs on a CPU; `nanoserve.worker.gpu_runner` says what a GPU does otherwise.
     Everything that can be refused is refused before the weights are read.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, path: Path) -> None:
-        cls = model_class(model_config.architecture)
-        self.device = torch.device("cpu")
-        self.num_kv_blocks = decide_num_kv_blocks(config, model_config)
-        self.max_model_len = config.resolve_max_model_len(
-            model_config.max_position_embeddings, self.num_kv_blocks
-        )
-        self.batches = _allocate_batches(config, self.max_model_len)
+    sampler_class = Sampler
 
-        dtype = getattr(torch, model_config.dtype)
-        attention: AttentionBackend = TorchAttention()
-        self.model = cls(model_config, LayerContext(dtype, self.device, attention=attention))
-        load_weights(self.model, path, config.load_format)
-        self.kv_cache = allocate_kv_cache(
-            model_config, self.num_kv_blocks, config.block_size, attention, dtype, self.device
-        )
-        self.sampler = Sampler(
-            config.max_num_seqs, model_config.vocab_size, self.device, config.logits_processors
-        )
-        pool = self.num_kv_blocks * kv_block_bytes(model_config, config.block_size) / 2**30
-        logger.info(
-            f"{model_config.architecture}, {model_config.dtype}, {self.num_kv_blocks} KV blocks of "
-            f"{config.block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
-        )
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, path: Path, context: LayerContext
+    ) -> None:
+        self.config, self.model_config, self.context = config, model_config, context
+        self._make_room(decide_num_kv_blocks(config, model_config))
+        self._load(path)
+        self._allocate()
 
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> StepResult:
-        """Run one step. On a CPU nothing overlaps, so the handle is the result itself."""
+    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
+        """Start one step."""
         for change in sampling:
-            self._set_slot(change)
+            self.sampler.set_slot(change)
         return self._execute(batch)
 
-    def collect(self, handle: StepResult) -> StepResult:
-        return handle
+    def collect(self, handle: Step) -> StepResult:
+        """Wait for a step's tokens."""
+        token_ids = handle.token_ids.tolist()
+        self.sampler.record(handle.slots, token_ids)
+        return StepResult(token_ids, handle.logprobs, handle.prompt_logprobs)
 
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""
         self.model = self.kv_cache = self.sampler = None
 
-    def _set_slot(self, change: SlotParams) -> None:
-        state = None
-        if change.params.changes_logits or self.sampler.processors:
-            from nanoserve.sampling.processors import SlotState
+    def _make_room(self, num_kv_blocks: int) -> None:
+        """With so many blocks: the longest sequence, and the buffers for a step."""
+        config = self.config
+        self.num_kv_blocks = num_kv_blocks
+        self.max_model_len = config.resolve_max_model_len(
+            self.model_config.max_position_embeddings, num_kv_blocks
+        )
+        blocks_per_row = -(-self.max_model_len // config.block_size)
+        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks_per_row)
+        self.batches = (
+            Batch(layout, self._host_memory(layout.num_bytes)),
+            Batch(layout, self._host_memory(layout.num_bytes)),
+        )
 
-            state = SlotState(
-                change.params,
-                change.prompt_token_ids,
-                change.output_token_ids,
-                change.stop_token_ids,
-                change.bad_words_token_ids,
-            )
-        self.sampler.set_slot(change.slot, change.params, change.seed, change.stream, state)
+    def _host_memory(self, num_bytes: int) -> np.ndarray:
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def _load(self, path: Path) -> None:
+        self.model = model_class(self.model_config.architecture)(self.model_config, self.context)
+        load_weights(self.model, path, self.config.load_format)
+        self.sampler = self.sampler_class(
+            self.config.max_num_seqs,
+            self.model_config.vocab_size,
+            self.context.device,
+            self.config.logits_processors,
+        )
+
+    def _allocate(self) -> None:
+        block_size = self.config.block_size
+        self.kv_cache = allocate_kv_cache(
+            self.model_config, self.num_kv_blocks, block_size, self.context
+        )
+        pool = self.num_kv_blocks * kv_block_bytes(self.model_config, block_size) / 2**30
+        logger.info(
+            f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
+            f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
+        )
 
     @torch.inference_mode()
-    def _execute(self, batch: Batch) -> StepResult:
+    def _execute(self, batch: Batch) -> Step:
         header = batch.header_dict()
-        num_tokens, num_sampled = header["num_tokens"], header["num_sampled_rows"]
-        input_ids = torch.from_numpy(batch.input_ids[:num_tokens])
-        positions = torch.from_numpy(batch.positions[:num_tokens])
-        metadata = _attention_metadata(batch, header)
-        hidden = self.model(input_ids, positions, self.kv_cache, metadata)
-        prompt_logprobs = None
-        if header["num_logits_rows"] > num_sampled:
-            prompt_logprobs = self._prompt_logprobs(batch, hidden)
-        if num_sampled == 0:  # every row is a chunk in the middle of its prompt
-            return StepResult([], None, prompt_logprobs)
-        rows, slots = batch.logits_rows[:num_sampled], batch.slots[:num_sampled]
-        logits = self.model.compute_logits(hidden[torch.from_numpy(rows)])
-        # The new token's own position takes part in its noise.
-        token_ids = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
-        logprobs = self.sampler.logprobs(logits, token_ids, slots)
-        return StepResult(token_ids.tolist(), logprobs, prompt_logprobs)
+        tensors, hidden = self._run_model(batch, header)
+        sampled = slice(0, header["num_sampled_rows"])
+        slots, rows = batch.slots[sampled], batch.logits_rows[sampled]
+        token_ids, logprobs, prompt_logprobs = torch.empty(0), None, None
+        if sampled.stop:  # else every row is a chunk in the middle of its prompt
+            logits = self.model.compute_logits(hidden[tensors.logits_rows[sampled]])
+            # The new token's own position takes part in its noise.
+            token_ids, logprobs = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
+        asked = slice(sampled.stop, header["num_logits_rows"])
+        if asked.start < asked.stop:
+            prompt_logprobs = self.sampler.prompt_logprobs(
+                hidden[tensors.logits_rows[asked]],
+                tensors.next_ids[asked],
+                batch.slots[asked],
+                self.model.compute_logits,
+            )
+        return Step(token_ids, slots, logprobs, prompt_logprobs)
 
-    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> TokenLogprobs:
-        """In slices of at most as many rows as decoding ever has, to bound the logits' memory."""
-        from nanoserve.sampling.logprobs import concatenate, gather_logprobs
+    def _run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
+        """The batch on the device, and the hidden states [num_tokens, hidden_size]."""
+        tensors = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
+        return tensors, self._forward(tensors, header)
 
-        header, size = batch.header_dict(), batch.layout.max_num_rows
-        begin, end = header["num_sampled_rows"], header["num_logits_rows"]
-        k = int(self.sampler.num_prompt_logprobs[batch.slots[begin:end]].max())
-        parts = []
-        for first in range(begin, end, size):
-            span = slice(first, min(first + size, end))
-            logits = self.model.compute_logits(hidden[torch.from_numpy(batch.logits_rows[span])])
-            parts.append(gather_logprobs(logits, torch.from_numpy(batch.next_ids[span]), k))
-        return concatenate(parts)
-
-
-def _attention_metadata(batch: Batch, header: dict[str, int]) -> AttentionMetadata:
-    rows = header["num_rows"]
-    return AttentionMetadata(
-        slot_mapping=torch.from_numpy(batch.slot_mapping[: header["num_tokens"]]),
-        cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q[: rows + 1]),
-        cu_seqlens_k=torch.from_numpy(batch.cu_seqlens_k[: rows + 1]),
-        context_lens=torch.from_numpy(batch.context_lens[:rows]),
-        block_tables=torch.from_numpy(batch.block_tables[:rows]),
-        num_decode_rows=header["num_decode_rows"],
-        max_query_len=header["max_query_len"],
-        max_context_len=header["max_context_len"],
-    )
-
-
-def _allocate_batches(config: EngineConfig, max_model_len: int) -> tuple[Batch, Batch]:
-    layout = BatchLayout(
-        config.max_num_batched_tokens, config.max_num_seqs, -(-max_model_len // config.block_size)
-    )
-    return (
-        Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8)),
-        Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8)),
-    )
+    def _forward(self, tensors: BatchTensors, header: dict[str, int]) -> torch.Tensor:
+        tokens = slice(0, header["num_tokens"])
+        metadata = tensors.attention_metadata(header)
+        return self.model(
+            tensors.input_ids[tokens], tensors.positions[tokens], self.kv_cache, metadata
+        )
