@@ -70,8 +70,8 @@ def test_a_copy_of_the_bytes_in_use_is_the_whole_batch() -> None:
     batch = make_batch()
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
     batch.pack(Plan({make_sequence(9, 8, slot=1): 1}), tables, block_size=2, step=1)
-    copied = batch.memory[: batch.num_bytes_used]
-    assert batch.num_bytes_used < batch.layout.num_bytes
+    copied = batch.memory[: batch.num_bytes_used(1)]
+    assert batch.num_bytes_used(1) < batch.layout.num_bytes
     memory = np.zeros(batch.layout.num_bytes, dtype=np.uint8)
     memory[: len(copied)] = copied
     twin = Batch(batch.layout, memory)

@@ -36,7 +36,7 @@ HEADER = (
 class BatchLayout:
     """Where each field of a batch lies. All fields are int32.
 
-    `block_tables` is last, so that a copy of the first `Batch.num_bytes_used` bytes suffices.
+    `block_tables` is last, so that a step copies the first `Batch.num_bytes_used` bytes only.
     """
 
     max_num_tokens: int
@@ -100,9 +100,8 @@ class Batch:
     def header_dict(self) -> dict[str, int]:
         return dict(zip(HEADER, self.header.tolist(), strict=True))
 
-    @property
-    def num_bytes_used(self) -> int:
-        num_rows = int(self.header[HEADER.index("num_rows")])
+    def num_bytes_used(self, num_rows: int) -> int:
+        """How much of the buffer a step of so many rows needs."""
         return self._offsets["block_tables"] + num_rows * self.layout.max_blocks_per_row * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int, step: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling_params import SlotParams
+from nanoserve.sampling_params import SamplingParams, SlotParams
 
 if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor
@@ -36,7 +36,10 @@ class Sampler:
 
     def set_slot(self, change: SlotParams) -> None:
         """The sequence in a slot is a new one."""
-        is_special = self._needs_more(change)
+        params = change.params
+        wants_logprobs = (params.logprobs, params.prompt_logprobs) != (None, None)
+        is_changed = params.changes_logits or self._processes_all
+        is_special = wants_logprobs or is_changed or self._is_drawn_specially(params)
         if is_special and self._special is None:
             from nanoserve.sampling.special_rows import SpecialRows
 
@@ -79,11 +82,9 @@ class Sampler:
         """For prompt rows `hidden` [num_rows, hidden_size] and the tokens that follow them."""
         return self._special.prompt_logprobs(hidden, next_ids, slots, compute_logits)
 
-    def _needs_more(self, change: SlotParams) -> bool:
-        """Whether `_choose` is not enough for this request."""
-        params = change.params
-        asked = (params.logprobs, params.prompt_logprobs) != (None, None)
-        return asked or not params.is_greedy or params.changes_logits or self._processes_all
+    def _is_drawn_specially(self, params: SamplingParams) -> bool:
+        """Whether `_choose` does not give a row with these temperature and filters its token."""
+        return not params.is_greedy
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """What every row gets at first, and most rows keep."""

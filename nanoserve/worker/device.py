@@ -63,7 +63,8 @@ def choose_attention_backend(
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
 
-        check_flash_attention(config.block_size, model_config, device)
+        dtype = getattr(torch, model_config.dtype)
+        check_flash_attention(config.block_size, model_config.head_dim, dtype, device)
     return name
 
 

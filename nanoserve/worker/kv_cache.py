@@ -7,6 +7,7 @@ tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 
 import math
 import os
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers.context import LayerContext
 
 _GIB = 2**30
+_PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
 def kv_block_bytes(model_config: ModelConfig, block_size: int) -> int:
@@ -22,18 +24,20 @@ def kv_block_bytes(model_config: ModelConfig, block_size: int) -> int:
     return block_size * model_config.kv_bytes_per_token()
 
 
-def decide_num_kv_blocks(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Usable blocks, without the dummy block 0.
+def decide_num_kv_blocks(
+    config: EngineConfig, model_config: ModelConfig, memory_bytes: int | None = None
+) -> int:
+    """Usable blocks, without the dummy block 0, of a device with so much memory (a CPU's if None).
 
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
-    sequences of full length need, within a quarter of the machine's memory and 4 GiB.
+    sequences of full length need, within a quarter of the memory and 4 GiB.
     """
     block_bytes = kv_block_bytes(model_config, config.block_size)
+    memory_bytes = memory_bytes or _physical_memory_bytes()
     asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
-    if asked > _physical_memory_bytes():
+    if asked > memory_bytes:
         raise ValueError(
-            f"the KV pool asked for takes {asked} bytes; this machine has "
-            f"{_physical_memory_bytes()}"
+            f"the KV pool asked for takes {asked} bytes; this machine has {memory_bytes}"
         )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -45,10 +49,62 @@ def decide_num_kv_blocks(config: EngineConfig, model_config: ModelConfig) -> int
                 f"bytes, and one more is the dummy block"
             )
         return budget // block_bytes - 1
+    budget = min(4 * _GIB, memory_bytes // 4)
+    return max(1, min(_blocks_wanted(config, model_config), budget // block_bytes - 1))
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """Bytes of a GPU, measured when the weights were loaded and a worst-case step had been run."""
+
+    total: int
+    free: int  # with nothing but the weights loaded; other processes may hold some, too
+    weights: int
+    activations: int  # what a step of the worst case takes on top
+    graphs: int
+
+    def num_kv_blocks(self, config: EngineConfig, model_config: ModelConfig) -> int:
+        """Usable blocks in this process's share of the memory, `gpu_memory_utilization`.
+
+        Other processes do not shrink the share: if what they hold is missing, this raises, and
+        so it does if nothing is left. `ValueError` with the numbers and what to lower.
+        """
+        block_bytes = kv_block_bytes(model_config, config.block_size)
+        share = int(self.total * config.gpu_memory_utilization)
+        taken = self.weights + self.activations + self.graphs
+        told = (
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
+            f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and "
+            f"max_num_seqs={config.max_num_seqs} {_gib(self.activations)}, CUDA graphs "
+            f"{_gib(self.graphs)}"
+        )
+        if share - taken < 2 * block_bytes:
+            raise ValueError(
+                f"no memory is left for KV blocks: {told}. Raise the first, or lower the next two"
+            )
+        # More than every running sequence at its full length only helps the prefix cache.
+        wanted = max(_blocks_wanted(config, model_config), _PLENTY)
+        most = min(wanted, (2**31 - 1) // config.block_size - 1)  # slots are numbered in 32 bits
+        num_blocks = min((share - taken) // block_bytes - 1, most)
+        missing = (num_blocks + 1) * block_bytes + self.activations + self.graphs - self.free
+        if missing > 0:
+            raise ValueError(
+                f"{_gib(missing)} are missing: {told}, so {num_blocks} KV blocks would fit, but "
+                f"only {_gib(self.free)} are free. Other processes, or other engines of this one, "
+                f"hold the rest; lower gpu_memory_utilization"
+            )
+        return num_blocks
+
+
+def _blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
+    """What `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
-    wanted = config.max_num_seqs * -(-max_model_len // config.block_size)
-    budget = min(4 * _GIB, _physical_memory_bytes() // 4)
-    return max(1, min(wanted, budget // block_bytes - 1))
+    return config.max_num_seqs * -(-max_model_len // config.block_size)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def allocate_kv_cache(

@@ -1,0 +1,29 @@
+"""Attention by nanoserve's own Triton kernels: the default on a GPU."""
+
+import torch
+
+from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.kernels.paged_attention import paged_attention
+
+
+class TritonAttention(AttentionBackend):
+    capturable = True
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        return paged_attention(
+            q,
+            kv_cache,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            metadata.block_tables,
+            scale=layer.scale,
+            num_decode_rows=metadata.num_decode_rows,
+            max_query_len=metadata.max_query_len,
+            max_context_len=metadata.max_context_len,
+        )

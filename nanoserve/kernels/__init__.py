@@ -1,0 +1,1 @@
+"""GPU kernels in Triton, each with the plain function that launches it."""

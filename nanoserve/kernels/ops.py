@@ -1,0 +1,44 @@
+"""`TorchOps` as one Triton kernel each, for tensors on a GPU."""
+
+import torch
+
+from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.silu_and_mul import silu_and_mul
+from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.rotary import RotaryEmbedding
+
+
+class TritonOps(TorchOps):
+    """What has no kernel of its own here is not part of a decode step of a supported model."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up)
+
+    def store_kv(
+        self,
+        heads: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: RotaryEmbedding,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        q_norm, k_norm = norms or (None, None)
+        return store_kv(
+            heads,
+            positions,
+            rotary.cos,
+            rotary.sin,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
+            kv_cache,
+            slot_mapping,
+        )

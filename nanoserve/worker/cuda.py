@@ -1,0 +1,63 @@
+"""The calls that only a GPU can answer, in one place; what uses them can be tested without one."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Cuda:
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in page-locked host memory: copies from and to it do not wait."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def guard(self) -> Any:
+        """A context in which kernels are launched on this device, whatever the caller chose."""
+        return torch.cuda.device(self.device)
+
+    def capture(
+        self, forward: Callable[[], torch.Tensor], pool: Any
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """Record what `forward` launches. Returns what launches it again, and its output.
+
+        The output is the same tensor every time. Graphs of one `pool` share their memory.
+        """
+        forward()  # kernels are compiled and libraries set up now: neither can be recorded
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = forward()
+        return graph.replay, output
+
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes that are free and bytes in all, over every process of the device."""
+        return torch.cuda.mem_get_info(self.device)
+
+    def allocated(self) -> int:
+        """Bytes of this process's tensors."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_allocated(self) -> int:
+        """The most that `allocated` has been since `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def release_unused(self) -> None:
+        """Give memory that no tensor uses back to the device."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
