@@ -18,6 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`pytest -m gpu` runs on the GPU, and only what is made for it; all else runs without one.
+
+    The kernels then run in Triton's interpreter, which must be chosen before they are imported.
+    """
+    if config.option.markexpr.strip() != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3, the same one for every test that does not care which."""

@@ -43,8 +43,8 @@ class TorchOps:
         """Norm and turn queries and keys, store keys and values, and return the queries.
 
         heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim], as the fused qkv projection
-        gives them; norms are those of queries and of keys, for models that have them. Token i is
-        stored at offset slot_mapping[i] % block_size of block slot_mapping[i] // block_size.
+        gives them. norms: of queries and of keys, with one eps, for models that have them. Token i
+        is stored at offset slot_mapping[i] % block_size of block slot_mapping[i] // block_size.
         """
         num_kv_heads, block_size = kv_cache.shape[2:4]
         num_heads = heads.shape[1] - 2 * num_kv_heads

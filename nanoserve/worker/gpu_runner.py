@@ -51,7 +51,7 @@ class GPURunner(ModelRunner):
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
         with self.cuda.guard():
             step = super().submit(batch, sampling)
-            token_ids = self._token_ids[batch.header_dict()["step"] % 2, : len(step.token_ids)]
+            token_ids = self._token_ids[: len(step.token_ids)]
             token_ids.copy_(step.token_ids, non_blocking=True)
             self._done.record()
         return step._replace(token_ids=token_ids)
@@ -72,7 +72,7 @@ class GPURunner(ModelRunner):
         self._device_memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         self.device_batch = BatchTensors(layout, self._device_memory)
         self.sampler.tensors = self.device_batch
-        self._token_ids = self.cuda.pinned(2, self.config.max_num_seqs, dtype=torch.int64)
+        self._token_ids = self.cuda.pinned(self.config.max_num_seqs, dtype=torch.int64)
 
     def _host_memory(self, num_bytes: int) -> np.ndarray:
         return self.cuda.pinned(num_bytes, dtype=torch.uint8).numpy()

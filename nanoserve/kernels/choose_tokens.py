@@ -1,0 +1,162 @@
+"""Greedy and plain temperature sampling on the GPU, for all rows of a step at once.
+
+The draw is the exponential race of `nanoserve/sampling/noise.py`, argmax(logit / temperature -
+log E), with the noise computed where it is used: from the same hash of (seed, position, stream,
+token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
+once and nothing of their size is written. One program takes a part of one row's vocabulary, since
+the few rows of a step alone would leave most of a GPU idle; a second kernel picks the best part.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+_PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
+
+# The constants of the hash, as in `nanoserve/sampling/noise.py`.
+_WEYL = tl.constexpr(0x9E3779B9)
+_MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
+_MULTIPLIER_2 = tl.constexpr(0x846CA68B)
+
+
+def pack_settings(temperature: float, seed: int, stream: int) -> np.ndarray:
+    """A slot's row of `settings`, int32 [4]: bits of the temperature, seed in two halves, stream.
+
+    temperature 0 is greedy; of a seed, the lower 64 bits count.
+    """
+    words = np.array([0, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream], dtype=np.uint32)
+    words[0] = np.float32(temperature).view(np.uint32)
+    return words.view(np.int32)
+
+
+def choose_tokens(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, settings: torch.Tensor
+) -> torch.Tensor:
+    """Token ids, int64 [num_rows].
+
+    logits: [num_rows, vocab_size], any float dtype, rows any stride apart; left as they are.
+    slots: int32 [num_rows], the row of `settings` that a row of logits goes by.
+    positions: int32 [num_rows], the position that the new token will have.
+    settings: int32 [num_slots, 4], rows by `pack_settings`.
+    Of equal scores the lowest id wins, so a row without any finite logit gives 0.
+    """
+    _check(logits, slots, positions, settings)
+    num_rows, vocab_size = logits.shape
+    part = min(_PART, triton.next_power_of_2(vocab_size))
+    num_parts = triton.cdiv(vocab_size, part)
+    best_scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
+    best_ids = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
+    token_ids = logits.new_empty(num_rows, dtype=torch.int64)
+    _best_of_parts[(num_rows, num_parts)](
+        logits,
+        slots,
+        positions,
+        settings,
+        best_scores,
+        best_ids,
+        logits.stride(0),
+        vocab_size,
+        part,
+        num_warps=8,
+    )
+    _best_part[(num_rows,)](
+        best_scores, best_ids, token_ids, num_parts, triton.next_power_of_2(num_parts), num_warps=1
+    )
+    return token_ids
+
+
+def _check(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, settings: torch.Tensor
+) -> None:
+    if logits.ndim != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits of shape {list(logits.shape)} and strides {list(logits.stride())} are no "
+            f"[num_rows, vocab_size] with contiguous rows"
+        )
+    num_rows = logits.shape[0]
+    for name, tensor, shape in (
+        ("slots", slots, (num_rows,)),
+        ("positions", positions, (num_rows,)),
+        ("settings", settings, (settings.shape[0], 4)),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous int32 {list(shape)}; it is {tensor.dtype} "
+                f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+            )
+
+
+# Slots and positions lie anywhere in a step's buffer of integers: specialising on their alignment
+# would compile the kernel anew in the middle of serving.
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _best_of_parts(
+    logits,
+    slots,
+    positions,
+    settings,
+    best_scores,
+    best_ids,
+    row_stride,
+    VOCAB_SIZE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Best score of one part of one row's vocabulary, and its token id."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    token_ids = part * PART + tl.arange(0, PART)
+    address = logits + row.to(tl.int64) * row_stride + token_ids
+    scores = tl.load(address, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
+    # Not-a-number never wins: compared with it, even the padding might, whose ids are no tokens.
+    scores = tl.where(scores == scores, scores, -float("inf"))
+    slot_settings = settings + tl.load(slots + row) * 4
+    temperature = tl.load(slot_settings).to(tl.float32, bitcast=True)
+    if temperature > 0:
+        key = _row_key(slot_settings, tl.load(positions + row))
+        scores = scores / temperature - _log_exponential(key, token_ids)
+    score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    result = row * tl.num_programs(1) + part
+    tl.store(best_scores + result, score)
+    tl.store(best_ids + result, part * PART + index)
+
+
+@triton.jit
+def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Parts are in the order of their ids, so the lowest of equal parts has the lowest id."""
+    row = tl.program_id(0)
+    parts = tl.arange(0, BLOCK)
+    address = best_scores + row * NUM_PARTS + parts
+    scores = tl.load(address, mask=parts < NUM_PARTS, other=-float("inf"))
+    best = tl.argmax(scores, axis=0, tie_break_left=True)
+    token_id = tl.load(best_ids + row * NUM_PARTS + best)
+    tl.store(token_ids + row, token_id.to(tl.int64))
+
+
+@triton.jit
+def _row_key(slot_settings, position):
+    """`row_keys` of noise.py, for one row. Unsigned, so that shifts bring in zeros."""
+    key = _mix(tl.load(slot_settings + 1).to(tl.uint32, bitcast=True) + _WEYL)
+    key = _mix((key ^ tl.load(slot_settings + 2).to(tl.uint32, bitcast=True)) + _WEYL)
+    key = _mix((key ^ position.to(tl.uint32, bitcast=True)) + _WEYL)
+    return _mix((key ^ tl.load(slot_settings + 3).to(tl.uint32, bitcast=True)) + _WEYL)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * _MULTIPLIER_1
+    x = (x ^ (x >> 15)) * _MULTIPLIER_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _log_exponential(key, token_ids):
+    """log of Exp(1) noise as in `ExponentialRace`: E = -log(1 - u) with u = (bits + 0.5) / 2^32."""
+    bits = _mix((token_ids.to(tl.uint32, bitcast=True) * _WEYL) ^ key)
+    # Below 1, as there: the largest bits round up to it, and an infinite E loses to anything.
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # For want of a log1p: 1 - u rounds by up to 2^-25, which -log(1 - u) carries along, a relative
+    # error of 2^-25 / u. The four terms of the series leave one of u^4 / 5. At the border of 1/24
+    # they are 7e-7 and 6e-7, and on its own side each only gets smaller. Small E win the race, so
+    # the series is what decides it.
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4))))
+    exponential = tl.where(u < 1 / 24, series, -tl.log(1 - u))
+    return tl.log(exponential)

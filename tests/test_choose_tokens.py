@@ -1,0 +1,189 @@
+"""The sampling kernel against the race of `nanoserve/sampling/noise.py`.
+
+Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.kernels.choose_tokens import _log_exponential, choose_tokens, pack_settings
+from nanoserve.sampling.noise import ExponentialRace, row_keys
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEAR_TIE = 1e-4  # the kernel's logarithms and torch's differ in their last bits
+
+
+class Slots:
+    """Random settings, and what they choose by torch."""
+
+    def __init__(self, rng: np.random.Generator, num_slots: int, greedy_share: float = 0.0) -> None:
+        self.temperatures = rng.uniform(0.2, 2, num_slots).astype(np.float32)
+        self.temperatures[rng.random(num_slots) < greedy_share] = 0
+        self.seeds = rng.integers(0, 2**64, num_slots, dtype=np.uint64)
+        self.streams = rng.integers(0, 2**32, num_slots, dtype=np.uint32)
+
+    def packed(self) -> torch.Tensor:
+        rows = [
+            pack_settings(float(temperature), int(seed), int(stream))
+            for temperature, seed, stream in zip(
+                self.temperatures, self.seeds, self.streams, strict=True
+            )
+        ]
+        return torch.from_numpy(np.stack(rows)).to(DEVICE)
+
+    def scores(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        """What the argmax is of, in float32 on the CPU."""
+        temperatures = torch.from_numpy(self.temperatures[slots]).unsqueeze(1)
+        logits = logits.cpu().float()
+        raced = logits / temperatures.where(temperatures > 0, torch.ones(()))
+        keys = row_keys(self.seeds[slots], positions, self.streams[slots])
+        ExponentialRace(logits.shape[1], torch.device("cpu")).draw(raced, keys)  # in place
+        return torch.where(temperatures > 0, raced, logits)
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int32)).to(DEVICE)
+
+
+def choose(logits: torch.Tensor, temperature: float, seed: int = 0, position: int = 0) -> list[int]:
+    """Every row by the same settings, at positions from `position` on."""
+    rows = np.arange(len(logits))
+    settings = torch.from_numpy(pack_settings(temperature, seed, stream=0)).view(1, 4).to(DEVICE)
+    return choose_tokens(logits, on_device(0 * rows), on_device(position + rows), settings).tolist()
+
+
+def assert_chosen_as_by_torch(
+    logits: torch.Tensor, slots: Slots, row_slots: np.ndarray, positions: np.ndarray
+) -> None:
+    before = logits.clone()
+    chosen = choose_tokens(logits, on_device(row_slots), on_device(positions), slots.packed())
+    assert torch.equal(logits, before)
+    assert chosen.dtype == torch.int64
+    scores = slots.scores(logits, row_slots, positions)
+    differ = chosen.cpu() != scores.argmax(dim=1)
+    first, second = scores.topk(2, dim=1).values.unbind(dim=1)
+    assert not (differ & (first - second >= NEAR_TIE)).any()
+    assert differ.sum() <= 2
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_rows"), [(7, 500), (64, 400), (1000, 500), (2500, 300), (3000, 300)]
+)
+def test_draws_are_those_of_the_race(vocab_size: int, num_rows: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    torch.manual_seed(vocab_size)
+    logits = 3 * torch.randn(num_rows, vocab_size, device=DEVICE)
+    assert_chosen_as_by_torch(
+        logits,
+        Slots(rng, num_slots=64),
+        rng.integers(0, 64, num_rows),
+        rng.integers(0, 2**20, num_rows),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_and_random_rows_share_a_step_of_several_parts(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    torch.manual_seed(1)
+    wide = 3 * torch.randn(24, 10_000, device=DEVICE)
+    logits = wide.to(dtype)[:, 16:9_016]  # three parts, the last one ragged; rows apart
+    logits[rng.random(logits.shape) < 0.3] = -torch.inf
+    slots = Slots(rng, num_slots=32, greedy_share=0.5)
+    row_slots = rng.permutation(32)[:24]
+    assert 0 < (slots.temperatures[row_slots] > 0).sum() < 24
+    assert_chosen_as_by_torch(logits, slots, row_slots, rng.integers(0, 2**20, 24))
+
+
+@triton.jit
+def _noise(out, key, SIZE: tl.constexpr):
+    token_ids = tl.arange(0, SIZE)
+    keys = tl.load(key).to(tl.uint32, bitcast=True)
+    tl.store(out + token_ids, _log_exponential(keys, token_ids))
+
+
+# With these keys token 0 has the smallest and the largest bits that there are.
+@pytest.mark.parametrize("key", [0, 0xD5F9EFC4, 12345])
+def test_noise_is_exact_to_a_millionth(key: int) -> None:
+    """At both ends, and on both sides of the border between its two formulas."""
+    size, keys = 1 << 18, np.array([key], dtype=np.uint32).view(np.int32)
+    noise = torch.empty(size, device=DEVICE)
+    _noise[(1,)](noise, torch.from_numpy(keys).to(DEVICE), size)
+    raced = torch.zeros(1, size)
+    ExponentialRace(size, torch.device("cpu")).draw(raced, keys)
+    # An error in log E is a relative one in E; float32 itself leaves 2e-7 of log E.
+    torch.testing.assert_close(noise.cpu(), -raced[0], atol=1e-6, rtol=2e-7)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 9_000])
+def test_of_equal_logits_a_greedy_row_takes_the_lowest_id(vocab_size: int) -> None:
+    logits = torch.zeros(4, vocab_size, device=DEVICE)
+    logits[1, 3:] = 1
+    logits[2, [vocab_size - 2, vocab_size - 1]] = 1
+    logits[3] = -torch.inf
+    assert choose(logits, temperature=0.0) == [0, 3, vocab_size - 2, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0, 100.0])
+def test_a_single_finite_logit_always_wins(temperature: float) -> None:
+    logits = torch.full((20, 5_000), -torch.inf, device=DEVICE)
+    only = [(997 * row) % 5_000 for row in range(20)]
+    logits[range(20), only] = -50.0
+    assert choose(logits, temperature, position=100) == only
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab_size", [1, 5, 4_100])
+def test_not_a_number_never_wins(vocab_size: int, temperature: float) -> None:
+    logits = torch.full((2, vocab_size), torch.nan, device=DEVICE)
+    logits[1, -1] = -1000.0
+    assert choose(logits, temperature) == [0, vocab_size - 1]
+
+
+def test_each_part_of_the_settings_changes_the_draws() -> None:
+    logits = torch.zeros(24, 1_000, device=DEVICE)
+    rows = np.arange(24)
+    draws = set()
+    for seed, stream in ((5, 0), (5 + 2**32, 0), (5, 1), (5, 2**32 - 1)):
+        settings = torch.from_numpy(pack_settings(1.0, seed, stream)).view(1, 4).to(DEVICE)
+        chosen = choose_tokens(logits, on_device(0 * rows), on_device(rows), settings)
+        draws.add(tuple(chosen.tolist()))
+        assert len(set(chosen.tolist())) > 12  # positions, too
+    assert len(draws) == 4
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**63, 2**64 - 1, 2**64 + 7])
+def test_packed_settings_unpack(seed: int) -> None:
+    packed = pack_settings(0.7, seed, stream=2**32 - 1)
+    assert packed.dtype == np.int32
+    temperature, low, high, stream = packed.view(np.uint32)
+    assert temperature.view(np.float32) == np.float32(0.7)
+    assert int(low) + (int(high) << 32) == seed % 2**64
+    assert stream == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(7)}, "logits"),
+        ({"logits": torch.zeros(2, 0)}, "logits"),
+        ({"logits": torch.zeros(7, 2).T}, "logits"),
+        ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots"),
+        ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions"),
+        ({"settings": torch.zeros(2, 3, dtype=torch.int32)}, "settings"),
+        ({"settings": torch.zeros(2, 4)}, "settings"),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_refused(change: dict, message: str) -> None:
+    arguments = {
+        "logits": torch.zeros(2, 7),
+        "slots": torch.zeros(2, dtype=torch.int32),
+        "positions": torch.zeros(2, dtype=torch.int32),
+        "settings": torch.zeros(2, 4, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        choose_tokens(**(arguments | change))

@@ -1,0 +1,166 @@
+"""The flash_attn backend against a stand-in with flash-attn 2.8's signatures.
+
+The stand-in holds its caller to what flash-attn asks for, and computes with plain torch.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve import LLM
+from nanoserve.attention.flash import FlashAttention, check_flash_attention
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.torch import TorchAttention
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PAGE = 256
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal, aligned at the end: q [n, heads, dim], k and v [context, kv_heads, dim]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    n, context = len(q), len(k)
+    hidden = torch.ones(n, context, dtype=torch.bool).triu(context - n + 1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def pages(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """[length, kv_heads, dim] of one sequence."""
+    assert cache.shape[1] % PAGE == 0 and cache.stride(-1) == 1
+    return cache[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+
+
+def check_table(table: torch.Tensor, num_rows: int) -> None:
+    assert table.dtype == torch.int32 and table.shape[0] == num_rows and table.stride(-1) == 1
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """flash_attn's two functions; what they are called with is listed here."""
+    made: Calls = []
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        made.append(("varlen", locals().copy()))
+        ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        num_rows = len(ends_q) - 1
+        check_table(block_table, num_rows)
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal
+        assert ends_q[0] == ends_k[0] == 0 and ends_q[-1] == len(q)
+        out = []
+        for row in range(num_rows):
+            context = ends_k[row + 1] - ends_k[row]
+            rows_q = q[ends_q[row] : ends_q[row + 1]]
+            assert len(rows_q) <= max_seqlen_q and context <= max_seqlen_k
+            keys, values = (pages(cache, block_table[row], context) for cache in (k, v))
+            out.append(attend(rows_q, keys, values, softmax_scale))
+        return torch.cat(out)
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+        alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+    ):  # fmt: skip
+        made.append(("kvcache", locals().copy()))
+        assert q.dim() == 4 and cache_seqlens.dtype == torch.int32 and k is None and v is None
+        assert len(cache_seqlens) == len(q)
+        check_table(block_table, len(q))
+        out = []
+        for row, length in enumerate(cache_seqlens.tolist()):
+            keys, values = (pages(c, block_table[row], length) for c in (k_cache, v_cache))
+            out.append(attend(q[row], keys, values, softmax_scale))
+        return torch.stack(out)
+
+    stand_in = ModuleType("flash_attn")
+    stand_in.__spec__ = ModuleSpec("flash_attn", None)
+    stand_in.flash_attn_varlen_func = flash_attn_varlen_func
+    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    return made
+
+
+def random_batch(
+    rng: np.random.Generator, rows: list[tuple[int, int]]
+) -> tuple[AttentionMetadata, int]:
+    """Rows of (new tokens, context); their blocks lie anywhere. Also returns how many there are."""
+    num_new, contexts = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
+    blocks = -(-contexts // PAGE)
+    tables = np.full((len(rows), blocks.max() + 1), 9999, dtype=np.int32)  # not to be followed
+    order = rng.permutation(blocks.sum()) + 1
+    for row, end in enumerate(np.cumsum(blocks)):
+        tables[row, : blocks[row]] = order[end - blocks[row] : end]
+    ends_q, ends_k = (np.concatenate([[0], np.cumsum(x)]) for x in (num_new, contexts))
+    return AttentionMetadata(
+        slot_mapping=torch.empty(0),
+        cu_seqlens_q=torch.tensor(ends_q, dtype=torch.int32),
+        cu_seqlens_k=torch.tensor(ends_k, dtype=torch.int32),
+        context_lens=torch.from_numpy(contexts),
+        block_tables=torch.from_numpy(tables),
+        num_decode_rows=int((num_new == 1).sum()),
+        max_query_len=int(num_new.max()),
+        max_context_len=int(contexts.max()),
+    ), int(blocks.sum()) + 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "functions"),
+    [
+        ([(1, 1), (1, 256), (1, 257), (1, 700)], ["kvcache"]),
+        ([(5, 5), (256, 256), (3, 515)], ["varlen"]),
+        ([(1, 300), (1, 2), (7, 7), (40, 600), (2, 256)], ["kvcache", "varlen"]),
+    ],
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_the_batch_is_shared_between_the_two_functions(
+    calls: Calls, rows: list[tuple[int, int]], functions: list[str], num_kv_heads: int
+) -> None:
+    rng = np.random.default_rng(0)
+    metadata, num_blocks = random_batch(rng, rows)
+    layer = AttentionLayer(num_heads=4, num_kv_heads=num_kv_heads, head_dim=8, scale=0.3)
+    backend = FlashAttention()
+    shape = backend.kv_cache_shape(num_blocks, PAGE, num_kv_heads, 8)
+    kv_cache = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+    q = torch.from_numpy(
+        rng.standard_normal((int(metadata.cu_seqlens_q[-1]), 4, 8), dtype=np.float32)
+    )
+    attended = backend.attend(layer, q, kv_cache, metadata)
+    assert [name for name, _ in calls] == functions
+    assert all(arguments["softmax_scale"] == 0.3 for _, arguments in calls)
+    metadata.block_tables[metadata.block_tables == 9999] = 0
+    expected = TorchAttention().attend(layer, q, kv_cache, metadata)
+    assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
+
+
+def test_what_flash_attn_cannot_do_is_refused_with_the_number(calls: Calls) -> None:
+    good: dict[str, Any] = {"block_size": 512, "head_dim": 128, "dtype": torch.bfloat16}
+    check_flash_attention(**good, device=CUDA)
+    for change, message in (
+        ({"block_size": 16}, "multiple of 256, not 16; 'triton' takes any"),
+        ({"block_size": 384}, "384"),
+        ({"head_dim": 264}, "264"),
+        ({"head_dim": 100}, "100"),
+        ({"dtype": torch.float32}, "float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_flash_attention(**good | change, device=CUDA)
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU, not device cpu"):
+        check_flash_attention(**good, device=CPU)
+
+
+@pytest.mark.skipif("flash_attn" in sys.modules, reason="flash-attn is installed")
+def test_without_flash_attn_its_backend_says_what_to_install(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"pip install 'nanoserve\[flash\]'"):
+        LLM(checkpoint, attention_backend="flash_attn", skip_tokenizer_init=True)

@@ -1,0 +1,269 @@
+"""The small kernels against plain torch in float64.
+
+Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1), which does not round to
+bfloat16 but truncates.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.ops import TritonOps
+from nanoserve.kernels.silu_and_mul import silu_and_mul
+from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.rotary import RotaryEmbedding
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One unit in the last place of the 16-bit types, for a value that is rounded or truncated once.
+RTOL = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+EPS = 1e-2  # large enough to be seen
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-6) -> None:
+    """`expected` is float64; `atol` is for sums that nearly cancel."""
+    rtol = RTOL[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """In float64; None leaves x as it is."""
+    x = x.double()
+    if weight is None:
+        return x
+    return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Heads [num_tokens, num_heads, head_dim] in float64."""
+    turned = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1).contiguous())
+    turned = turned * torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(40))
+def test_add_rms_norm(seed: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_tokens, hidden = int(rng.integers(1, 41)), int(rng.integers(1, 2 ** rng.integers(4, 13)))
+    x, residual = randn(num_tokens, hidden, dtype=dtype), randn(num_tokens, hidden, dtype=dtype)
+    weight = randn(hidden, dtype=dtype)
+    before = x.clone(), residual.clone()
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    assert normed.dtype == total.dtype == dtype
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    assert_close(total, residual.double() + x.double())
+    assert_close(normed, rms_norm(total, weight))
+
+
+@pytest.mark.parametrize("hidden", [1, 5120, 16384])
+def test_add_rms_norm_agrees_with_the_layer(hidden: int) -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(hidden, EPS, LayerContext(device=DEVICE))
+    norm.weight.data.copy_(randn(hidden))
+    x, residual = randn(2, hidden), randn(2, hidden)
+    with torch.inference_mode():
+        expected = norm.add(x, residual)
+    for actual, wanted in zip(
+        add_rms_norm(x, residual, norm.weight.data, EPS), expected, strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=2e-6)
+
+
+def test_it_is_the_rounded_sum_that_is_normalised() -> None:
+    residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.zeros_like(residual)
+    x[0, 0] = 1  # 257 is no bfloat16
+    weight = torch.full((64,), 1.2535, device=DEVICE)  # 257 / 256 of it would be another bfloat16
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    assert set(total[0].tolist()) == {256.0}
+    assert set(normed[0].tolist()) == {1.25}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(30))
+def test_silu_and_mul(seed: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_tokens, size = int(rng.integers(1, 21)), int(rng.integers(1, 2 ** rng.integers(3, 13)))
+    gate_up = 3 * randn(num_tokens, 2 * size, dtype=dtype)
+    gate_up[:, 0] = 30 * (-1) ** seed  # far out on either side
+    out = silu_and_mul(gate_up)
+    assert out.dtype == dtype and out.shape == (num_tokens, size)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(out, F.silu(gate) * up)
+
+
+@dataclass
+class Step:
+    """The arguments of `store_kv`, drawn at random; the cache is full of NaN."""
+
+    heads: torch.Tensor
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and the cache in float64, by plain torch. Of equal slots the last token wins."""
+        num_kv_heads, block_size = self.kv_cache.shape[2:4]
+        num_heads = self.heads.shape[1] - 2 * num_kv_heads
+        q, k, v = self.heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        cos, sin = self.cos[self.positions], self.sin[self.positions]
+        k = rotate(rms_norm(k, self.k_weight), cos, sin)
+        cache = self.kv_cache.double()
+        for token, slot in enumerate(self.slot_mapping.tolist()):
+            cache[0, slot // block_size, :, slot % block_size] = k[token]
+            cache[1, slot // block_size, :, slot % block_size] = v[token].double()
+        return rotate(rms_norm(q, self.q_weight), cos, sin), cache
+
+
+def random_step(
+    rng: np.random.Generator,
+    dtype: torch.dtype,
+    num_tokens: int | None = None,
+    num_padding: int = 0,
+) -> Step:
+    """`num_padding` rows at the end share slot 0; no other row has it."""
+    head_dim, block_size = int(rng.choice([16, 64, 80, 96, 128, 256])), 2 ** rng.integers(4, 9)
+    num_kv_heads, group_size = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 5]))
+    num_tokens = num_tokens or int(rng.choice([1, 2, 3, 5, 8, 40, 65, 90]))
+    num_heads = num_kv_heads * (group_size + 2)
+    heads = randn(num_tokens, num_heads, head_dim, dtype=dtype)
+    if rng.random() < 0.5:  # a slice of something wider
+        wide = randn(num_tokens, num_heads + 3, head_dim + 8, dtype=dtype)
+        heads = wide[:, 2 : 2 + num_heads, 4 : 4 + head_dim]
+    num_blocks = 2 + num_tokens // int(block_size)
+    shape = (2, num_blocks, num_kv_heads, int(block_size), head_dim)
+    order = rng.choice([(0, 1, 2, 3), (1, 0, 3, 2), (2, 0, 1, 3)]).tolist()  # of the memory
+    memory = torch.full([shape[i] for i in order] + [head_dim], torch.nan, device=DEVICE)
+    kv_cache = memory.to(dtype).permute(*np.argsort(order).tolist(), 4)
+    slots = 1 + rng.permutation(num_blocks * int(block_size) - 1)[:num_tokens]
+    slots[num_tokens - num_padding :] = 0
+    max_positions = 50
+    angles = 6 * torch.rand(max_positions, head_dim // 2, device=DEVICE)
+    return Step(
+        heads=heads,
+        positions=torch.from_numpy(rng.integers(0, max_positions, num_tokens)).int().to(DEVICE),
+        cos=angles.cos().to(dtype),
+        sin=angles.sin().to(dtype),
+        q_weight=randn(head_dim, dtype=dtype) if rng.random() < 0.5 else None,
+        k_weight=randn(head_dim, dtype=dtype) if rng.random() < 0.5 else None,
+        eps=EPS,
+        kv_cache=kv_cache,
+        slot_mapping=torch.from_numpy(slots).int().to(DEVICE),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(40))
+def test_store_kv_writes_these_slots_and_no_other(seed: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(seed)
+    step = random_step(np.random.default_rng(seed), dtype)
+    expected_q, expected_cache = step.expected()
+    heads = step.heads.clone()
+    q = store_kv(**vars(step))
+    assert q.is_contiguous() and q.dtype == dtype
+    assert torch.equal(step.heads, heads)
+    assert_close(q, expected_q)
+    assert_close(step.kv_cache, expected_cache)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_padding"), [(2, 2), (9, 5), (70, 20)])
+def test_padding_rows_share_slot_0(num_tokens: int, num_padding: int) -> None:
+    torch.manual_seed(0)
+    step = random_step(np.random.default_rng(num_tokens), torch.float32, num_tokens, num_padding)
+    expected_q, expected_cache = step.expected()
+    assert_close(store_kv(**vars(step)), expected_q)
+    cache = step.kv_cache.clone()
+    assert not cache[:, 0, :, 0].isnan().any()
+    cache[:, 0, :, 0] = expected_cache[:, 0, :, 0] = torch.nan  # any of them may have won
+    assert_close(cache, expected_cache)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norms: bool) -> None:
+    torch.manual_seed(head_dim)
+    context = LayerContext(device=DEVICE)
+    rotary = RotaryEmbedding(head_dim, 99, 1e6, context)
+    norms = (RMSNorm(head_dim, EPS, context), RMSNorm(head_dim, EPS, context))
+    for norm in norms:
+        norm.weight.data.copy_(randn(head_dim))
+    heads, positions = randn(6, 4 + 2 + 2, head_dim), torch.arange(93, 99, device=DEVICE).int()
+    slots = torch.arange(6, dtype=torch.int32, device=DEVICE) * 5
+    results = []
+    for ops in (TorchOps(), TritonOps()):
+        cache = torch.zeros(2, 2, 2, 16, head_dim, device=DEVICE)
+        with torch.inference_mode():
+            q = ops.store_kv(heads, positions, rotary, norms if has_norms else None, cache, slots)
+            gate_up, weight = heads[:, 0], norms[0].weight
+            added = ops.add_rms_norm(heads[:, 0].contiguous(), q[:, 0].contiguous(), weight, EPS)
+            results.append((q, cache, *added, ops.silu_and_mul(gate_up.contiguous())))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": torch.zeros(3, 64)}, "3 dimensions"),
+        ({"heads": torch.zeros(3, 4, 16)}, "query heads"),
+        ({"heads": torch.zeros(3, 6, 18)}, "head_dim"),
+        ({"heads": torch.zeros(3, 6, 16, dtype=torch.float16)}, "float16"),
+        ({"heads": torch.zeros(3, 16, 6).transpose(1, 2)}, "last dimension"),
+        ({"kv_cache": torch.zeros(2, 4, 16, 16)}, "kv_cache"),
+        ({"kv_cache": torch.zeros(1, 4, 2, 16, 16)}, "kv_cache"),
+        ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions"),
+        ({"slot_mapping": torch.zeros(6, dtype=torch.int32)[::2]}, "slot_mapping"),
+        ({"cos": torch.zeros(9, 16)}, "cos"),
+        ({"sin": torch.zeros(8, 8)}, "sin"),
+        ({"k_weight": torch.zeros(8)}, "k_weight"),
+    ],
+)
+def test_store_kv_refuses_what_does_not_fit(change: dict, message: str) -> None:
+    arguments = {
+        "heads": torch.zeros(3, 6, 16),
+        "positions": torch.zeros(3, dtype=torch.int32),
+        "cos": torch.zeros(9, 8),
+        "sin": torch.zeros(9, 8),
+        "q_weight": None,
+        "k_weight": torch.zeros(16),
+        "eps": EPS,
+        "kv_cache": torch.zeros(2, 4, 2, 16, 16),
+        "slot_mapping": torch.zeros(3, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        store_kv(**(arguments | change))
+
+
+def test_norm_and_gate_refuse_what_does_not_fit() -> None:
+    x, weight = torch.zeros(3, 8), torch.zeros(8)
+    for wrong in (
+        (x, torch.zeros(4, 8), weight),
+        (x, x, torch.zeros(9)),
+        (x, x.half(), weight),
+        (torch.zeros(8, 3).T, x, weight),
+        (torch.zeros(1, 16385), torch.zeros(1, 16385), torch.zeros(16385)),
+    ):
+        with pytest.raises(ValueError):
+            add_rms_norm(*wrong, EPS)
+    for wrong in (torch.zeros(3, 7), torch.zeros(8), torch.zeros(8, 3).T):
+        with pytest.raises(ValueError):
+            silu_and_mul(wrong)
