@@ -14,8 +14,10 @@ from fake_cuda import GIB, FakeCuda
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.triton import TritonAttention
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.gpu_runner import GPURunner
 from nanoserve.worker.kv_cache import GPUMemory, kv_block_bytes
@@ -33,6 +35,8 @@ def make_runner(path: Path, cuda: FakeCuda, **options: Any) -> GPURunner:
     config = EngineConfig.from_options(path, **options)
     model_config = ModelConfig.from_checkpoint(path)
     context = LayerContext(attention=CapturableAttention())
+    if config.attention_backend == "triton":
+        context = LayerContext(attention=TritonAttention(), ops=TritonOps())
     return GPURunner(config, model_config, path, context, cuda)
 
 
@@ -111,6 +115,20 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     replayed = {event for event in cuda.events if event.startswith("replay")}
     assert bool(replayed) is not options.get("enforce_eager", False)
     engine.scheduler.check()
+
+
+def test_with_its_own_kernels_it_gives_what_the_cpu_gives(checkpoint: Path) -> None:
+    """Everything that a GPU runs: decode and chunks mixed, preemption, prefix hits, padding."""
+    options: dict[str, Any] = {"num_kv_blocks": 5, "max_model_len": 64, "block_size": 16}
+    options |= {"max_num_seqs": 3, "max_num_batched_tokens": 24}
+    shared = list(range(100, 128))
+    asked = [([*shared, i], ALL_KINDS[i % 2]) for i in range(3)]
+    asked += [(list(range(45)), ALL_KINDS[0]), ([7], ALL_KINDS[1]), ([*shared, 0, 9], ALL_KINDS[2])]
+    engine = make_engine(checkpoint, FakeCuda(), attention_backend="triton", **options)
+    outputs = run(engine, asked)
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **options) as llm:
+        assert tokens(outputs) == tokens(run(llm.engine, asked))
+    assert engine.stats.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0
 
 
 def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps(
