@@ -34,7 +34,8 @@ class Cuda:
         forward()  # kernels are compiled and libraries set up now: neither can be recorded
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # "thread_local": another engine's thread may go on allocating meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             output = forward()
         return graph.replay, output
 

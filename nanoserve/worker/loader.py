@@ -128,7 +128,8 @@ def _copy(source: "safe_open", target: CheckpointTensor) -> None:
 
 def _fill_randomly(model: nn.Module) -> None:
     """Normal weights of a trained model's size, norms of one: no NaN, and no flat logits."""
-    generator = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.fill_(1.0)
