@@ -24,6 +24,5 @@ class TritonAttention(AttentionBackend):
             metadata.block_tables,
             scale=layer.scale,
             num_decode_rows=metadata.num_decode_rows,
-            max_query_len=metadata.max_query_len,
             max_context_len=metadata.max_context_len,
         )

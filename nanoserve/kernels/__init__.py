@@ -1,1 +1,1 @@
-"""Triton kernels: what the layers and the attention backends launch on a GPU."""
+"""GPU kernels in Triton, each with the plain function that launches it."""

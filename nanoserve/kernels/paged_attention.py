@@ -36,7 +36,7 @@ _TRITON_DTYPES = {
 }
 _MAX_SPLITS = 64  # the merge holds all parts of a head in registers
 _MIN_TILES_PER_SPLIT = 4  # less work than this does not pay for the merge
-_PROGRAMS_PER_MULTIPROCESSOR = 2  # that run at once, by their shared memory
+_PROGRAMS_PER_MULTIPROCESSOR = 2  # that at least run at once, by their shared memory
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see splits
 
 
@@ -46,19 +46,20 @@ class TileConfig(NamedTuple):
     block_m: int  # rows of a query tile: tokens times heads of a group
     tile_n: int  # keys at once
     num_warps: int
-    num_stages: int  # tiles of K and V under way, the one in use included
+    num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
 
 
 def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) -> TileConfig:
     """The largest tiles that stay within registers and shared memory, as ptxas reports them."""
     wide, full_precision = head_dim > 128, dtype == torch.float32
-    # The tensor cores do no float32 products: the operands go through registers, in small tiles.
+    # The tensor cores do no full float32: its operands go through registers, in small tiles.
     if is_decode:  # as fast as the memory: what counts is the bytes under way
         tile_n = 16 if full_precision else 32 if wide else 64
         config = TileConfig(block_m=16, tile_n=tile_n, num_warps=4, num_stages=5)
     elif full_precision:
         tile_n = 16 if wide else 32
-        config = TileConfig(block_m=32, tile_n=tile_n, num_warps=16, num_stages=5)
+        num_warps = 16 if head_dim > 64 else 8
+        config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
     else:  # as fast as the tensor cores: large tiles use every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
@@ -73,7 +74,6 @@ def paged_attention(
     *,
     scale: float,
     num_decode_rows: int,
-    max_query_len: int,
     max_context_len: int,
     num_splits: int | None = None,
 ) -> torch.Tensor:
@@ -86,9 +86,8 @@ def paged_attention(
     block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
-    `num_decode_rows` rows have one token each. `max_query_len` is part of the usual signature; the
-    grid does without. `num_splits` is chosen if it is None. Returns [num_tokens, num_heads,
-    head_dim], contiguous, in q's dtype.
+    `num_decode_rows` rows have one token each. `num_splits` is chosen if it is None. Returns
+    [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.
@@ -403,9 +402,8 @@ def merge_splits_kernel(
     head = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)
     context_len = tl.load(context_lens_ptr + head // NUM_HEADS)
-    # The programs whose share was empty have written nothing.
+    # The programs whose share was empty have written nothing, nor have those that do not exist.
     written = split * _tiles_per_split(context_len, num_splits, TILE_N) * TILE_N < context_len
-    written &= split < num_splits
     lse_ptrs = lse_ptr + head * num_splits + split
     lse = tl.load(lse_ptrs, mask=written, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))

@@ -1,0 +1,264 @@
+"""The paged-attention kernels against a float64 softmax over gathered keys.
+
+Every slot that no token was written to holds NaN, and every unused column of a block table points
+far outside the cache: a kernel that reads what it must not fails, whatever it does with it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import nanoserve.kernels.paged_attention as kernels
+from nanoserve.kernels.paged_attention import paged_attention, tile_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TILE_N = tile_config(16, torch.float32, group=1, is_decode=True).tile_n
+
+
+@dataclass
+class Batch:
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    num_decode_rows: int
+
+    def attend(self, num_splits: int | None = None) -> torch.Tensor:
+        return paged_attention(
+            self.q,
+            self.kv_cache,
+            self.cu_seqlens_q,
+            self.context_lens,
+            self.block_tables,
+            scale=self.q.shape[-1] ** -0.5,
+            num_decode_rows=self.num_decode_rows,
+            max_context_len=int(self.context_lens.max()),
+            num_splits=num_splits,
+        )
+
+
+def make_batch(
+    rows: list[tuple[int, int]],  # (query tokens, context), decode rows first
+    num_heads: int = 2,
+    num_kv_heads: int = 1,
+    head_dim: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    blocks_of_row = [-(-context // block_size) for _, context in rows]
+    num_blocks = sum(blocks_of_row) + 1  # block 0 is nobody's
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    kv_cache = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), torch.nan)
+    block_tables = torch.full((len(rows), max(blocks_of_row) + 2), 2**30, dtype=torch.int32)
+    for row, (_, context) in enumerate(rows):
+        for column, start in enumerate(range(0, context, block_size)):
+            block, filled = free.pop(), min(block_size, context - start)
+            block_tables[row, column] = block
+            shape = (2, num_kv_heads, filled, head_dim)
+            kv_cache[:, block, :, :filled] = torch.randn(shape, generator=generator)
+    query_lens = torch.tensor([0] + [query_len for query_len, _ in rows])
+    q = torch.randn(int(query_lens.sum()), num_heads, head_dim, generator=generator)
+    return Batch(
+        q.to(DEVICE, dtype),
+        kv_cache.to(DEVICE, dtype),
+        query_lens.cumsum(0).to(DEVICE, torch.int32),
+        torch.tensor([context for _, context in rows], dtype=torch.int32, device=DEVICE),
+        block_tables.to(DEVICE),
+        num_decode_rows=sum(query_len == 1 for query_len, _ in rows),
+    )
+
+
+def reference(batch: Batch) -> torch.Tensor:
+    """[num_tokens, num_heads, head_dim] in float64, row by row, with an explicit causal mask."""
+    q, (k_cache, v_cache) = batch.q.double().cpu(), batch.kv_cache.double().cpu()
+    starts, group = batch.cu_seqlens_q.tolist(), q.shape[1] // k_cache.shape[1]
+    out = torch.empty_like(q)
+    for row, context in enumerate(batch.context_lens.tolist()):
+        positions = torch.arange(context)
+        blocks = batch.block_tables[row].cpu()[positions // k_cache.shape[2]].long()
+        offsets = positions % k_cache.shape[2]
+        k = k_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
+        v = v_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
+        tokens = slice(starts[row], starts[row + 1])
+        scores = torch.einsum("qhd,khd->hqk", q[tokens], k) * q.shape[-1] ** -0.5
+        hidden = positions > positions[context - len(q[tokens]) :, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+def assert_right(batch: Batch, num_splits: int | None = None) -> None:
+    out = batch.attend(num_splits)
+    assert out.shape == batch.q.shape and out.dtype == batch.q.dtype and out.is_contiguous()
+    error = (out.double().cpu() - reference(batch)).abs().max().item()
+    assert error < TOLERANCE[batch.q.dtype]  # false for NaN
+
+
+def ragged_rows(seed: int) -> list[tuple[int, int]]:
+    """Decode rows, whole prompts and chunks behind a prefix, of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    decodes = [(1, draw(1, 60)) for _ in range(draw(0, 3))]
+    chunks = []
+    for _ in range(draw(0 if decodes else 1, 4)):
+        query_len = draw(2, 40)
+        prefix_len = draw(0, 1) * draw(1, 50)
+        chunks.append((query_len, prefix_len + query_len))
+    return decodes + chunks
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_ragged_mixed_batches(seed: int) -> None:
+    group = seed % 8 + 1
+    num_kv_heads = (1, 2, 1)[seed % 3]
+    assert_right(
+        make_batch(
+            ragged_rows(seed),
+            num_heads=group * num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=(16, 16, 32, 64)[seed % 4],
+            block_size=(16, 32, 64, 16, 256, 128)[seed % 6],
+            seed=seed,
+        )
+    )
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
+    rows = [(1, 41), (7, 7), (5, 36)]
+    assert_right(make_batch(rows, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_query_heads_share_a_kv_head(group: int, num_kv_heads: int) -> None:
+    rows = [(1, 20), (3, 3), (6, 30)]
+    assert_right(make_batch(rows, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16, 24, 32, 64, 128, 256])
+def test_block_sizes(block_size: int) -> None:
+    assert_right(make_batch([(1, 50), (9, 9), (12, 45)], block_size=block_size))
+
+
+BORDERS = sorted(
+    {border + step for border in (16, 32, TILE_N, 2 * TILE_N, 64) for step in (-1, 0, 1)}
+)
+
+
+@pytest.mark.parametrize("context_len", [1, 2, *BORDERS])
+@pytest.mark.parametrize("query_len", [1, 2, 15, 16, 17, 33])
+def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context_len: int) -> None:
+    context_len = max(query_len, context_len)
+    assert_right(make_batch([(query_len, context_len)], seed=100 * query_len + context_len))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize(
+    "context_lens", [(1,), (15, 16, 17), (100, 1, 33), (TILE_N * 8 + 1, TILE_N * 8), (130,)]
+)
+def test_decode_rows_split_over_programs(num_splits: int, context_lens: tuple[int, ...]) -> None:
+    rows = [(1, context_len) for context_len in context_lens]
+    batch = make_batch(rows, num_heads=6, num_kv_heads=2, head_dim=24)
+    assert_right(batch, num_splits)
+
+
+def test_a_long_context_is_split_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_splits, merge = [], kernels._merge_splits
+
+    def merge_and_count(out: torch.Tensor, parts: torch.Tensor, *rest: Any) -> None:
+        num_splits.append(parts.shape[2])
+        merge(out, parts, *rest)
+
+    monkeypatch.setattr(kernels, "_merge_splits", merge_and_count)
+    assert_right(make_batch([(1, 40 * TILE_N)]))
+    assert num_splits == [8]  # shares of four tiles or more, and a power of two
+
+
+def test_padding_rows_share_the_dummy_block() -> None:
+    batch = make_batch([(1, 20), (1, 5), (1, 1), (1, 1), (1, 1)])
+    batch.block_tables[2:] = 0
+    batch.kv_cache[:, 0, :, 0] = 1.0
+    assert_right(batch)
+    assert_right(batch, num_splits=4)
+
+
+def test_q_may_be_a_slice_of_the_fused_projection() -> None:
+    batch = make_batch([(1, 20), (1, 3), (10, 30)], num_heads=4, num_kv_heads=2, head_dim=32)
+    fused = torch.full((len(batch.q), 4 + 2 + 2, 32), torch.nan, device=DEVICE)
+    fused[:, :4] = batch.q
+    batch.q = fused[:, :4]
+    assert not batch.q.is_contiguous()
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2, 4), (1, 0, 2, 3, 4), (2, 0, 3, 1, 4)])
+def test_kv_cache_may_be_laid_out_in_another_order(order: tuple[int, ...]) -> None:
+    batch = make_batch([(1, 20), (1, 3), (10, 30)], num_heads=6, num_kv_heads=3)
+    laid_out = batch.kv_cache.permute(order).contiguous()
+    back = [order.index(dim) for dim in range(5)]
+    batch.kv_cache = laid_out.permute(back)
+    assert not batch.kv_cache.is_contiguous()
+    assert_right(batch)
+
+
+def test_block_tables_may_be_columns_of_a_wider_buffer() -> None:
+    batch = make_batch([(1, 40), (9, 30)])
+    wider = torch.full((2, 50), -1, dtype=torch.int32, device=DEVICE)
+    wider[:, : batch.block_tables.shape[1]] = batch.block_tables
+    batch.block_tables = wider[:, : batch.block_tables.shape[1]]
+    assert_right(batch)
+
+
+def test_rows_of_one_token_may_be_counted_as_chunks() -> None:
+    batch = make_batch([(1, 40), (1, 1), (9, 30)])
+    batch.num_decode_rows = 1
+    assert_right(batch)
+
+
+def test_a_token_does_not_depend_on_what_comes_after_it() -> None:
+    batch = make_batch([(20, 20)])
+    whole = batch.attend()
+    batch.kv_cache[:, batch.block_tables[0, 1]] = 2.0
+    assert torch.equal(batch.attend()[:16], whole[:16])
+    assert not torch.equal(batch.attend()[16:], whole[16:])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = make_batch([(1, 70), (9, 40)])
+    batch.q *= 1000
+    out = batch.attend(num_splits=3)
+    assert (out.double().cpu() - reference(batch)).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 16)}, "3 heads are no multiple of 2 KV heads"),
+        ({"q": torch.zeros(2, 4, 32)}, "head_dim is 32 in q and 16 in kv_cache"),
+        ({"q": torch.zeros(2, 16, 4).transpose(1, 2)}, "last strides must be 1"),
+        ({"q": torch.zeros(2, 4, 16, dtype=torch.float64)}, "not supported"),
+        ({"q": torch.zeros(2, 4, 16, dtype=torch.float16)}, "not supported"),
+        ({"q": torch.zeros(2, 64)}, "must be 3-D"),
+        ({"context_lens": torch.ones(2, dtype=torch.int64)}, "must be int32"),
+        ({"context_lens": torch.ones(3, dtype=torch.int32)}, "lengths \\[3, 3, 2\\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    batch = make_batch([(1, 4), (1, 5)], num_heads=4, num_kv_heads=2)
+    for name, tensor in change.items():
+        setattr(batch, name, tensor.to(DEVICE))
+    with pytest.raises(ValueError, match=message):
+        batch.attend()
