@@ -1,15 +1,15 @@
-"""How fast is nanoserve, beside transformers' own `generate`?
+"""How fast is nanoserve, beside other engines (`benchmarks/peers.py`) and beside the hardware?
 
 python bench.py                                      random weights, about a minute
 python bench.py --shape qwen3-0.6b --repeat 3        a real model's size, three pairs of runs
-python bench.py --num-seqs 256 --input-len 100-1024 --output-len 100-1024      nano-vllm's workload
+python bench.py --workload nano-vllm --engine nanoserve,transformers-cb            for a GPU
 
 A throughput says little without another one beside it. Every engine gets the same prompts, weights,
-data type and threads, each in a process of its own, and they take turns.
+data type, device and threads, each in a process of its own, and they take turns. And a decode step
+must at least read the weights and the KV of its sequences: how long that takes is the limit.
 """
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -18,13 +18,19 @@ import tempfile
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import DTYPES
+
+if TYPE_CHECKING:
+    from nanoserve.engine.batch import Batch
+    from nanoserve.engine.llm_engine import LLMEngine
 
 QWEN3 = json.loads("""{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
   "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -38,6 +44,10 @@ SHAPES = {"tiny": QWEN3 | TINY, "qwen3-0.6b-8l": QWEN3 | EIGHT_LAYERS, "qwen3-0.
 Tokens = list[list[int]]
 # Prompts and output lengths in; every output's tokens and a line for the report out.
 Generate = Callable[[Tokens, list[int]], tuple[Tokens, str]]
+
+NANO_VLLM = {"num_seqs": 256, "input_len": "100-1024", "output_len": "100-1024"}
+WORKLOADS = {"nano-vllm": NANO_VLLM | {"shape": "qwen3-0.6b", "temperature": 0.6}}
+NANOSERVE_OPTIONS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "enforce_eager")
 
 
 def draw_workload(
@@ -58,59 +68,63 @@ def draw_workload(
 def load_nanoserve(spec: Namespace) -> Generate:
     from nanoserve import LLM, SamplingParams
 
-    llm = LLM(spec.model, dtype=spec.dtype, skip_tokenizer_init=True)
+    chosen = {name: getattr(spec, name) for name in NANOSERVE_OPTIONS}
+    options = {name: value for name, value in chosen.items() if value}
+    llm = LLM(spec.model, dtype=spec.dtype, device=spec.device, skip_tokenizer_init=True, **options)
+    num_bytes = count_bytes(llm.engine)
 
     def generate(prompts: Tokens, output_lens: list[int]) -> tuple[Tokens, str]:
         before = vars(llm.stats)
         common = {"temperature": spec.temperature, "ignore_eos": True}
         params = [SamplingParams(max_tokens=n, **common) for n in output_lens]
+        num_bytes.clear()
+        start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds, limit = time.perf_counter() - start, sum(num_bytes) / spec.bandwidth
         did = {name: total - before[name] for name, total in vars(llm.stats).items()}
         hit_rate = did["prefix_cache_hits"] / did["prefix_cache_queries"]
-        note = f"{llm.engine.executor.num_kv_blocks} KV blocks, {did['num_steps']} steps, "
-        note += f"{did['num_preemptions']} preemptions, prefix-cache hit rate {hit_rate:.1%}"
+        note = "".join(f"{name}={value}, " for name, value in options.items())
+        note += f"{llm.engine.executor.num_kv_blocks} KV blocks, {did['num_steps']} steps, "
+        note += f"{did['num_preemptions']} preemptions, prefix-cache hit rate {hit_rate:.1%}\n"
+        note += f"roofline: {limit:.1f} s of weights and KV at {spec.bandwidth / 1e9:.0f} GB/s, "
+        note += f"{limit / seconds:.0%} of the limit"
         return [output.outputs[0].token_ids for output in outputs], note
 
     return generate
 
 
-def load_transformers(spec: Namespace) -> Generate:
-    """transformers at the best that static batches allow: sorted by output length.
+def count_bytes(engine: "LLMEngine") -> list[int]:
+    """A list that gets, step by step, the bytes of all weights and of the KV of its sequences."""
+    model = engine.executor.model
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if not engine.model_config.tie_word_embeddings:
+        weights -= model.model.embed_tokens.weight.nbytes  # of which a step reads a few rows only
+    kv_bytes_per_token, steps = engine.model_config.kv_bytes_per_token(), []
 
-    A batch runs until its longest output is complete. What the other rows generate meanwhile was
-    not asked for and does not count: that is what static batching costs. Sorting, for which one
-    must know every length in advance, keeps the cost as small as it can be.
-    """
+    def observe(_plan: object, batch: "Batch", _times: object) -> None:
+        context_lens = batch.context_lens[: batch.header_dict()["num_rows"]]
+        steps.append(weights + kv_bytes_per_token * int(context_lens.sum()))
+
+    engine.observers.append(observe)
+    return steps
+
+
+def beside(name: str) -> ModuleType:
+    """The module of that name in benchmarks/, which is no package."""
+    sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+    return import_module(name)
+
+
+def probe(spec: Namespace) -> dict[str, Any]:
+    """The device that `--device` means, its name and the speed of its memory."""
     import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=getattr(torch, spec.dtype))
-    sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0}
-    # In place of the checkpoint's own, whose EOS would end outputs early.
-    model.generation_config = GenerationConfig(
-        eos_token_id=None, pad_token_id=0, **(sampling if spec.temperature else {})
-    )
-
-    def generate(prompts: Tokens, output_lens: list[int]) -> tuple[Tokens, str]:
-        order = sorted(range(len(prompts)), key=output_lens.__getitem__)
-        outputs, num_generated, size = [[]] * len(prompts), 0, spec.hf_batch_size
-        for batch in (order[start : start + size] for start in range(0, len(order), size)):
-            longest = output_lens[batch[-1]]
-            rows = [torch.tensor(prompts[i]) for i in batch]
-            # Left padding, so that all rows go on at the same column; positions count the mask.
-            ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
-            inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
-            tokens = model.generate(**inputs, max_new_tokens=longest)[:, ids.shape[1] :].tolist()
-            num_generated += len(batch) * longest
-            for i, row in zip(batch, tokens, strict=True):
-                outputs[i] = row[: output_lens[i]]
-        return outputs, f"static batches of {size}, {num_generated} tokens generated"
-
-    return generate
-
-
-ENGINES = {"nanoserve": load_nanoserve, "transformers": load_transformers}
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    hardware = beside("hardware")
+    device = hardware.choose_device(spec.device)
+    bandwidth, name = hardware.copy_bandwidth(device), hardware.describe(device)
+    return {"device": device, "bandwidth": bandwidth, "name": name}
 
 
 def measure(name: str, spec: Namespace) -> dict[str, Any]:
@@ -120,7 +134,7 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     started = time.perf_counter()
-    generate = ENGINES[name](spec)
+    generate = (load_nanoserve if name == "nanoserve" else beside("peers").PEERS[name])(spec)
     loaded = time.perf_counter()
     generate([[1] * 8, [2] * 4], [4, 4])  # what is set up on first use is set up now
     warm = time.perf_counter()
@@ -128,25 +142,18 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - warm
     if [len(tokens) for tokens in outputs] != spec.output_lens:
         raise RuntimeError("an output has not the length that was asked for")
-    versions = f"{name} {import_module(name).__version__}, torch {torch.__version__}"
+    package = name.partition("-")[0]
+    versions = f"{name} {import_module(package).__version__}, torch {torch.__version__}"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
+    run = {
         "seconds": seconds,
         "load": loaded - started,
         "mib": peak / (2**20 if sys.platform == "darwin" else 2**10),  # bytes or KiB
         "note": f"{versions}, threads {torch.get_num_threads()}: {note}",
     }
-
-
-def write_weights(spec: Namespace) -> dict[str, Any]:
-    """Fill the folder `spec.model`, which has a config.json, with random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(spec.model)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(spec.model)
-    return {}
+    if spec.device == "cuda":
+        run["gpu_mib"] = torch.cuda.max_memory_reserved() / 2**20
+    return run
 
 
 def run_child(job: str, spec_file: Path) -> dict[str, Any] | None:
@@ -155,7 +162,7 @@ def run_child(job: str, spec_file: Path) -> dict[str, Any] | None:
     Weights, too, are a child's job: this process imports no torch and stays small, because on
     Linux a child's peak memory is at least what its parent had when it started the child.
     """
-    command = [sys.executable, __file__, "--run-engine", job, "--spec", str(spec_file)]
+    command = [sys.executable, __file__, "--run-child", job, "--spec", str(spec_file)]
     child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode == 0:
         return json.loads(child.stdout.splitlines()[-1])
@@ -170,13 +177,16 @@ def report(runs: dict[str, list[dict[str, Any] | None]], num_in: int, num_out: i
     done = {name: [run for run in tried if run] for name, tried in runs.items() if any(tried)}
     for measured in done.values():
         print(measured[-1]["note"])
-    print("\n| engine | output tok/s | total tok/s | seconds | load s | peak RSS MiB | runs |")
-    print("|---|---|---|---|---|---|---|")
+    on_gpu = any("gpu_mib" in run for measured in done.values() for run in measured)
+    memory = {"mib": "peak RSS MiB"} | ({"gpu_mib": "peak GPU MiB"} if on_gpu else {})
+    titles = ["engine", "output tok/s", "total tok/s", "seconds", "load s", *memory.values()]
+    print(f"\n| {' | '.join(titles)} | runs |\n{'|---' * (len(titles) + 1)}|")
     for name, measured in done.items():
-        columns = [[run[key] for run in measured] for key in ("seconds", "load", "mib")]
-        s, load, mib = map(statistics.median, columns)
+        columns = [[run[key] for run in measured] for key in ("seconds", "load", *memory)]
+        s, load, *mibs = map(statistics.median, columns)
         speeds = f"{num_out / s:.1f} | {(num_in + num_out) / s:.1f}"
-        print(f"| {name} | {speeds} | {s:.2f} | {load:.2f} | {mib:.0f} | {len(measured)} |")
+        peaks = " | ".join(f"{mib:.0f}" for mib in mibs)
+        print(f"| {name} | {speeds} | {s:.2f} | {load:.2f} | {peaks} | {len(measured)} |")
     print()
     for peer in (name for name in done if name != "nanoserve"):
         pairs = zip(runs.get("nanoserve", []), runs[peer], strict=False)
@@ -202,8 +212,13 @@ def compare(args: Namespace, engines: list[str], scratch: Path) -> bool:
     spec_file = scratch / "spec.json"
     spec_file.write_text(json.dumps(spec))
 
-    print(f"{cpu_model()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
-    print(f"{title}, {args.dtype}, temperature {args.temperature}")
+    device = run_child("probe", spec_file)
+    if device is None:
+        return False
+    spec_file.write_text(json.dumps(spec | device))
+    speed = f"copies at {device['bandwidth'] / 1e9:.0f} GB/s"
+    print(f"{device['name']}, {speed}, Python {sys.version.split()[0]}")
+    print(f"{title}, {args.dtype}, temperature {args.temperature}, on {device['device']}")
     counts = f"{num_in} prompt tokens, {num_out} output tokens"
     print(f"{args.num_seqs} sequences, {counts}", flush=True)
     if not args.model and run_child("weights", spec_file) is None:
@@ -214,13 +229,6 @@ def compare(args: Namespace, engines: list[str], scratch: Path) -> bool:
             runs[name].append(run_child(name, spec_file))
     report(runs, num_in, num_out)
     return all(all(tried) for tried in runs.values())
-
-
-def cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return models[0] if models else "unknown CPU"
 
 
 def length_range(text: str) -> tuple[int, int]:
@@ -234,6 +242,7 @@ def parse_args() -> Namespace:
     parser = ArgumentParser(description="Tokens per second of nanoserve and its peers.")
     add = parser.add_argument
     add("--engine", default="nanoserve,transformers", help="which to run, in turns (%(default)s)")
+    add("--workload", choices=WORKLOADS, help="sets --num-seqs, lengths, shape and temperature")
     add("--shape", choices=SHAPES, default="qwen3-0.6b-8l", help="random weights (%(default)s)")
     add("--model", help="a checkpoint, instead of random weights")
     add("--num-seqs", type=int, default=64, help="prompts (%(default)s)")
@@ -241,24 +250,32 @@ def parse_args() -> Namespace:
     add("--output-len", type=length_range, default="16-128", metavar="LO-HI", help="%(default)s")
     add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
     add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
     add("--threads", type=int, help="if not given, torch chooses")
     add("--hf-batch-size", type=int, default=16, help="transformers' static batch (%(default)s)")
+    for name in NANOSERVE_OPTIONS[:3]:
+        add("--" + name.replace("_", "-"), type=int, metavar="N", help="nanoserve's option")
+    add("--enforce-eager", action="store_true", help="nanoserve without CUDA graphs")
     add("--repeat", type=int, default=1, help="runs of each engine (%(default)s)")
-    add("--run-engine", help=SUPPRESS)  # a child's job: an engine, or "weights"
+    add("--run-child", help=SUPPRESS)  # its job: "probe", "weights" or an engine
     add("--spec", help=SUPPRESS)
+    chosen = parser.parse_known_args()[0].workload
+    parser.set_defaults(**WORKLOADS.get(chosen, {}))  # what is given beside it wins
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    if args.run_engine:
+    if args.run_child:
         spec = Namespace(**json.loads(Path(args.spec).read_text()))
-        is_engine = args.run_engine != "weights"
-        print(json.dumps(measure(args.run_engine, spec) if is_engine else write_weights(spec)))
+        jobs = {"probe": probe, "weights": lambda spec: beside("peers").write_weights(spec)}
+        job = jobs.get(args.run_child, partial(measure, args.run_child))
+        print(json.dumps(job(spec)))
         return 0
     engines = args.engine.split(",")
-    if not set(engines) <= ENGINES.keys():
-        raise SystemExit(f"--engine {args.engine}: known are {', '.join(ENGINES)}")
+    known = ["nanoserve", *beside("peers").PEERS]
+    if not set(engines) <= set(known):
+        raise SystemExit(f"--engine {args.engine}: known are {', '.join(known)}")
     with tempfile.TemporaryDirectory() as scratch:
         return 0 if compare(args, engines, Path(scratch)) else 1
 

@@ -1,0 +1,288 @@
+"""How close the kernels come to what their GPU can do, as Markdown for docs/benchmarks.md.
+
+    python benchmarks/attention.py
+    TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu      tiny: does it run at all?
+
+Decode attention and the small kernels move bytes: their measure is the bandwidth of a large copy.
+Prefill attention computes: its measure is the rate of a large matrix product. Kernels are timed in
+a CUDA graph, as a decode step runs them: launching from Python would be most of a short time.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from hardware import choose_device, copy_bandwidth, describe
+
+from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.paged_attention import paged_attention
+from nanoserve.kernels.silu_and_mul import silu_and_mul
+from nanoserve.kernels.store_kv import store_kv
+
+_DTYPE = torch.bfloat16
+_ITEM = _DTYPE.itemsize
+_BLOCK_SIZE = 16
+_MAX_ROTATION = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels see of a model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    copy_bytes: int
+    matmul: int
+    shapes: tuple[Shape, ...]
+    decodes: tuple[tuple[int, int], ...]  # (batch, context)
+    prefills: tuple[tuple[int, int], ...]  # (batch, tokens of each)
+    num_tokens: tuple[int, ...]  # of the small kernels
+    num_rows: tuple[int, ...]  # of the sampler
+    rotation_bytes: int  # inputs in turns until they take this much: no cache holds them all
+
+
+SIZES = {
+    "cuda": Sizes(
+        copy_bytes=2**30,
+        matmul=8192,
+        shapes=(
+            Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151_936),
+            Shape("Llama-8B", 32, 8, 128, 4096, 14_336, 128_256),
+        ),
+        decodes=tuple(itertools.product((1, 8, 64, 256), (1000, 8000))),
+        prefills=((1, 1024), (1, 8192), (1, 32_768), (8, 1024)),
+        num_tokens=(256, 8192),
+        num_rows=(8, 256),
+        rotation_bytes=2**28,
+    ),
+    "cpu": Sizes(
+        copy_bytes=2**20,
+        matmul=64,
+        shapes=(Shape("tiny", 4, 2, 16, 32, 48, 100),),
+        decodes=((1, 20), (2, 40)),
+        prefills=((1, 20), (2, 7)),
+        num_tokens=(3,),
+        num_rows=(2,),
+        rotation_bytes=2000,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the device reaches at best; a share of it means nothing in the interpreter."""
+
+    device: str
+    bandwidth: float  # bytes per second
+    matmul: float  # FLOP per second
+
+    def share(self, rate: float, peak: float) -> str:
+        return f"{rate / peak:.0%}" if self.device == "cuda" else "-"
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    """Time of `run()`: on a GPU the median over replays of a graph of many of them."""
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    run()  # compiles
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    repeats = max(1, min(200, int(0.01 / (time.perf_counter() - start))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    times = []
+    for _ in range(15):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000 / repeats)
+    return statistics.median(times[3:])
+
+
+def in_turns(run: Callable[[int], object], num_turns: int, device: str) -> float:
+    """Time of one of `run(0)`, `run(1)`, ..., which have inputs of their own each."""
+    return seconds(lambda: [run(i) for i in range(num_turns)], device) / num_turns
+
+
+def num_turns(bytes_each: int, sizes: Sizes) -> int:
+    return max(2, min(_MAX_ROTATION, math.ceil(sizes.rotation_bytes / bytes_each)))
+
+
+def randn(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(shape, dtype=_DTYPE, device=device)
+
+
+def matmul_rate(n: int, device: str) -> float:
+    a, b = randn(n, n, device=device), randn(n, n, device=device)
+    return 2 * n**3 / seconds(lambda: a @ b, device)
+
+
+def attention(
+    shape: Shape, batch: int, context: int, query_len: int, num_layers: int, device: str
+) -> Callable[[int], torch.Tensor]:
+    """Attention of `batch` rows in one of `num_layers` caches; blocks are scattered."""
+    blocks_per_row = -(-context // _BLOCK_SIZE)
+    num_blocks = batch * blocks_per_row + 1
+    block = (shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
+    kv_caches = [randn(2, num_blocks, *block, device=device) for _ in range(num_layers)]
+    tables = 1 + torch.randperm(num_blocks - 1, device=device).int().view(batch, blocks_per_row)
+    q = randn(batch * query_len, shape.num_heads, shape.head_dim, device=device)
+    cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * query_len
+    context_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
+
+    def run(layer: int) -> torch.Tensor:
+        return paged_attention(
+            q,
+            kv_caches[layer],
+            cu_seqlens_q,
+            context_lens,
+            tables,
+            scale=shape.head_dim**-0.5,
+            num_decode_rows=batch if query_len == 1 else 0,
+            max_context_len=context,
+        )
+
+    return run
+
+
+def measure_decode(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+    """Bytes: K and V of all contexts once, queries, and outputs."""
+    for batch, context in sizes.decodes:
+        kv = 2 * batch * context * shape.num_kv_heads * shape.head_dim * _ITEM
+        num_bytes = kv + 2 * batch * shape.num_heads * shape.head_dim * _ITEM
+        layers = num_turns(kv, sizes)
+        run = attention(shape, batch, context, 1, layers, peaks.device)
+        s = in_turns(run, layers, peaks.device)
+        share = peaks.share(num_bytes / s, peaks.bandwidth)
+        yield [shape.name, batch, context, f"{s * 1e6:.1f}", f"{num_bytes / s / 1e9:.0f}", share]
+
+
+def measure_prefill(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+    """FLOP: 4 x heads x head_dim for each pair of a query and a key that it sees."""
+    for batch, n in sizes.prefills:
+        flop = 4 * shape.num_heads * shape.head_dim * batch * n * (n + 1) // 2
+        run = attention(shape, batch, n, n, 1, peaks.device)
+        s = in_turns(run, 1, peaks.device)
+        share = peaks.share(flop / s, peaks.matmul)
+        yield [shape.name, f"{batch} x {n}", f"{s * 1e3:.3f}", f"{flop / s / 1e12:.1f}", share]
+
+
+Case = tuple[str, int, int, Callable[[], Callable[[], object]]]
+
+
+def small_kernels(shape: Shape, sizes: Sizes, device: str) -> Iterator[Case]:
+    """(kernel, tokens, bytes read and written, what makes an input and the call on it)."""
+    hidden, size, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    num_all_heads = shape.num_heads + 2 * shape.num_kv_heads
+
+    def make_norm(n: int) -> Callable[[], object]:
+        x, residual = randn(n, hidden, device=device), randn(n, hidden, device=device)
+        weight = randn(hidden, device=device)
+        return lambda: add_rms_norm(x, residual, weight, 1e-6)
+
+    def make_silu(n: int) -> Callable[[], object]:
+        gate_up = randn(n, 2 * size, device=device)
+        return lambda: silu_and_mul(gate_up)
+
+    def make_store(n: int) -> Callable[[], object]:
+        heads = randn(n, num_all_heads, head_dim, device=device)
+        positions = torch.arange(n, dtype=torch.int32, device=device)
+        cos, sin = randn(n, head_dim // 2, device=device), randn(n, head_dim // 2, device=device)
+        q_weight, k_weight = randn(head_dim, device=device), randn(head_dim, device=device)
+        num_blocks = -(-n // _BLOCK_SIZE) + 1
+        block = (shape.num_kv_heads, _BLOCK_SIZE, head_dim)
+        cache = torch.zeros(2, num_blocks, *block, dtype=_DTYPE, device=device)
+        norms, slots = (q_weight, k_weight, 1e-6), positions + _BLOCK_SIZE
+        return lambda: store_kv(heads, positions, cos, sin, *norms, cache, slots)
+
+    def make_choose(n: int) -> Callable[[], object]:
+        logits = randn(n, shape.vocab_size, device=device)
+        slots = torch.arange(n, dtype=torch.int32, device=device)
+        packed = torch.from_numpy(pack_settings(0.6, 1, 0)).to(device)
+        settings = packed.repeat(n, 1)
+        return lambda: choose_tokens(logits, slots, slots, settings)
+
+    for n in sizes.num_tokens:
+        yield "add_rms_norm", n, 4 * n * hidden * _ITEM, lambda n=n: make_norm(n)
+        yield "silu_and_mul", n, 3 * n * size * _ITEM, lambda n=n: make_silu(n)
+        values = 2 * num_all_heads * head_dim + head_dim  # heads in and out; cos and sin
+        yield "store_kv", n, n * values * _ITEM, lambda n=n: make_store(n)
+    for n in sizes.num_rows:
+        yield "choose_tokens", n, n * shape.vocab_size * _ITEM, lambda n=n: make_choose(n)
+
+
+def measure_small(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+    """Bytes: inputs and outputs once. Inputs alternate, so that a cache does not help."""
+    for name, n, num_bytes, make in small_kernels(shape, sizes, peaks.device):
+        calls = [make() for _ in range(num_turns(num_bytes, sizes))]
+        s = in_turns(lambda i, calls=calls: calls[i](), len(calls), peaks.device)
+        share = peaks.share(num_bytes / s, peaks.bandwidth)
+        yield [shape.name, name, n, f"{s * 1e6:.1f}", f"{num_bytes / s / 1e9:.0f}", share]
+
+
+TABLES = {
+    "Decode attention": (
+        ["shape", "batch", "context", "us", "GB/s", "of a copy"],
+        measure_decode,
+    ),
+    "Prefill attention": (
+        ["shape", "tokens", "ms", "TFLOP/s", "of a matrix product"],
+        measure_prefill,
+    ),
+    "Small kernels": (
+        ["shape", "kernel", "tokens", "us", "GB/s", "of a copy"],
+        measure_small,
+    ),
+}
+
+
+def main() -> None:
+    parser = ArgumentParser(description="Speed of the kernels, as Markdown tables.")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    device = choose_device(parser.parse_args().device)
+    sizes = SIZES[device]
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth(device, sizes.copy_bytes)
+    peaks = Peaks(device, bandwidth, matmul_rate(sizes.matmul, device))
+    print(f"{describe(device)}, torch {torch.__version__}, triton {triton.__version__}.")
+    print(f"bfloat16, KV blocks of {_BLOCK_SIZE} tokens, each time for one layer.")
+    print(f"A copy of {sizes.copy_bytes / 2**20:.0f} MiB: {bandwidth / 1e9:.0f} GB/s. ", end="")
+    print(f"A matrix product of {sizes.matmul}^3: {peaks.matmul / 1e12:.1f} TFLOP/s.")
+    if device == "cpu":
+        print("In the interpreter these numbers say nothing.")
+    for title, (columns, measure_shape) in TABLES.items():
+        print(f"\n{title}. {measure_shape.__doc__}")
+        print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+        for shape in sizes.shapes:
+            for row in measure_shape(shape, sizes, peaks):
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
