@@ -53,7 +53,7 @@ def on_device(array: np.ndarray) -> torch.Tensor:
 def choose(logits: torch.Tensor, temperature: float, seed: int = 0, position: int = 0) -> list[int]:
     """Every row by the same settings, at positions from `position` on."""
     rows = np.arange(len(logits))
-    settings = torch.from_numpy(pack_settings(temperature, seed, stream=0)).view(1, 4).to(DEVICE)
+    settings = torch.from_numpy(pack_settings(temperature, seed, stream=0)).view(1, 8).to(DEVICE)
     return choose_tokens(logits, on_device(0 * rows), on_device(position + rows), settings).tolist()
 
 
@@ -97,6 +97,25 @@ def test_greedy_and_random_rows_share_a_step_of_several_parts(dtype: torch.dtype
     row_slots = rng.permutation(32)[:24]
     assert 0 < (slots.temperatures[row_slots] > 0).sum() < 24
     assert_chosen_as_by_torch(logits, slots, row_slots, rng.integers(0, 2**20, 24))
+
+
+def test_random_rows_draw_nothing_below_their_border() -> None:
+    rng = np.random.default_rng(2)
+    logits = torch.from_numpy(rng.standard_normal((40, 6_000))).float().to(DEVICE)
+    slots = Slots(rng, num_slots=40, greedy_share=0.2)
+    positions = rng.integers(0, 2**20, 40)
+    borders = torch.from_numpy(rng.choice([-np.inf, 0.0, 1.0, 4.0], 40)).float()
+    is_random = torch.from_numpy(slots.temperatures > 0)
+    largest = logits.cpu().amax(dim=1) / torch.from_numpy(slots.temperatures)
+    borders = torch.minimum(borders, largest)  # never above all of a row
+
+    rows = on_device(np.arange(40))
+    chosen = choose_tokens(logits, rows, on_device(positions), slots.packed(), borders.to(DEVICE))
+    scores = slots.scores(logits, np.arange(40), positions)
+    quotients = logits.cpu() / torch.from_numpy(slots.temperatures).unsqueeze(1)
+    is_below = is_random.unsqueeze(1) & (quotients < borders.unsqueeze(1))
+    assert is_below.any()
+    assert chosen.tolist() == scores.masked_fill(is_below, -torch.inf).argmax(dim=1).tolist()
 
 
 @triton.jit
@@ -149,7 +168,7 @@ def test_each_part_of_the_settings_changes_the_draws() -> None:
     rows = np.arange(24)
     draws = set()
     for seed, stream in ((5, 0), (5 + 2**32, 0), (5, 1), (5, 2**32 - 1)):
-        settings = torch.from_numpy(pack_settings(1.0, seed, stream)).view(1, 4).to(DEVICE)
+        settings = torch.from_numpy(pack_settings(1.0, seed, stream)).view(1, 8).to(DEVICE)
         chosen = choose_tokens(logits, on_device(0 * rows), on_device(rows), settings)
         draws.add(tuple(chosen.tolist()))
         assert len(set(chosen.tolist())) > 12  # positions, too
@@ -158,12 +177,15 @@ def test_each_part_of_the_settings_changes_the_draws() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**63, 2**64 - 1, 2**64 + 7])
 def test_packed_settings_unpack(seed: int) -> None:
-    packed = pack_settings(0.7, seed, stream=2**32 - 1)
+    packed = pack_settings(0.7, seed, stream=2**32 - 1, top_k=2**31 - 1, top_p=0.9, min_p=0.01)
     assert packed.dtype == np.int32
-    temperature, low, high, stream = packed.view(np.uint32)
+    temperature, low, high, stream, top_k, top_p, min_p, _ = packed.view(np.uint32)
     assert temperature.view(np.float32) == np.float32(0.7)
     assert int(low) + (int(high) << 32) == seed % 2**64
     assert stream == 2**32 - 1
+    assert top_k == 2**31 - 1
+    assert top_p.view(np.float32) == np.float32(0.9)
+    assert min_p.view(np.float32) == np.float32(0.01)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +196,10 @@ def test_packed_settings_unpack(seed: int) -> None:
         ({"logits": torch.zeros(7, 2).T}, "logits"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions"),
-        ({"settings": torch.zeros(2, 3, dtype=torch.int32)}, "settings"),
-        ({"settings": torch.zeros(2, 4)}, "settings"),
+        ({"settings": torch.zeros(2, 4, dtype=torch.int32)}, "settings"),
+        ({"settings": torch.zeros(2, 8)}, "settings"),
+        ({"borders": torch.zeros(1)}, "borders"),
+        ({"borders": torch.zeros(2, dtype=torch.bfloat16)}, "borders"),
     ],
 )
 def test_wrong_shapes_and_dtypes_are_refused(change: dict, message: str) -> None:
@@ -183,7 +207,7 @@ def test_wrong_shapes_and_dtypes_are_refused(change: dict, message: str) -> None
         "logits": torch.zeros(2, 7),
         "slots": torch.zeros(2, dtype=torch.int32),
         "positions": torch.zeros(2, dtype=torch.int32),
-        "settings": torch.zeros(2, 4, dtype=torch.int32),
+        "settings": torch.zeros(2, 8, dtype=torch.int32),
     }
     with pytest.raises(ValueError, match=message):
         choose_tokens(**(arguments | change))

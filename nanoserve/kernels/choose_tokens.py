@@ -5,6 +5,7 @@ log E), with the noise computed where it is used: from the same hash of (seed, p
 token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
 once and nothing of their size is written. One program takes a part of one row's vocabulary, since
 the few rows of a step alone would leave most of a GPU idle; a second kernel picks the best part.
+Rows with a top-k, top-p or min-p filter bring its border, see `filter_logits.py`.
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+SETTINGS_WORDS = tl.constexpr(8)  # of a slot: 32 bytes
 _PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
 
 # The constants of the hash, as in `nanoserve/sampling/noise.py`.
@@ -20,29 +22,50 @@ _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B)
 
 
-def pack_settings(temperature: float, seed: int, stream: int) -> np.ndarray:
-    """A slot's row of `settings`, int32 [4]: bits of the temperature, seed in two halves, stream.
+def pack_settings(
+    temperature: float,
+    seed: int,
+    stream: int,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> np.ndarray:
+    """A slot's row of `settings`, int32 [8]: bits of the temperature, seed in two halves, stream,
+    top_k, bits of top_p and min_p, nothing.
 
-    temperature 0 is greedy; of a seed, the lower 64 bits count.
+    temperature 0 is greedy; of a seed, the lower 64 bits count. top_k <= 0, top_p = 1 and min_p = 0
+    are off.
     """
-    words = np.array([0, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream], dtype=np.uint32)
-    words[0] = np.float32(temperature).view(np.uint32)
+    words = np.zeros(SETTINGS_WORDS.value, dtype=np.uint32)
+    words[1:5] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream, max(top_k, 0)
+    words[[0, 5, 6]] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.uint32)
     return words.view(np.int32)
 
 
 def choose_tokens(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, settings: torch.Tensor
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    settings: torch.Tensor,
+    borders: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Token ids, int64 [num_rows].
 
     logits: [num_rows, vocab_size], any float dtype, rows any stride apart; left as they are.
     slots: int32 [num_rows], the row of `settings` that a row of logits goes by.
     positions: int32 [num_rows], the position that the new token will have.
-    settings: int32 [num_slots, 4], rows by `pack_settings`.
+    settings: int32 [num_slots, 8], rows by `pack_settings`.
+    borders: float32 [num_rows], from `filter_borders`, if any row of the step has a filter: rows
+        that sample draw nothing whose logit / temperature is below.
     Of equal scores the lowest id wins, so a row without any finite logit gives 0.
     """
-    _check(logits, slots, positions, settings)
+    check_logits(logits)
     num_rows, vocab_size = logits.shape
+    check_tensor("slots", slots, torch.int32, num_rows)
+    check_tensor("positions", positions, torch.int32, num_rows)
+    check_tensor("settings", settings, torch.int32, len(settings), SETTINGS_WORDS.value)
+    if borders is not None:
+        check_tensor("borders", borders, torch.float32, num_rows)
     part = min(_PART, triton.next_power_of_2(vocab_size))
     num_parts = triton.cdiv(vocab_size, part)
     best_scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
@@ -53,6 +76,7 @@ def choose_tokens(
         slots,
         positions,
         settings,
+        borders,
         best_scores,
         best_ids,
         logits.stride(0),
@@ -66,25 +90,22 @@ def choose_tokens(
     return token_ids
 
 
-def _check(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, settings: torch.Tensor
-) -> None:
+def check_logits(logits: torch.Tensor) -> None:
+    """ValueError unless they are [num_rows, vocab_size] with contiguous rows."""
     if logits.ndim != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError(
             f"logits of shape {list(logits.shape)} and strides {list(logits.stride())} are no "
             f"[num_rows, vocab_size] with contiguous rows"
         )
-    num_rows = logits.shape[0]
-    for name, tensor, shape in (
-        ("slots", slots, (num_rows,)),
-        ("positions", positions, (num_rows,)),
-        ("settings", settings, (settings.shape[0], 4)),
-    ):
-        if tensor.shape != shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be a contiguous int32 {list(shape)}; it is {tensor.dtype} "
-                f"{list(tensor.shape)} with strides {list(tensor.stride())}"
-            )
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """ValueError unless it is contiguous and has this dtype and shape."""
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} {list(shape)}; it is {tensor.dtype} "
+            f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
 
 
 # Slots and positions lie anywhere in a step's buffer of integers: specialising on their alignment
@@ -95,6 +116,7 @@ def _best_of_parts(
     slots,
     positions,
     settings,
+    borders,
     best_scores,
     best_ids,
     row_stride,
@@ -108,11 +130,14 @@ def _best_of_parts(
     scores = tl.load(address, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
     # Not-a-number never wins: compared with it, even the padding might, whose ids are no tokens.
     scores = tl.where(scores == scores, scores, -float("inf"))
-    slot_settings = settings + tl.load(slots + row) * 4
+    slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS
     temperature = tl.load(slot_settings).to(tl.float32, bitcast=True)
     if temperature > 0:
         key = _row_key(slot_settings, tl.load(positions + row))
-        scores = scores / temperature - _log_exponential(key, token_ids)
+        scores = scores / temperature
+        if borders is not None:
+            scores = tl.where(scores >= tl.load(borders + row), scores, -float("inf"))
+        scores = scores - _log_exponential(key, token_ids)
     score, index = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
     result = row * tl.num_programs(1) + part
     tl.store(best_scores + result, score)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling_params import SamplingParams, SlotParams
+from nanoserve.sampling_params import SlotParams
 
 if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor
@@ -21,6 +21,8 @@ class Sampler:
     that want log-probabilities are special: they are taken out and worked on together, by a module
     that is loaded when the first of them comes. Nobody pays for what only a neighbour wants.
     """
+
+    _chooses_at_random = False  # whether `_choose` gives rows that sample their token, too
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class Sampler:
         params = change.params
         wants_logprobs = (params.logprobs, params.prompt_logprobs) != (None, None)
         is_changed = params.changes_logits or self._processes_all
-        is_special = wants_logprobs or is_changed or self._is_drawn_specially(params)
+        is_chosen = params.is_greedy or self._chooses_at_random
+        is_special = wants_logprobs or is_changed or not is_chosen
         if is_special and self._special is None:
             from nanoserve.sampling.special_rows import SpecialRows
 
@@ -56,7 +59,7 @@ class Sampler:
         logits: [num_rows, vocab_size], in the model's dtype; they are left as they are. slots and
         positions: [num_rows], the row's slot and the position that its new token will have.
         """
-        token_ids = self._choose(logits)
+        token_ids = self._choose(logits, slots)
         rows = np.flatnonzero(self._is_special[slots])
         if not len(rows):
             return token_ids, None
@@ -82,10 +85,6 @@ class Sampler:
         """For prompt rows `hidden` [num_rows, hidden_size] and the tokens that follow them."""
         return self._special.prompt_logprobs(hidden, next_ids, slots, compute_logits)
 
-    def _is_drawn_specially(self, params: SamplingParams) -> bool:
-        """Whether `_choose` does not give a row with these temperature and filters its token."""
-        return not params.is_greedy
-
-    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """What every row gets at first, and most rows keep."""
         return logits.argmax(dim=-1)
