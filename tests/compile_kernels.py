@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,7 +25,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from nanoserve.kernels.add_rms_norm import add_rms_norm
-from nanoserve.kernels.choose_tokens import choose_tokens
+from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
@@ -78,10 +80,12 @@ def _store_kv(num_tokens: int, head_dim: int, dtype: torch.dtype, has_norm: bool
     store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers)
 
 
-def _choose_tokens(vocab_size: int, dtype: torch.dtype) -> None:
+def _choose_tokens(vocab_size: int, dtype: torch.dtype, is_filtered: bool) -> None:
     integers = torch.zeros(4, dtype=torch.int32)
-    settings = torch.zeros(4, 4, dtype=torch.int32)
-    choose_tokens(torch.zeros(4, vocab_size, dtype=dtype), integers, integers, settings)
+    settings = torch.from_numpy(np.stack([pack_settings(1.0, 0, 0)] * 4))
+    logits = torch.zeros(4, vocab_size, dtype=dtype)
+    borders = filter_borders(logits, integers, settings) if is_filtered else None
+    choose_tokens(logits, integers, integers, settings, borders)
 
 
 def _add_rms_norm(hidden: int, dtype: torch.dtype) -> None:
@@ -102,9 +106,9 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
             for has_norm in (True, False):
                 label = f"store_kv {dtype} tokens={num_tokens} head_dim={head_dim} norm={has_norm}"
                 cases.append((label, partial(_store_kv, num_tokens, head_dim, dtype, has_norm)))
-        for vocab_size in (2048, 151_936):
-            case = partial(_choose_tokens, vocab_size, dtype)
-            cases.append((f"choose_tokens {dtype} vocab={vocab_size}", case))
+        for vocab_size, is_filtered in ((2048, True), (151_936, True), (151_936, False)):
+            label = f"choose_tokens {dtype} vocab={vocab_size} filtered={is_filtered}"
+            cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
     return [(label.replace("torch.", ""), call) for label, call in cases]
 
 

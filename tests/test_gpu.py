@@ -310,7 +310,7 @@ def test_choose_tokens(num_rows: int, vocab_size: int, dtype: torch.dtype, seed:
     temperatures = np.where(slots % 3, rng.uniform(0.3, 1.5, num_slots)[slots], 0)
     temperatures = temperatures.astype(np.float32)
     seeds, streams = rng.integers(0, 2**64, num_rows, dtype=np.uint64), slots.astype(np.uint32) % 4
-    settings = np.zeros((num_slots, 4), dtype=np.int32)
+    settings = np.zeros((num_slots, 8), dtype=np.int32)
     for i, slot in enumerate(slots):
         settings[slot] = pack_settings(float(temperatures[i]), int(seeds[i]), int(streams[i]))
     on_device = (torch.from_numpy(x).to(DEVICE) for x in (slots, positions, settings))

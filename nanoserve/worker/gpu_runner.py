@@ -46,6 +46,7 @@ class GPURunner(ModelRunner):
             self._load(path)
             self._make_room(self._decide_num_kv_blocks(allocated_before))
             self._allocate()
+            self._run_worst_case()  # whatever the pool was sized by: it fits, and all is compiled
             self._capture()
 
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
@@ -150,15 +151,18 @@ class GPURunner(ModelRunner):
         header = self._copy_in_dummies(num_new_tokens[::-1])
         hidden = self._forward(self.device_batch, header)
         logits = self.model.compute_logits(hidden[:rows])
-        demanding = SamplingParams(
-            top_p=0.9, repetition_penalty=1.1, logprobs=self.config.max_logprobs
-        )
         sampler = FusedSampler(rows, self.model_config.vocab_size, self.context.device)
         sampler.tensors = self.device_batch
-        for slot in range(rows):
-            sampler.set_slot(SlotParams(slot, demanding, seed=slot))
         slots = np.arange(rows)
-        sampler.sample(logits, slots, slots)
+        # The last is the most that a request can ask for; the others compile their kernels.
+        for params in (
+            SamplingParams(),
+            SamplingParams(top_p=0.9),
+            SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=self.config.max_logprobs),
+        ):
+            for slot in slots.tolist():
+                sampler.set_slot(SlotParams(slot, params, seed=slot))
+            sampler.sample(logits, slots, slots)
 
     def _measure_graphs(self) -> int:
         """Bytes that the graphs take, by capturing them; they are dropped again."""
