@@ -231,7 +231,7 @@ def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     )
     context = LayerContext(attention=CapturableAttention())
     Runner(config, ModelConfig.from_checkpoint(checkpoint), checkpoint, context, FakeCuda())
-    assert shapes == [(30, 4, 0)]
+    assert set(shapes) == {(30, 4, 0)}
 
 
 MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=GIB, graphs=GIB)
