@@ -526,8 +526,8 @@ def test_the_pool_fits_and_close_returns_the_memory(enforce_eager, checkpoint, a
 
 def test_too_little_memory_is_told_and_leaves_nothing(checkpoint: Path, allocated) -> None:
     tensors, reserved = allocated()
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.0001 of .* GiB") as caught:
-        LLM(checkpoint, device="cuda", skip_tokenizer_init=True, gpu_memory_utilization=0.0001)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=1e-06 of .* GiB") as caught:
+        LLM(checkpoint, device="cuda", skip_tokenizer_init=True, gpu_memory_utilization=1e-6)
     assert "no memory is left for KV blocks" in str(caught.value)
     del caught  # it holds the frames, and they hold the runner
     tensors_after, reserved_after = allocated()

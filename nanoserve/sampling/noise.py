@@ -12,8 +12,9 @@ import torch
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
 _LAST_SHIFT = 16
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over all bits
-# Elements that a pass works on at once: the buffers then stay inside the processor's L2 cache.
-_ELEMENTS_AT_ONCE = 1 << 16
+# Elements that a pass works on at once. On a CPU the buffers then stay inside the L2 cache; a GPU
+# wants few launches.
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 23}
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray, streams: np.ndarray) -> np.ndarray:
@@ -45,7 +46,8 @@ class ExponentialRace:
         token_ids = torch.arange(vocab_size, dtype=torch.int64)
         weyl = (token_ids * _WEYL) & 0xFFFFFFFF
         self._token_keys = _as_int32(weyl).to(device)
-        self._hash = torch.empty(_ELEMENTS_AT_ONCE, dtype=torch.int32, device=device)
+        self._at_once = _ELEMENTS_AT_ONCE[device.type]
+        self._hash = torch.empty(self._at_once, dtype=torch.int32, device=device)
         self._shifted = torch.empty_like(self._hash)
         self._exponential = torch.empty_like(self._hash, dtype=torch.float32)
 
@@ -53,7 +55,7 @@ class ExponentialRace:
         """Token ids [num_rows] for float32 logits [num_rows, vocab_size], which are overwritten."""
         row_keys = torch.from_numpy(keys).to(logits.device).unsqueeze(1)
         num_rows, vocab_size = logits.shape
-        width = max(1, _ELEMENTS_AT_ONCE // num_rows)
+        width = max(1, self._at_once // num_rows)
         for start in range(0, vocab_size, width):
             part = logits[:, start : start + width]
             part -= self._log_exponential(row_keys, start, part.shape[1])

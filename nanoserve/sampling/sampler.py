@@ -46,7 +46,7 @@ class Sampler:
         if is_special and self._special is None:
             from nanoserve.sampling.special_rows import SpecialRows
 
-            self._special = SpecialRows(*self._settings)
+            self._special = SpecialRows(*self._settings, draws=not self._chooses_at_random)
         if self._special is not None:
             self._special.set_slot(change)
         self._is_special[change.slot] = is_special

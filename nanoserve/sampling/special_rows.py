@@ -27,7 +27,10 @@ class SpecialRows:
         vocab_size: int,
         device: torch.device,
         processors: "Sequence[BatchProcessor]" = (),
+        draws: bool = True,
     ) -> None:
+        """`draws` is False if rows whose logits stay as they are come with their token drawn."""
+        self._draws = draws
         self._random_settings = (num_slots, vocab_size, device)
         self._processors = processors
         self._rows_at_once = num_slots
@@ -66,21 +69,21 @@ class SpecialRows:
     def sample(
         self,
         logits: torch.Tensor,
-        most_likely: torch.Tensor,
+        chosen: torch.Tensor,
         slots: np.ndarray,
         positions: np.ndarray,
     ) -> torch.Tensor:
         """Token ids [num_rows], for logits [num_rows, vocab_size], which are left as they are.
 
-        `most_likely` [num_rows] is what rows keep that only want log-probabilities.
+        `chosen` [num_rows] is what rows keep that only want log-probabilities.
         """
         with_state, at_random = self._has_state[slots], self._is_random[slots]
-        rows = np.flatnonzero(with_state | at_random)
+        rows = np.flatnonzero(with_state | (at_random & self._draws))
         if not len(rows):
-            return most_likely
+            return chosen
         index = torch.from_numpy(rows).to(logits.device)
         changed = self._process(logits[index].float(), slots[rows])
-        token_ids = most_likely.clone()
+        token_ids = chosen.clone()
         token_ids[index] = changed.argmax(dim=-1)
         drawn = np.flatnonzero(at_random[rows])
         if len(drawn):

@@ -2,9 +2,16 @@
 
 import gc
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: torch's own default belongs to the first device that captured."""
+    return torch.cuda.Stream(device)
 
 
 class Cuda:
@@ -35,7 +42,8 @@ class Cuda:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": another engine's thread may go on allocating meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        stream = _capture_stream(self.device)
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             output = forward()
         return graph.replay, output
 

@@ -84,13 +84,16 @@ class DecodeGraphs:
         """The smallest captured size that holds `num_rows`."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
-    def capture(self, cuda: Cuda, forward: Callable[[int], torch.Tensor]) -> None:
+    def capture(
+        self, cuda: Cuda, forward: Callable[[int], torch.Tensor], *, shows_progress: bool = True
+    ) -> None:
         """Record `forward(num_rows)`, which returns hidden states, at every size.
 
         The largest first: the smaller ones then fit into the memory that it has left behind.
         """
         pool = cuda.graph_pool()
-        for size in tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", unit="graph"):
+        sizes = self.sizes[::-1]
+        for size in tqdm(sizes, "Capturing CUDA graphs", disable=not shows_progress):
             replay, output = cuda.capture(lambda size=size: forward(size), pool)
             self._replays[size], self._outputs[size] = replay, output
 

@@ -5,6 +5,7 @@ Decode steps replay a captured graph that reads this buffer; LM head and samplin
 are launched while the graph still runs. The sampled ids are the only thing copied back.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +42,17 @@ class GPURunner(ModelRunner):
         if context.attention.capturable and not config.enforce_eager:
             self.graphs = DecodeGraphs(graph_sizes(config.max_num_seqs))
         self._done = self.cuda.event()
+        if config.max_model_len is not None:  # to be refused before the weights are read
+            most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
+            config.resolve_max_model_len(model_config.max_position_embeddings, most)
         with self.cuda.guard():
             allocated_before = self.cuda.allocated()
             self._load(path)
             self._make_room(self._decide_num_kv_blocks(allocated_before))
             self._allocate()
-            self._run_worst_case()  # whatever the pool was sized by: it fits, and all is compiled
+            if self._has_explicit_pool:
+                self._run_worst_case()  # or this raises now, and not in the middle of serving
+            self._compile()
             self._capture()
 
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
@@ -94,21 +100,29 @@ class GPURunner(ModelRunner):
         self._device_memory[:used].copy_(host, non_blocking=True)
 
     @torch.inference_mode()
-    def _capture(self) -> None:
+    def _compile(self) -> None:
+        """Run the kernels' variants that the worst case has not run, none of them while serving."""
+        most = self.config.max_num_seqs
+        self._copy_in_dummies(np.ones(most, dtype=np.int32))
+        for num_rows, max_context_len in ((1, self.max_model_len), (1, 1), (most, 1)):
+            self._decode(num_rows, max_context_len)
+
+    @torch.inference_mode()
+    def _capture(self, shows_progress: bool = True) -> None:
         if self.graphs is None:
             return
-        largest = np.ones(self.graphs.sizes[-1], dtype=np.int32)
-        self._copy_in_dummies(largest)
-        self.graphs.capture(self.cuda, self._decode)
+        self._copy_in_dummies(np.ones(self.graphs.sizes[-1], dtype=np.int32))
+        forward = partial(self._decode, max_context_len=self.max_model_len)
+        self.graphs.capture(self.cuda, forward, shows_progress=shows_progress)
 
-    def _decode(self, num_rows: int) -> torch.Tensor:
+    def _decode(self, num_rows: int, max_context_len: int) -> torch.Tensor:
         """What a graph records: `num_rows` of one token, of contexts up to the longest."""
         header = dict.fromkeys(HEADER, 0) | {
             "num_rows": num_rows,
             "num_tokens": num_rows,
             "num_decode_rows": num_rows,
             "max_query_len": 1,
-            "max_context_len": self.max_model_len,
+            "max_context_len": max_context_len,
         }
         return self._forward(self.device_batch, header)
 
@@ -119,10 +133,16 @@ class GPURunner(ModelRunner):
         self._copy_in(self.batches[0], header["num_rows"])
         return header
 
+    @property
+    def _has_explicit_pool(self) -> bool:
+        config = self.config
+        return config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None
+
     def _decide_num_kv_blocks(self, allocated_before: int) -> int:
         """What the configuration fixes, or what is left when everything else has its memory."""
         config, model_config = self.config, self.model_config
-        if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        if self._has_explicit_pool:
+            self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
             return decide_num_kv_blocks(config, model_config, memory_bytes=free)
         # A pool of one block will do: all rows of the profile are dummies. The buffers are those
@@ -151,14 +171,17 @@ class GPURunner(ModelRunner):
         header = self._copy_in_dummies(num_new_tokens[::-1])
         hidden = self._forward(self.device_batch, header)
         logits = self.model.compute_logits(hidden[:rows])
-        sampler = FusedSampler(rows, self.model_config.vocab_size, self.context.device)
+        vocab_size, most_logprobs = self.model_config.vocab_size, self.config.max_logprobs
+        sampler = FusedSampler(rows, vocab_size, self.context.device)
         sampler.tensors = self.device_batch
         slots = np.arange(rows)
         # The last is the most that a request can ask for; the others compile their kernels.
         for params in (
             SamplingParams(),
             SamplingParams(top_p=0.9),
-            SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=self.config.max_logprobs),
+            SamplingParams(
+                top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
+            ),
         ):
             for slot in slots.tolist():
                 sampler.set_slot(SlotParams(slot, params, seed=slot))
@@ -170,7 +193,7 @@ class GPURunner(ModelRunner):
             return 0
         self.cuda.release_unused()
         free_before, _ = self.cuda.memory_info()
-        self._capture()
+        self._capture(shows_progress=False)
         free, _ = self.cuda.memory_info()
         self.graphs = DecodeGraphs(self.graphs.sizes)
         self.cuda.release_unused()

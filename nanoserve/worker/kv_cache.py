@@ -91,8 +91,8 @@ class GPUMemory:
         if missing > 0:
             raise ValueError(
                 f"{_gib(missing)} are missing: {told}, so {num_blocks} KV blocks would fit, but "
-                f"only {_gib(self.free)} are free. Other processes, or other engines of this one, "
-                f"hold the rest; lower gpu_memory_utilization"
+                f"only {_gib(self.free)} are free. Other processes, other engines of this one, or "
+                f"CUDA itself hold the rest; lower gpu_memory_utilization"
             )
         return num_blocks
 
