@@ -63,7 +63,7 @@ def store_kv(
         block_size,
         block_tokens,
         block_pairs,
-        num_warps=min(max(block_tokens * block_pairs // 256, 1), 8),
+        num_warps=min(max(block_tokens * block_pairs // 128, 1), 8),
     )
     return q
 
