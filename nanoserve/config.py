@@ -58,7 +58,7 @@ class EngineConfig:
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
 
     @classmethod
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
@@ -69,7 +69,10 @@ class EngineConfig:
         return cls(model=str(model), **options)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            *("max_num_seqs", "max_num_batched_tokens", "block_size"),
+            "tensor_parallel_size",
+        ):
             _check_int(name, getattr(self, name), minimum=1)
         # A sequence is at least a token of prompt and one of output.
         minima = {"max_model_len": 2, "num_kv_blocks": 1, "kv_cache_memory_bytes": 1}
@@ -108,10 +111,6 @@ class EngineConfig:
         _require(
             isinstance(share, (int, float)) and 0 < share <= 1,
             f"gpu_memory_utilization={share!r} must be a number in (0, 1]",
-        )
-        _require(
-            self.tensor_parallel_size == 1,
-            f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far",
         )
         _require(
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,

@@ -17,7 +17,7 @@ from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.tokenizer import Message, Tokenizer
-from nanoserve.worker.device import make_runner
+from nanoserve.worker.device import make_executor
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
@@ -44,8 +44,8 @@ class LLM:
         SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
         # The weights come last: whatever can be refused is refused before they are read.
         tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or path)
-        runner = make_runner(config, model_config, path)
-        self.engine = LLMEngine(config, model_config, runner, tokenizer)
+        executor = make_executor(config, model_config, path)
+        self.engine = LLMEngine(config, model_config, executor, tokenizer)
         self._request_ids = map(str, count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request: what is not yet read
 

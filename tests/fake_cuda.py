@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 GIB = 2**30
@@ -31,9 +32,19 @@ class FakeCuda:
         self.total, self.free, self.graph_bytes = total, free, graph_bytes
         self.events: list[str] = []
         self.peak = 0
+        self.own: dict[int, torch.Tensor] = {}  # by address: page-locked from the start
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype)
+        memory = torch.zeros(*shape, dtype=dtype)
+        self.own[memory.data_ptr()] = memory
+        return memory
+
+    def page_lock(self, memory: np.ndarray) -> None:
+        if memory.ctypes.data not in self.own:
+            self.events.append(f"lock {memory.nbytes}")
+
+    def unlock(self) -> None:
+        self.events.append("unlock")
 
     def event(self) -> FakeEvent:
         return FakeEvent()

@@ -366,7 +366,7 @@ def test_a_closed_engine_refuses_requests_and_has_dropped_its_own(checkpoint: Pa
         ({"gpu_memory_utilization": math.nan}, ["gpu_memory_utilization=nan", "(0, 1]"]),
         ({"gpu_memory_utilization": "0.9"}, ["gpu_memory_utilization='0.9'", "(0, 1]"]),
         ({"enable_prefix_caching": "false"}, ["enable_prefix_caching='false'"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2", "only 1"]),
+        ({"tensor_parallel_size": 2.0}, ["tensor_parallel_size=2.0"]),
         ({"tensor_parallel_size": 0}, ["tensor_parallel_size=0"]),
         ({"max_model_length": 32}, ["max_model_length", "max_model_len"]),
     ],

@@ -8,6 +8,7 @@ buffers, sampling settings and the sizing of the pool are tested end to end.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
@@ -200,6 +201,21 @@ def test_close_lets_go_of_everything(checkpoint: Path) -> None:
         "_token_ids"
     ]  # page-locked, a few hundred bytes
     assert runner.graphs is runner.model is runner.kv_cache is None
+
+
+def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoint: Path) -> None:
+    cuda = FakeCuda()
+    engine = make_engine(checkpoint, cuda, max_num_seqs=2)
+    runner = engine.executor
+    assert not [event for event in cuda.events if event.startswith("lock")]
+    num_bytes = 2 * runner.batches[0].layout.num_bytes
+    memory = np.zeros(num_bytes, dtype=np.uint8)
+    runner.use_memory(memory)
+    assert cuda.events[-1] == f"lock {num_bytes}"
+    run(engine, [([1, 2, 3], GREEDY)])
+    assert memory.any()
+    engine.close()
+    assert cuda.events[-2:] == ["unlock", "release"]
 
 
 # ---------------------------------------------------------------- the size of the pool

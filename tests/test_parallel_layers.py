@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.loader import load_weights
+from nanoserve.worker.process_group import join_group
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ def on_ranks(size: int, work: Callable[[LayerContext], T]) -> list[T]:
     def one_rank(rank: int) -> T:
         group = None
         if size > 1:
-            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+            group = join_group(rank, size, store, torch.device("cpu"))
         return work(LayerContext(tp=TensorParallel(rank, size, group)))
 
     with ThreadPoolExecutor(size) as threads:
@@ -174,8 +174,9 @@ def test_a_parallel_head_gathers_the_logits_of_the_whole_vocabulary(
             fill(head, "lm_head", {"lm_head.weight": weight})
         return head(X)
 
-    for logits in on_ranks(size, work):
-        torch.testing.assert_close(logits, F.linear(X, weight))
+    logits, *others = on_ranks(size, work)
+    torch.testing.assert_close(logits, F.linear(X, weight))
+    assert others == [None] * (size - 1)  # only rank 0 samples, so only it needs them
 
 
 @SIZES
@@ -201,8 +202,8 @@ def test_a_whole_model_split_over_ranks_has_the_logits_of_transformers(
 
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
-    for logits in on_ranks(size, work):
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    logits, *_ = on_ranks(size, work)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------- what does not divide
@@ -249,3 +250,8 @@ def test_heads_that_the_ranks_cannot_share_are_refused(
     }
     with pytest.raises(ValueError, match=told):
         Qwen3ForCausalLM(ModelConfig.from_hf(config, {}), context_of(0, size))
+
+
+def test_ranks_agree_on_the_least_that_one_of_them_has() -> None:
+    assert on_ranks(4, lambda context: context.tp.smallest(100 - context.tp.rank)) == [97] * 4
+    assert TensorParallel().smallest(7) == 7

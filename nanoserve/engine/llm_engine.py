@@ -54,7 +54,7 @@ class LLMEngine:
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
         self.observers: list[StepObserver] = []
-        self._num_arrivals = 0
+        self._num_arrivals = self._num_packed = 0
         self._rng = random.Random(config.seed)
         self._closed = False
         self.undelivered: list[RequestOutput] = []  # what the next step returns first
@@ -165,7 +165,8 @@ class LLMEngine:
         self.executor.close()
 
     def _pack(self, plan: Plan) -> Batch:
-        step = self._stats.num_steps
+        # Counts also the steps that fail: with one number, two batches could be mistaken.
+        step, self._num_packed = self._num_packed, (self._num_packed + 1) % 2**31
         batch = self.executor.batches[step % 2]
         batch.pack(plan, self.scheduler.block_tables, self.config.block_size, step)
         return batch

@@ -13,7 +13,7 @@ from nanoserve.layers.ops import TorchOps
 class TensorParallel(NamedTuple):
     """This process's place among the ranks that share a model (Shoeybi et al. 2019, Megatron-LM).
 
-    `group` is a `torch.distributed.ProcessGroup`, None on one device.
+    `group` is a `nanoserve.worker.process_group.Group`, None on one device.
     """
 
     rank: int = 0
@@ -37,17 +37,20 @@ class TensorParallel(NamedTuple):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
-            self.group.allreduce([x]).wait()
+        if self.group is not None:
+            self.group.all_reduce(x)
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors side by side along the last dimension."""
-        if self.size == 1:
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """On rank 0 the ranks' tensors side by side along the last dimension, elsewhere None."""
+        if self.group is None:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        parts = self.group.gather(x)
+        return None if parts is None else torch.cat(parts, dim=-1)
+
+    def smallest(self, value: int) -> int:
+        """What all ranks can agree on."""
+        return value if self.group is None else self.group.smallest(value)
 
 
 @dataclass(frozen=True)

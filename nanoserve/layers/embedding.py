@@ -40,11 +40,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """[num_rows, hidden] -> logits [num_rows, vocab_size]."""
+    """[num_rows, hidden] -> logits [num_rows, vocab_size] on rank 0, where sampling is done."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.tp.all_gather(F.linear(hidden, self.weight))
-        return logits[:, : self.shape[0]]
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        logits = self.tp.gather(F.linear(hidden, self.weight))
+        return None if logits is None else logits[:, : self.shape[0]]
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Share the embedding's weight, for checkpoints with `tie_word_embeddings`."""

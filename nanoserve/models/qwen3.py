@@ -147,6 +147,9 @@ class Qwen3ForCausalLM(nn.Module):
         """
         return self.model(input_ids, positions, kv_caches, metadata)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]: for the rows that are sampled only."""
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]: for the rows that are sampled only.
+
+        None on every rank but the first.
+        """
         return self.lm_head(hidden)

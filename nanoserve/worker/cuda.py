@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -19,10 +20,24 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._locked: list[np.ndarray] = []
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in page-locked host memory: copies from and to it do not wait."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def page_lock(self, memory: np.ndarray) -> None:
+        """As `pinned`, for memory that comes from elsewhere, until `unlock`."""
+        if not torch.from_numpy(memory).is_pinned():
+            lock = torch.cuda.cudart().cudaHostRegister
+            torch.cuda.check_error(int(lock(memory.ctypes.data, memory.nbytes, 0)))
+            self._locked.append(memory)
+
+    def unlock(self) -> None:
+        """Undo every `page_lock`, before the memory goes."""
+        while self._locked:
+            unlock = torch.cuda.cudart().cudaHostUnregister
+            torch.cuda.check_error(int(unlock(self._locked.pop().ctypes.data)))
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()

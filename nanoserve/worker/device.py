@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,25 +11,43 @@ import torch
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.engine.executor import Executor
+from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.ops import TorchOps
+from nanoserve.models.registry import model_class
 from nanoserve.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def make_runner(config: EngineConfig, model_config: ModelConfig, path: Path) -> ModelRunner:
-    """The runner for the device that `config` asks for.
+def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
+    """What runs the steps of an engine: one runner, or one for each rank.
 
-    Raises `ValueError` if there is no such device, or if the attention backend cannot run on it,
-    before any weight is read.
+    Raises `ValueError` if there is no such device, if the attention backend cannot run on it, or
+    if the model cannot be shared by so many ranks, before any weight is read.
     """
-    device = choose_device(config.device)
+    size = config.tensor_parallel_size
+    device = choose_device(config.device, 0, size)
+    if size == 1:
+        return make_runner(config, model_config, path, TensorParallel())
+    shape_only = LayerContext(device=torch.device("meta"), tp=TensorParallel(0, size))
+    model_class(model_config.architecture)(model_config, shape_only)
+    from nanoserve.worker.tensor_parallel import TensorParallelExecutor
+
+    make = partial(make_runner, config, model_config, path)
+    return TensorParallelExecutor(config, path, device, make)
+
+
+def make_runner(
+    config: EngineConfig, model_config: ModelConfig, path: Path, tp: TensorParallel
+) -> ModelRunner:
+    """The runner of one rank."""
+    device = choose_device(config.device, tp.rank, tp.size)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
-    context = LayerContext(dtype, device, attention=attention, ops=ops)
+    context = LayerContext(dtype, device, tp, attention, ops)
     if device.type == "cpu":
         return ModelRunner(config, model_config, path, context)
     from nanoserve.worker.gpu_runner import GPURunner
@@ -36,14 +55,20 @@ def make_runner(config: EngineConfig, model_config: ModelConfig, path: Path) -> 
     return GPURunner(config, model_config, path, context)
 
 
-def choose_device(asked: str) -> torch.device:
-    """`asked` is "auto", "cpu" or "cuda"; a CUDA device is the caller's current one."""
+def choose_device(asked: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """`asked` is "auto", "cpu" or "cuda". Rank i of several takes GPU i, one rank the current."""
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
         raise ValueError(f"device='cuda', but torch {torch.__version__} sees no NVIDIA GPU")
     if asked == "cpu" or not has_cuda:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if num_ranks == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    if num_ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks}, but there are {torch.cuda.device_count()} GPUs"
+        )
+    return torch.device("cuda", rank)
 
 
 def choose_attention_backend(

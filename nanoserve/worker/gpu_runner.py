@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.engine.batch import HEADER, Batch
+from nanoserve.engine.batch import HEADER, Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling.fused_sampler import FusedSampler
@@ -70,6 +70,7 @@ class GPURunner(ModelRunner):
     def close(self) -> None:
         super().close()
         self.graphs = self.device_batch = self._device_memory = None
+        self.cuda.unlock()
         self.cuda.release_unused()
 
     def _make_room(self, num_kv_blocks: int) -> None:
@@ -81,10 +82,14 @@ class GPURunner(ModelRunner):
         self.sampler.tensors = self.device_batch
         self._token_ids = self.cuda.pinned(self.config.max_num_seqs, dtype=torch.int64)
 
+    def use_memory(self, memory: np.ndarray, layout: BatchLayout | None = None) -> None:
+        self.cuda.page_lock(memory)
+        super().use_memory(memory, layout)
+
     def _host_memory(self, num_bytes: int) -> np.ndarray:
         return self.cuda.pinned(num_bytes, dtype=torch.uint8).numpy()
 
-    def _run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
+    def run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
         if self.graphs is None or not self.graphs.covers(header):
             self._copy_in(batch, header["num_rows"])
             return self.device_batch, self._forward(self.device_batch, header)
@@ -109,6 +114,7 @@ class GPURunner(ModelRunner):
 
     @torch.inference_mode()
     def _capture(self, shows_progress: bool = True) -> None:
+        shows_progress = shows_progress and self.context.tp.rank == 0
         if self.graphs is None:
             return
         self._copy_in_dummies(np.ones(self.graphs.sizes[-1], dtype=np.int32))
@@ -144,7 +150,7 @@ class GPURunner(ModelRunner):
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(config, model_config, memory_bytes=free)
+            return decide_num_kv_blocks(config, model_config, self.context.tp, free)
         # A pool of one block will do: all rows of the profile are dummies. The buffers are those
         # of the longest sequence that may turn out to fit.
         max_len = config.max_model_len or model_config.max_position_embeddings
@@ -159,7 +165,7 @@ class GPURunner(ModelRunner):
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
         memory = GPUMemory(total, free, weights, activations, graphs)
-        return memory.num_kv_blocks(config, model_config)
+        return memory.num_kv_blocks(config, model_config, self.context.tp)
 
     @torch.inference_mode()
     def _run_worst_case(self) -> None:
@@ -172,6 +178,8 @@ class GPURunner(ModelRunner):
         hidden = self._forward(self.device_batch, header)
         logits = self.model.compute_logits(hidden[:rows])
         vocab_size, most_logprobs = self.model_config.vocab_size, self.config.max_logprobs
+        if logits is None:  # another rank samples
+            return
         sampler = FusedSampler(rows, vocab_size, self.context.device)
         sampler.tensors = self.device_batch
         slots = np.arange(rows)

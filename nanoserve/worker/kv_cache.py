@@ -13,27 +13,32 @@ import numpy as np
 import torch
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, TensorParallel
 
 _GIB = 2**30
+_ALONE = TensorParallel()
 _PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
-def kv_block_bytes(model_config: ModelConfig, block_size: int) -> int:
-    """Bytes of K and V of one block over all layers."""
-    return block_size * model_config.kv_bytes_per_token()
+def kv_block_bytes(model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE) -> int:
+    """Bytes of K and V of one block over all layers, on one rank."""
+    share = tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
+    return block_size * model_config.kv_bytes_per_token() // share
 
 
 def decide_num_kv_blocks(
-    config: EngineConfig, model_config: ModelConfig, memory_bytes: int | None = None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    tp: TensorParallel = _ALONE,
+    memory_bytes: int | None = None,
 ) -> int:
-    """Usable blocks, without the dummy block 0, of a device with so much memory (a CPU's if None).
+    """Usable blocks, without the dummy block 0, of a rank with so much memory (a CPU's if None).
 
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
-    block_bytes = kv_block_bytes(model_config, config.block_size)
-    memory_bytes = memory_bytes or _physical_memory_bytes()
+    block_bytes = kv_block_bytes(model_config, config.block_size, tp)
+    memory_bytes = memory_bytes or _physical_memory_bytes() // tp.size
     asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
     if asked > memory_bytes:
         raise ValueError(
@@ -63,13 +68,15 @@ class GPUMemory:
     activations: int  # what a step of the worst case takes on top
     graphs: int
 
-    def num_kv_blocks(self, config: EngineConfig, model_config: ModelConfig) -> int:
+    def num_kv_blocks(
+        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel = _ALONE
+    ) -> int:
         """Usable blocks in this process's share of the memory, `gpu_memory_utilization`.
 
         Other processes do not shrink the share: if what they hold is missing, this raises, and
         so it does if nothing is left. `ValueError` with the numbers and what to lower.
         """
-        block_bytes = kv_block_bytes(model_config, config.block_size)
+        block_bytes = kv_block_bytes(model_config, config.block_size, tp)
         share = int(self.total * config.gpu_memory_utilization)
         taken = self.weights + self.activations + self.graphs
         told = (
@@ -116,8 +123,10 @@ def allocate_kv_cache(
     NaN. On a CPU numpy's zeros come straight from the system, which maps a page when it is first
     used: an ample pool costs nothing until then, where torch.zeros would write all of it now.
     """
+    num_kv_heads = model_config.num_key_value_heads
+    num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
     shape = context.attention.kv_cache_shape(
-        num_kv_blocks + 1, block_size, model_config.num_key_value_heads, model_config.head_dim
+        num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
     )
     shape, dtype = (model_config.num_hidden_layers, *shape), context.dtype
     if context.device.type != "cpu":

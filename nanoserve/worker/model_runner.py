@@ -74,7 +74,7 @@ class ModelRunner:
         self, config: EngineConfig, model_config: ModelConfig, path: Path, context: LayerContext
     ) -> None:
         self.config, self.model_config, self.context = config, model_config, context
-        self._make_room(decide_num_kv_blocks(config, model_config))
+        self._make_room(decide_num_kv_blocks(config, model_config, context.tp))
         self._load(path)
         self._allocate()
 
@@ -97,16 +97,19 @@ class ModelRunner:
     def _make_room(self, num_kv_blocks: int) -> None:
         """With so many blocks: the longest sequence, and the buffers for a step."""
         config = self.config
-        self.num_kv_blocks = num_kv_blocks
+        self.num_kv_blocks = num_kv_blocks = self.context.tp.smallest(num_kv_blocks)
         self.max_model_len = config.resolve_max_model_len(
             self.model_config.max_position_embeddings, num_kv_blocks
         )
         blocks_per_row = -(-self.max_model_len // config.block_size)
         layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks_per_row)
-        self.batches = (
-            Batch(layout, self._host_memory(layout.num_bytes)),
-            Batch(layout, self._host_memory(layout.num_bytes)),
-        )
+        self.use_memory(self._host_memory(2 * layout.num_bytes), layout)
+
+    def use_memory(self, memory: np.ndarray, layout: BatchLayout | None = None) -> None:
+        """Batches lie in `memory` from now on: uint8, room for two of them."""
+        layout = layout or self.batches[0].layout
+        first, second = np.split(memory, 2)
+        self.batches = (Batch(layout, first), Batch(layout, second))
 
     def _host_memory(self, num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, dtype=np.uint8)
@@ -126,7 +129,11 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             self.model_config, self.num_kv_blocks, block_size, self.context
         )
-        pool = self.num_kv_blocks * kv_block_bytes(self.model_config, block_size) / 2**30
+        pool = (
+            self.num_kv_blocks
+            * kv_block_bytes(self.model_config, block_size, self.context.tp)
+            / 2**30
+        )
         logger.info(
             f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
             f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
@@ -135,7 +142,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _execute(self, batch: Batch) -> Step:
         header = batch.header_dict()
-        tensors, hidden = self._run_model(batch, header)
+        tensors, hidden = self.run_model(batch, header)
         sampled = slice(0, header["num_sampled_rows"])
         slots, rows = batch.slots[sampled], batch.logits_rows[sampled]
         token_ids, logprobs, prompt_logprobs = torch.empty(0), None, None
@@ -153,7 +160,7 @@ class ModelRunner:
             )
         return Step(token_ids, slots, logprobs, prompt_logprobs)
 
-    def _run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
+    def run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
         """The batch on the device, and the hidden states [num_tokens, hidden_size]."""
         tensors = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
         return tensors, self._forward(tensors, header)

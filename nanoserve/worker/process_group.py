@@ -1,0 +1,87 @@
+"""Where the ranks of one engine meet, and the collectives that its layers need.
+
+No default process group: that would be one for the whole process, and an engine is not alone in
+its process. Each engine has a group of its own, on a store of its own, at whichever port is free.
+"""
+
+import contextlib
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MEET_TIMEOUT = timedelta(seconds=120)
+_STEP_TIMEOUT = timedelta(seconds=300)  # that one rank waits for another within a step
+
+
+class Group:
+    """The collectives of one engine's ranks, over a process group that can be let go.
+
+    Layers hold this object; the process group must not outlive the engine, because some of torch's
+    groups end the process if they are still there when Python ends.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        self._process_group, self._device = process_group, device
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._process_group.allreduce([x]).wait()
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        is_first = self._process_group.rank() == 0
+        parts = [torch.empty_like(x) for _ in range(self._process_group.size())]
+        self._process_group.gather([parts] if is_first else [], [x.contiguous()]).wait()
+        return parts if is_first else None
+
+    def smallest(self, value: int) -> int:
+        x = torch.tensor([value], dtype=torch.int64, device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._process_group.allreduce([x], options).wait()
+        return int(x)
+
+    def abort(self) -> None:
+        """Make collectives that wait for a dead rank fail."""
+        with contextlib.suppress(Exception):  # it is broken already
+            self._process_group.abort()
+
+    def close(self) -> None:
+        self._process_group = None
+
+
+def join_group(rank: int, size: int, store: dist.Store, device: torch.device) -> Group:
+    """Meet the other ranks. Returns when all have come; raises if one does not in time."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _STEP_TIMEOUT
+        return Group(dist.ProcessGroupNCCL(store, rank, size, options), device)
+    options = dist.ProcessGroupGloo._Options()
+    # The loopback interface: all ranks are on this machine, whose own name may not resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _STEP_TIMEOUT
+    return Group(dist.ProcessGroupGloo(store, rank, size, options), device)
+
+
+def serve_store(size: int) -> dist.TCPStore:
+    """Where `size` ranks find each other, on a free port of the loopback interface."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    return _store(listener.getsockname()[1], size, master_listen_fd=listener.detach())
+
+
+def find_store(port: int, size: int) -> dist.TCPStore:
+    """The store that rank 0 serves at `port`."""
+    return _store(port, size)
+
+
+def _store(port: int, size: int, **served: int) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        size,
+        is_master=bool(served),
+        wait_for_workers=False,
+        timeout=_MEET_TIMEOUT,
+        **served,
+    )

@@ -1,0 +1,141 @@
+"""Tensor parallelism: several processes, one model, and the batch in memory that all of them read.
+
+Rank 0 lives in the caller's process: it runs the loop, and whatever a request brings along, such
+as a logits processor of your own, need not travel. The other ranks do with every batch what it
+does, up to the logits (Shoeybi et al. 2019, "Megatron-LM": two all-reduces a layer).
+
+A step is handed over by one small write to each worker: the step's number, through a pipe. The
+batch itself lies in shared memory, packed there by rank 0 and read there by every rank. A pipe
+orders memory on every processor, and its end tells either side that the other has died.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
+from nanoserve.layers.context import TensorParallel
+from nanoserve.sampling_params import SlotParams
+from nanoserve.worker.model_runner import ModelRunner, Step
+from nanoserve.worker.process_group import Group, join_group, serve_store
+from nanoserve.worker.worker_processes import WorkerError, Workers
+
+_START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
+_LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
+
+
+class TensorParallelExecutor:
+    """Rank 0's runner, and the workers that do with every batch what it does."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        device: torch.device,
+        make_runner: Callable[[TensorParallel], ModelRunner],
+    ) -> None:
+        size = config.tensor_parallel_size
+        self._stack = contextlib.ExitStack()  # what was opened, to be closed in reverse order
+        self._close = weakref.finalize(self, self._stack.close)  # also when Python ends
+        self._workers: Workers | None = None
+        try:
+            num_threads = self._share_processor(size, device)
+            memory = anonymous_file()
+            self._stack.callback(os.close, memory)
+            groups: list[Group] = []
+            self._stack.callback(lambda: [group.close() for group in groups])
+            store = serve_store(size)
+            options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
+            job = {"options": options, "path": path, "size": size, "port": store.port}
+            self._workers = Workers(size, job, memory, num_threads)
+            self._stack.callback(self._workers.close)
+            self._workers.wait_for("ready", _START_TIMEOUT)
+            groups.append(self._workers.watch(lambda: join_group(0, size, store, device)))
+            if device.type == "cuda":  # where a dead rank is not noticed by those who wait for it
+                self._workers.on_failure = groups[0].abort
+            self.runner = make_runner(TensorParallel(0, size, groups[0]))
+            self._stack.callback(self.runner.close)
+            num_bytes = 2 * self.runner.batches[0].layout.num_bytes
+            os.ftruncate(memory, num_bytes)
+            self.runner.use_memory(map_memory(memory, num_bytes))
+            self._workers.wait_for("built", _LOAD_TIMEOUT)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self.num_kv_blocks = self.runner.num_kv_blocks
+        self.max_model_len = self.runner.max_model_len
+        self.batches = self.runner.batches
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return self._workers.pids
+
+    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
+        self._workers.check()
+        for change in sampling:  # before any other rank starts: this may raise
+            self.runner.sampler.set_slot(change)
+        self._workers.announce(batch.header_dict()["step"])
+        try:
+            return self.runner.submit(batch, [])
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def collect(self, handle: Step) -> StepResult:
+        try:
+            return self.runner.collect(handle)
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def close(self) -> None:
+        """End the workers and release everything. Idempotent."""
+        self._close()
+
+    def _share_processor(self, size: int, device: torch.device) -> int:
+        """Threads for each rank. More of them than cores would wait for each other."""
+        before = torch.get_num_threads()
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, before // size))
+            self._stack.callback(torch.set_num_threads, before)
+        return torch.get_num_threads()
+
+    def _recover(self, error: BaseException) -> None:
+        """It is the end, unless only rank 0 has failed, in sampling, and the others wait."""
+        if not self._workers.are_waiting():
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Close, and raise what a worker has to say if it may be the cause of `error`."""
+        workers = self._workers
+        # What torch raises when another rank is gone is a RuntimeError, and says little.
+        is_effect = isinstance(error, RuntimeError) and not isinstance(error, WorkerError)
+        if workers is not None and is_effect:
+            workers.explain()
+        self._close()
+        if workers is not None and is_effect and workers.failure:
+            raise WorkerError(workers.failure) from error
+
+
+def map_memory(fd: int, num_bytes: int) -> np.ndarray:
+    """The file's bytes as uint8 [num_bytes], shared with every process that maps them."""
+    return np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+
+
+def anonymous_file() -> int:
+    """A descriptor of memory that has no name, and is gone with the last process that holds it."""
+    if hasattr(os, "memfd_create"):  # Linux
+        return os.memfd_create("nanoserve")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

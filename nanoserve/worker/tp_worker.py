@@ -1,0 +1,96 @@
+"""Every rank but the first: `python -m nanoserve.worker.tp_worker JOB`, with JOB in JSON.
+
+It builds its part of the model, then waits for steps. It decides nothing: no scheduler, no
+sampler, no random number. It ends when rank 0 closes the pipe of steps, and at once, whatever it
+does, when the process of rank 0 is gone.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.layers.context import TensorParallel
+from nanoserve.worker.device import choose_device, make_runner
+from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.process_group import find_store, join_group
+from nanoserve.worker.tensor_parallel import map_memory
+from nanoserve.worker.worker_processes import PING
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    fds = job["fds"]
+    threading.Thread(target=_end_with, args=(fds["life"],), daemon=True).start()
+    logging.disable(logging.WARNING)  # rank 0 has said it
+    try:
+        serve(job, fds)
+        status = 0
+    except BaseException:
+        _report(fds["status"], error=traceback.format_exc())
+        status = 1
+    os._exit(status)  # without waiting for threads of libraries that wait for other ranks
+
+
+def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
+    """Build this rank's runner, then run steps until there are no more."""
+    config, path, size = EngineConfig(**job["options"]), Path(job["path"]), job["size"]
+    model_config = ModelConfig.from_checkpoint(path, config.dtype)
+    device = choose_device(config.device, job["rank"], size)
+    store = find_store(job["port"], size)
+    _report(fds["status"], state="ready")
+    group = join_group(job["rank"], size, store, device)
+    runner = make_runner(config, model_config, path, TensorParallel(job["rank"], size, group))
+    _report(fds["status"], state="built")
+    is_mapped = False
+    while announced := os.read(fds["steps"], 4):
+        step = int.from_bytes(announced, "little")
+        if step == PING:
+            _report(fds["status"], state="waiting")
+            continue
+        if not is_mapped:  # rank 0 has given the memory its size by now
+            num_bytes = 2 * runner.batches[0].layout.num_bytes
+            runner.use_memory(map_memory(fds["memory"], num_bytes))
+            is_mapped = True
+        follow(runner, step)
+
+
+@torch.inference_mode()
+def follow(runner: ModelRunner, step: int) -> None:
+    """What rank 0 does in this step, up to the logits, which go to rank 0.
+
+    Batches alternate and carry their step. A batch that rank 0 has begun to pack anew shows itself
+    by its number.
+    """
+    batch = runner.batches[step % 2]
+    header = batch.header_dict()
+    tensors, hidden = runner.run_model(batch, header)
+    num_sampled, num_rows = header["num_sampled_rows"], header["num_logits_rows"]
+    if num_sampled:
+        runner.model.compute_logits(hidden[tensors.logits_rows[:num_sampled]])
+    size = batch.layout.max_num_rows
+    for first in range(num_sampled, num_rows, size):  # slices as rank 0 makes them
+        runner.model.compute_logits(hidden[tensors.logits_rows[first:num_rows][:size]])
+    if not header["step"] == batch.header_dict()["step"] == step:
+        raise RuntimeError(f"step {step} was overwritten by {batch.header_dict()['step']}")
+
+
+def _end_with(life: int) -> None:
+    """The pipe ends when rank 0's process does, however it does."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+def _report(fd: int, **message: str) -> None:
+    os.write(fd, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

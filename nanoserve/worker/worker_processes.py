@@ -1,0 +1,209 @@
+"""The processes of the other ranks: started, told of steps, listened to, and ended, come what may.
+
+They are started as `python -m nanoserve.worker.tp_worker`, so that a plain script needs no
+`if __name__ == "__main__"`, and nothing of them has a name: what is shared are file descriptors
+that they inherit.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nanoserve
+
+T = TypeVar("T")
+
+PING = 2**32 - 1  # a step that no batch has: it asks a worker whether it waits
+_GRACE = 5.0  # seconds that a worker has for ending by itself, or for answering
+
+
+class WorkerError(RuntimeError):
+    """Another rank failed, or died. The engine is of no use any more; the message says why."""
+
+
+class Workers:
+    """The processes of ranks 1, 2, ...: started, told of steps, listened to, and ended.
+
+    Each has three pipes: `steps` brings the number of the step to run next; on `life` nothing is
+    ever written, it ends when this process does; and on `status` the worker writes lines of JSON,
+    what it has reached or what went wrong.
+    """
+
+    def __init__(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
+        self.failure: str | None = None  # why the workers are of no use any more
+        self.on_failure: Callable[[], None] = lambda: None
+        self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
+        self._is_closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._steps: list[int] = []
+        self._statuses: dict[int, int] = {}  # file descriptor -> rank
+        life, self._life = os.pipe()
+        try:
+            for rank in range(1, size):
+                self._start(job | {"rank": rank}, {"life": life, "memory": memory}, num_threads)
+        except BaseException:
+            self.close()
+            for fd in self._statuses:
+                os.close(fd)
+            raise
+        finally:
+            os.close(life)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return [process.pid for process in self._processes]
+
+    def wait_for(self, state: str, timeout: float) -> None:
+        """Until every worker has reported `state`; raises `WorkerError` if one does not."""
+        deadline = time.monotonic() + timeout
+        waiting = set(range(1, len(self._processes) + 1))
+        while waiting:
+            self.check()
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                rank, reached = self._messages.get(timeout=left)
+            except queue.Empty:
+                self._fail(f"ranks {sorted(waiting)} were not {state} after {timeout:.0f} seconds")
+                continue
+            if reached == state:
+                waiting.discard(rank)
+
+    def watch(self, work: Callable[[], T]) -> T:
+        """What `work` returns; `WorkerError` as soon as a worker fails that `work` may wait for."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while True:
+            try:
+                return future.result(timeout=0.02)
+            except FutureTimeoutError:
+                self.check()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise WorkerError(self.failure)
+
+    def announce(self, step: int) -> None:
+        """Let every worker run `step`, whose batch is packed."""
+        self.check()
+        for fd in self._steps:
+            try:
+                os.write(fd, step.to_bytes(4, "little"))
+            except BrokenPipeError:
+                self.explain()
+                self.check()
+
+    def explain(self, timeout: float = 2.0) -> None:
+        """Give the reason of a failure time to arrive, after something has already gone wrong."""
+        deadline = time.monotonic() + timeout
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def are_waiting(self) -> bool:
+        """Whether all have done what was announced, and have not failed."""
+        try:
+            self.announce(PING)
+            self.wait_for("waiting", _GRACE)
+        except WorkerError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End all workers: those that wait for a step by themselves, the others at once."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for fd in self._steps:
+            os.close(fd)
+        self._join(0.0 if self.failure else _GRACE)
+        os.close(self._life)
+        self._join(_GRACE)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, job: dict[str, Any], shared: dict[str, int], num_threads: int) -> None:
+        steps_there, steps_here = os.pipe()
+        status_here, status_there = os.pipe()
+        self._steps.append(steps_here)
+        self._statuses[status_here] = job["rank"]
+        fds = shared | {"steps": steps_there, "status": status_there}
+        package = str(Path(nanoserve.__file__).parent.parent)
+        search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        arguments = json.dumps(job | {"fds": fds}, default=str)
+        command = [sys.executable, "-m", "nanoserve.worker.tp_worker", arguments]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)},
+                pass_fds=list(fds.values()),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the caller
+            )
+            self._processes.append(process)
+        finally:
+            os.close(steps_there)
+            os.close(status_there)
+
+    def _listen(self) -> None:
+        """Read what workers report until all have ended; runs in a thread of its own."""
+        with selectors.DefaultSelector() as selector:
+            unread = dict.fromkeys(self._statuses, b"")
+            for fd in self._statuses:
+                selector.register(fd, selectors.EVENT_READ)
+            while unread:
+                for key, _ in selector.select():
+                    fd, rank = key.fd, self._statuses[key.fd]
+                    data = os.read(fd, 1 << 16)
+                    *lines, unread[fd] = (unread[fd] + data).split(b"\n")
+                    for line in lines:
+                        self._receive(rank, json.loads(line))
+                    if not data:
+                        selector.unregister(fd)
+                        os.close(fd)
+                        del unread[fd]
+                        self._note_end(rank)
+
+    def _receive(self, rank: int, message: dict[str, str]) -> None:
+        if "error" in message:
+            self._fail(f"rank {rank} failed:\n{message['error']}")
+        else:
+            self._messages.put((rank, message["state"]))
+
+    def _note_end(self, rank: int) -> None:
+        if not self._is_closing:
+            status = self._processes[rank - 1].wait()
+            told = f"was killed by signal {-status}" if status < 0 else f"ended with {status}"
+            self._fail(f"rank {rank} {told}")
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = f"tensor parallelism: {reason}"
+            self._messages.put((0, "failed"))  # wakes whoever waits for a state
+            self.on_failure()

@@ -1,0 +1,154 @@
+"""Tensor parallelism on a CPU, with gloo: real worker processes, and the same answers."""
+
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.outputs import RequestOutput
+from nanoserve.worker.process_group import Group
+
+COMMON: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, **COMMON),
+    SamplingParams(temperature=0, **COMMON),
+    SamplingParams(temperature=0.8, seed=3, n=2, **COMMON),
+    SamplingParams(temperature=0, repetition_penalty=1.4, logit_bias={5: 3.0}, **COMMON),
+]
+
+
+def make_llm(path: Path | str, size: int, **options: Any) -> LLM:
+    common = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    return LLM(path, tensor_parallel_size=size, **common | options)
+
+
+def prompts(count: int, vocab_size: int) -> list[list[int]]:
+    """Of 1 to 37 tokens; some begin alike."""
+    return [[(j * j + (i % 4)) % vocab_size for j in range(1 + 9 * i % 37)] for i in range(count)]
+
+
+def logprobs_of(output: RequestOutput) -> torch.Tensor:
+    """Every log-probability of a completion and its prompt."""
+    positions = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return torch.tensor([entry.logprob for position in positions for entry in position.values()])
+
+
+def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
+        if a.prompt_logprobs is not None:
+            torch.testing.assert_close(logprobs_of(a), logprobs_of(b), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "options"),
+    [
+        (2, {}, {}),
+        (2, {"vocab_size": 301, "tie_word_embeddings": True}, {"max_num_batched_tokens": 16}),
+        (2, {"num_key_value_heads": 1}, {"num_kv_blocks": 7, "max_model_len": 64}),
+        (4, {"num_key_value_heads": 2, "vocab_size": 297}, {"block_size": 4}),
+        (4, {"num_key_value_heads": 4, "num_attention_heads": 8}, {"num_kv_blocks": 7,
+                                                                   "max_model_len": 64}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_together_answer_as_one_does(
+    tmp_path: Path, size: int, overrides: dict[str, Any], options: dict[str, Any]
+) -> None:
+    make_qwen3(tmp_path, **overrides)
+    asked = prompts(12, overrides.get("vocab_size", 300))
+    params = [PARAMS[i % len(PARAMS)] for i in range(len(asked))]
+    options = {"max_num_seqs": 5} | options
+    with make_llm(tmp_path, 1, **options) as llm:
+        expected = llm.generate(asked, params, use_tqdm=False)
+    with make_llm(tmp_path, size, **options) as llm:
+        assert_same(llm.generate(asked, params, use_tqdm=False), expected)
+        again = llm.generate(asked, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
+        assert llm.stats.prefix_cache_hits > 0
+        assert llm.stats.num_preemptions > 0 or "num_kv_blocks" not in options
+
+
+def test_the_bundled_model_on_two_ranks() -> None:
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    texts = []
+    for size in (1, 2):
+        with make_llm("tiny-qwen3", size, skip_tokenizer_init=False) as llm:
+            texts.append(llm.chat(question, greedy, use_tqdm=False)[0].outputs[0].text)
+    assert texts[0] == texts[1] != ""
+
+
+def test_two_engines_at_once_and_their_streams(checkpoint: Path) -> None:
+    asked = prompts(3, 300)
+    with make_llm(checkpoint, 1) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(asked, PARAMS[1], use_tqdm=False)]
+    with make_llm(checkpoint, 2) as first, make_llm(checkpoint, 2) as second:
+        for prompt, tokens in zip(asked, expected, strict=True):
+            streams = [llm.stream(prompt, PARAMS[1]) for llm in (first, second)]
+            pieces: list[list[int]] = [[], []]
+            for deltas in zip(*streams, strict=True):
+                for got, delta in zip(pieces, deltas, strict=True):
+                    got += delta.outputs[0].token_ids
+            assert pieces == [tokens, tokens]
+
+
+def test_ten_engines_one_after_the_other(checkpoint: Path) -> None:
+    threads = torch.get_num_threads()
+    pids = set()
+    for _ in range(10):
+        with make_llm(checkpoint, 2) as llm:
+            pids |= set(llm.engine.executor.worker_pids)
+            assert len(llm.generate([1, 2], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids) == 8
+        llm.close()  # once more does nothing
+    assert len(pids) == 10 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert torch.get_num_threads() == threads
+
+
+def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, 2)
+    (pid,) = llm.engine.executor.worker_pids
+    del llm
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_layer_costs_two_all_reduces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("all_reduce", "gather"):
+        inner = getattr(Group, name)
+
+        def counted(self: Group, x: torch.Tensor, inner=inner, name=name) -> Any:
+            calls[name] += 1
+            return inner(self, x)
+
+        monkeypatch.setattr(Group, name, counted)
+    with make_llm(checkpoint, 2) as llm:
+        calls.clear()
+        llm.generate([1, 2, 3], PARAMS[1], use_tqdm=False)
+        num_steps, num_layers = llm.stats.num_steps, llm.engine.model_config.num_hidden_layers
+    # One more for the embedding, which is split along the vocabulary.
+    assert calls == {"all_reduce": num_steps * (2 * num_layers + 1), "gather": num_steps}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "message"),
+    [
+        ({}, 3, "num_attention_heads=4 does not divide by tensor_parallel_size=3"),
+        ({"intermediate_size": 82}, 4, "82"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "num_key_value_heads=3"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, int], size: int,
+    message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("a process"))
+    make_qwen3(tmp_path, **overrides)
+    with pytest.raises(ValueError, match=message):
+        make_llm(tmp_path, size)
