@@ -1,4 +1,7 @@
-"""Tensor parallelism on a CPU, with gloo: real worker processes, and the same answers."""
+"""Tensor parallelism with real worker processes gives the answers of one process.
+
+On a CPU with gloo; where there are GPUs enough, `pytest -m gpu` runs the same with NCCL.
+"""
 
 import gc
 from collections import Counter
@@ -22,8 +25,18 @@ PARAMS = [
 ]
 
 
-def make_llm(path: Path | str, size: int, **options: Any) -> LLM:
-    common = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpus])])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make_llm(path: Path | str, size: int, device: str, **options: Any) -> LLM:
+    if device == "cuda" and size > torch.cuda.device_count():
+        pytest.skip(f"needs {size} NVIDIA GPUs")
+    common = {"dtype": "float32", "device": device, "skip_tokenizer_init": True}
     return LLM(path, tensor_parallel_size=size, **common | options)
 
 
@@ -58,15 +71,15 @@ def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
     ids=str,
 )  # fmt: skip
 def test_ranks_together_answer_as_one_does(
-    tmp_path: Path, size: int, overrides: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path, device: str, size: int, overrides: dict[str, Any], options: dict[str, Any]
 ) -> None:
     make_qwen3(tmp_path, **overrides)
     asked = prompts(12, overrides.get("vocab_size", 300))
     params = [PARAMS[i % len(PARAMS)] for i in range(len(asked))]
     options = {"max_num_seqs": 5} | options
-    with make_llm(tmp_path, 1, **options) as llm:
+    with make_llm(tmp_path, 1, device, **options) as llm:
         expected = llm.generate(asked, params, use_tqdm=False)
-    with make_llm(tmp_path, size, **options) as llm:
+    with make_llm(tmp_path, size, device, **options) as llm:
         assert_same(llm.generate(asked, params, use_tqdm=False), expected)
         again = llm.generate(asked, params, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
@@ -74,21 +87,22 @@ def test_ranks_together_answer_as_one_does(
         assert llm.stats.num_preemptions > 0 or "num_kv_blocks" not in options
 
 
-def test_the_bundled_model_on_two_ranks() -> None:
+def test_the_bundled_model_on_two_ranks(device: str) -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     greedy = SamplingParams(temperature=0, max_tokens=60)
     texts = []
     for size in (1, 2):
-        with make_llm("tiny-qwen3", size, skip_tokenizer_init=False) as llm:
+        with make_llm("tiny-qwen3", size, device, skip_tokenizer_init=False) as llm:
             texts.append(llm.chat(question, greedy, use_tqdm=False)[0].outputs[0].text)
     assert texts[0] == texts[1] != ""
 
 
-def test_two_engines_at_once_and_their_streams(checkpoint: Path) -> None:
-    asked = prompts(3, 300)
-    with make_llm(checkpoint, 1) as llm:
+def test_two_engines_at_once_and_their_streams(checkpoint: Path, device: str) -> None:
+    asked, share = prompts(3, 300), {"gpu_memory_utilization": 0.3}
+    with make_llm(checkpoint, 1, device, **share) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(asked, PARAMS[1], use_tqdm=False)]
-    with make_llm(checkpoint, 2) as first, make_llm(checkpoint, 2) as second:
+    first, second = (make_llm(checkpoint, 2, device, **share) for _ in range(2))
+    with first, second:
         for prompt, tokens in zip(asked, expected, strict=True):
             streams = [llm.stream(prompt, PARAMS[1]) for llm in (first, second)]
             pieces: list[list[int]] = [[], []]
@@ -98,11 +112,11 @@ def test_two_engines_at_once_and_their_streams(checkpoint: Path) -> None:
             assert pieces == [tokens, tokens]
 
 
-def test_ten_engines_one_after_the_other(checkpoint: Path) -> None:
+def test_ten_engines_one_after_the_other(checkpoint: Path, device: str) -> None:
     threads = torch.get_num_threads()
     pids = set()
     for _ in range(10):
-        with make_llm(checkpoint, 2) as llm:
+        with make_llm(checkpoint, 2, device) as llm:
             pids |= set(llm.engine.executor.worker_pids)
             assert len(llm.generate([1, 2], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids) == 8
         llm.close()  # once more does nothing
@@ -110,8 +124,8 @@ def test_ten_engines_one_after_the_other(checkpoint: Path) -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path) -> None:
-    llm = make_llm(checkpoint, 2)
+def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path, device: str) -> None:
+    llm = make_llm(checkpoint, 2, device)
     (pid,) = llm.engine.executor.worker_pids
     del llm
     gc.collect()
@@ -128,7 +142,7 @@ def test_a_layer_costs_two_all_reduces(checkpoint: Path, monkeypatch: pytest.Mon
             return inner(self, x)
 
         monkeypatch.setattr(Group, name, counted)
-    with make_llm(checkpoint, 2) as llm:
+    with make_llm(checkpoint, 2, "cpu") as llm:
         calls.clear()
         llm.generate([1, 2, 3], PARAMS[1], use_tqdm=False)
         num_steps, num_layers = llm.stats.num_steps, llm.engine.model_config.num_hidden_layers
@@ -151,4 +165,4 @@ def test_what_cannot_be_shared_is_refused_before_a_process_is_started(
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("a process"))
     make_qwen3(tmp_path, **overrides)
     with pytest.raises(ValueError, match=message):
-        make_llm(tmp_path, size)
+        make_llm(tmp_path, size, "cpu")

@@ -56,6 +56,12 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+def tell_time(start: float, limit: float = SOON) -> None:
+    seconds = time.monotonic() - start
+    print(f"after {seconds:.2f} seconds")  # shown with -s, or on failure
+    assert seconds < limit
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     before, files = workers(), set(os.listdir("/dev/shm"))
@@ -80,7 +86,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> No
         in_a_moment(lambda: (os.kill(pid, signal.SIGKILL), killed_at.append(time.monotonic())))
         with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
             llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
-        assert time.monotonic() - killed_at[0] < SOON
+        tell_time(killed_at[0])
         with pytest.raises(WorkerError, match="signal 9"):  # and it stays so, without a wait
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
@@ -93,7 +99,7 @@ def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:
         start = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
-        assert time.monotonic() - start < SOON
+        tell_time(start)
 
 
 def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -> None:
@@ -105,7 +111,7 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -
         start = time.monotonic()
         with pytest.raises(WorkerError, match="was overwritten by") as caught:
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
-        assert time.monotonic() - start < SOON
+        tell_time(start)
         assert re.search(r"rank \d failed:\nTraceback .*in follow\n", str(caught.value), re.S)
 
 
@@ -121,7 +127,7 @@ def test_a_worker_that_fails_while_it_starts(
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 ended with (7|1)"):
         make_llm(checkpoint)
-    assert time.monotonic() - start < 4 * SOON  # of which Python's start and imports take most
+    tell_time(start, 4 * SOON)  # of which Python's start and imports take most
 
 
 def test_workers_that_cannot_be_started(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +172,7 @@ def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None
         start = time.monotonic()
         with pytest.raises(ZeroDivisionError):
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
-        assert time.monotonic() - start < 2 * SOON  # it gives the others 5 seconds to catch up
+        tell_time(start)  # it gives the others two seconds to answer
         with pytest.raises(WorkerError):
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
 
@@ -216,11 +222,13 @@ def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
         # As a terminal does it: to the whole process group.
         os.killpg(process.pid, getattr(signal, f"SIG{name}"))
     _, stderr = process.communicate(timeout=30)
+    ended = time.monotonic()
     if status is not None:
         assert process.returncode == status, stderr
     else:
         assert process.returncode != 0 and "KeyboardInterrupt" in stderr
     assert within(SOON, lambda: not Path(f"/proc/{pids[0]}").exists())
+    print(f"its worker was gone after {time.monotonic() - ended:.2f} seconds")
     for word in ("resource_tracker", "leaked", "terminate called", "Exception ignored"):
         assert word not in stderr
 

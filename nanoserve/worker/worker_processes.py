@@ -25,7 +25,8 @@ import nanoserve
 T = TypeVar("T")
 
 PING = 2**32 - 1  # a step that no batch has: it asks a worker whether it waits
-_GRACE = 5.0  # seconds that a worker has for ending by itself, or for answering
+_GRACE = 5.0  # seconds that a worker has for ending by itself
+_ANSWER = 2.0  # seconds that one has for answering: it has nothing else to do, or it is stuck
 
 
 class WorkerError(RuntimeError):
@@ -123,7 +124,7 @@ class Workers:
         """Whether all have done what was announced, and have not failed."""
         try:
             self.announce(PING)
-            self.wait_for("waiting", _GRACE)
+            self.wait_for("waiting", _ANSWER)
         except WorkerError:
             return False
         return True
