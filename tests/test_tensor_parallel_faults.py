@@ -157,10 +157,11 @@ def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path) -> None:
 
     with make_llm(checkpoint) as llm:
         expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        params = SamplingParams(logits_processors=[broken])
+        asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4)
+        params = [SamplingParams(logits_processors=[broken]), asks_more]
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="no such luck"):
-                llm.generate([1, 2, 3], params, use_tqdm=False)
+                llm.generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
             again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
             assert again == expected
 
@@ -175,6 +176,18 @@ def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None
         tell_time(start)  # it gives the others two seconds to answer
         with pytest.raises(WorkerError):
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+
+
+def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> None:
+    """The fixture compares them."""
+    torch.set_num_threads(4)
+    first, second = make_llm(checkpoint), make_llm(checkpoint)
+    shared = torch.get_num_threads()
+    first.close()
+    assert torch.get_num_threads() == shared < 4
+    second.close()
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(1)
 
 
 # ---------------------------------------------------------------- whole scripts
@@ -197,12 +210,14 @@ ENDS = {
 }
 
 
-def start_script(checkpoint: Path, tmp_path: Path, rest: str) -> tuple[subprocess.Popen, list[int]]:
+def start_script(
+    checkpoint: Path, tmp_path: Path, rest: str, *arguments: str
+) -> tuple[subprocess.Popen, list[int]]:
     """A plain script, without `if __name__ == "__main__"`, and the process ids of its workers."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + rest)
     process = subprocess.Popen(
-        [sys.executable, script, checkpoint],
+        [sys.executable, script, checkpoint, *arguments],
         env=os.environ | {"PYTHONPATH": str(Path.cwd())},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -246,3 +261,45 @@ except KeyboardInterrupt:
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=30)
     assert (stdout, process.returncode) == ("5\n", 0), stderr
+
+
+FORK = """
+import os, time
+child = os.fork()
+if child == 0:
+    time.sleep(float(sys.argv[2]))
+    sys.exit(0)
+print("child", child, flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rest = FORK + "time.sleep(100)\n"
+    process, (pid,) = start_script(checkpoint, tmp_path, rest, "60")
+    child = int(process.stdout.readline().split()[1])
+    os.kill(process.pid, signal.SIGKILL)
+    assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
+    assert Path(f"/proc/{child}").exists()
+    os.kill(child, signal.SIGKILL)
+
+    rest = FORK + "print(os.waitpid(child, 0)[1], len(llm.generate([1, 2], params)))\n"
+    process, _ = start_script(checkpoint, tmp_path, rest, "0")
+    stdout, stderr = process.communicate(timeout=30)
+    assert stdout.splitlines()[1:] == ["0 1"], stderr
+
+
+def test_a_worker_that_is_stopped_does_not_deafen_its_parent(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rest = "while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)"
+    process, (pid,) = start_script(checkpoint, tmp_path, rest)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):  # the first one waits for the end of the step
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode != 0 and "KeyboardInterrupt" in stderr
+    assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())

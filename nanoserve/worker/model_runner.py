@@ -146,10 +146,6 @@ class ModelRunner:
         sampled = slice(0, header["num_sampled_rows"])
         slots, rows = batch.slots[sampled], batch.logits_rows[sampled]
         token_ids, logprobs, prompt_logprobs = torch.empty(0), None, None
-        if sampled.stop:  # else every row is a chunk in the middle of its prompt
-            logits = self.model.compute_logits(hidden[tensors.logits_rows[sampled]])
-            # The new token's own position takes part in its noise.
-            token_ids, logprobs = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
         asked = slice(sampled.stop, header["num_logits_rows"])
         if asked.start < asked.stop:
             prompt_logprobs = self.sampler.prompt_logprobs(
@@ -158,6 +154,11 @@ class ModelRunner:
                 batch.slots[asked],
                 self.model.compute_logits,
             )
+        if sampled.stop:  # else every row is a chunk in the middle of its prompt
+            logits = self.model.compute_logits(hidden[tensors.logits_rows[sampled]])
+            # Last, because a request's own processors may raise: the other ranks are done by then.
+            # The new token's own position takes part in its noise.
+            token_ids, logprobs = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
         return Step(token_ids, slots, logprobs, prompt_logprobs)
 
     def run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:

@@ -5,6 +5,7 @@ its process. Each engine has a group of its own, on a store of its own, at which
 """
 
 import contextlib
+import ctypes
 import socket
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_LOOK_UP = timedelta(seconds=0.5)
 _MEET_TIMEOUT = timedelta(seconds=120)
 _STEP_TIMEOUT = timedelta(seconds=300)  # that one rank waits for another within a step
 
@@ -23,23 +25,23 @@ class Group:
     groups end the process if they are still there when Python ends.
     """
 
-    def __init__(self, process_group: Any, device: torch.device) -> None:
-        self._process_group, self._device = process_group, device
+    def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
+        self._process_group, self._store, self._device = process_group, store, device
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._process_group.allreduce([x]).wait()
+        self._wait(self._process_group.allreduce([x]))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         is_first = self._process_group.rank() == 0
         parts = [torch.empty_like(x) for _ in range(self._process_group.size())]
-        self._process_group.gather([parts] if is_first else [], [x.contiguous()]).wait()
+        self._wait(self._process_group.gather([parts] if is_first else [], [x.contiguous()]))
         return parts if is_first else None
 
     def smallest(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._process_group.allreduce([x], options).wait()
+        self._wait(self._process_group.allreduce([x], options))
         return int(x)
 
     def abort(self) -> None:
@@ -48,7 +50,25 @@ class Group:
             self._process_group.abort()
 
     def close(self) -> None:
-        self._process_group = None
+        self._process_group = self._store = None
+
+    def leak(self) -> None:
+        """Keep the group and its store for ever, even when Python ends."""
+        for kept in (self._process_group, self._store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def _wait(self, work: Any) -> None:
+        """On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard."""
+        if self._device.type == "cuda":
+            work.wait()  # for the stream: this does not block
+            return
+        while True:
+            try:
+                work.wait(_LOOK_UP)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed; otherwise only this wait has ended
+                    raise
 
 
 def join_group(rank: int, size: int, store: dist.Store, device: torch.device) -> Group:
@@ -56,12 +76,12 @@ def join_group(rank: int, size: int, store: dist.Store, device: torch.device) ->
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _STEP_TIMEOUT
-        return Group(dist.ProcessGroupNCCL(store, rank, size, options), device)
+        return Group(dist.ProcessGroupNCCL(store, rank, size, options), store, device)
     options = dist.ProcessGroupGloo._Options()
     # The loopback interface: all ranks are on this machine, whose own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = _STEP_TIMEOUT
-    return Group(dist.ProcessGroupGloo(store, rank, size, options), device)
+    return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
 
 
 def serve_store(size: int) -> dist.TCPStore:

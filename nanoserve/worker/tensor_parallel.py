@@ -24,6 +24,7 @@ import torch
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.layers.context import TensorParallel
 from nanoserve.sampling_params import SlotParams
 from nanoserve.worker.model_runner import ModelRunner, Step
@@ -46,13 +47,15 @@ class TensorParallelExecutor:
     ) -> None:
         size = config.tensor_parallel_size
         self._stack = contextlib.ExitStack()  # what was opened, to be closed in reverse order
-        self._close = weakref.finalize(self, self._stack.close)  # also when Python ends
+        self._close = weakref.finalize(self, _close, self._stack)  # also when Python ends
+        _ENGINES.add(self)
         self._workers: Workers | None = None
+        self._groups: list[Group] = []
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
             self._stack.callback(os.close, memory)
-            groups: list[Group] = []
+            groups = self._groups
             self._stack.callback(lambda: [group.close() for group in groups])
             store = serve_store(size)
             options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
@@ -69,6 +72,7 @@ class TensorParallelExecutor:
             os.ftruncate(memory, num_bytes)
             self.runner.use_memory(map_memory(memory, num_bytes))
             self._workers.wait_for("built", _LOAD_TIMEOUT)
+            self._workers.are_built = True
         except BaseException as error:
             self._end(error)
             raise
@@ -83,10 +87,10 @@ class TensorParallelExecutor:
 
     def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
         self._workers.check()
-        for change in sampling:  # before any other rank starts: this may raise
-            self.runner.sampler.set_slot(change)
-        self._workers.announce(batch.header_dict()["step"])
         try:
+            for change in sampling:  # before any other rank starts: this may raise
+                self.runner.sampler.set_slot(change)
+            self._workers.announce(batch.header_dict()["step"])
             return self.runner.submit(batch, [])
         except BaseException as error:
             self._recover(error)
@@ -105,15 +109,31 @@ class TensorParallelExecutor:
 
     def _share_processor(self, size: int, device: torch.device) -> int:
         """Threads for each rank. More of them than cores would wait for each other."""
-        before = torch.get_num_threads()
         if device.type == "cpu":
-            torch.set_num_threads(max(1, before // size))
-            self._stack.callback(torch.set_num_threads, before)
+            _THREADS.append(torch.get_num_threads())
+            torch.set_num_threads(max(1, _THREADS[-1] // size))
+            self._stack.callback(_restore_threads)
         return torch.get_num_threads()
+
+    def forget_in_child(self) -> None:
+        """This process is a fork of the one that owns the engine: let go without ending anything.
+
+        The threads of the process group are not here; destroying it would wait for them for ever.
+        """
+        self._close.detach()
+        if self._workers is not None:
+            self._workers.forget()
+        for group in self._groups:
+            group.leak()
 
     def _recover(self, error: BaseException) -> None:
         """It is the end, unless only rank 0 has failed, in sampling, and the others wait."""
-        if not self._workers.are_waiting():
+        try:
+            goes_on = self._workers.are_waiting()
+        except BaseException as interrupt:
+            self._end(interrupt)
+            raise
+        if not goes_on:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
@@ -126,6 +146,34 @@ class TensorParallelExecutor:
         self._close()
         if workers is not None and is_effect and workers.failure:
             raise WorkerError(workers.failure) from error
+
+
+# What is one for the whole process: engines that a fork must forget, and torch's thread count, as
+# it was before each of the engines that share it now.
+_ENGINES: "weakref.WeakSet[TensorParallelExecutor]" = weakref.WeakSet()
+_THREADS: list[int] = []
+
+
+def _restore_threads() -> None:
+    """The last engine to go restores what the first one found."""
+    first, *_ = _THREADS
+    _THREADS.pop()
+    if not _THREADS:
+        torch.set_num_threads(first)
+
+
+def _close(stack: contextlib.ExitStack) -> None:
+    with DeferredInterrupt():  # what is half closed stays behind
+        stack.close()
+
+
+def _forget_in_child() -> None:
+    for engine in list(_ENGINES):
+        engine.forget_in_child()
+    _THREADS.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def map_memory(fd: int, num_bytes: int) -> np.ndarray:

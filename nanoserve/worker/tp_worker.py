@@ -53,6 +53,8 @@ def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     while announced := os.read(fds["steps"], 4):
         step = int.from_bytes(announced, "little")
         if step == PING:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             _report(fds["status"], state="waiting")
             continue
         if not is_mapped:  # rank 0 has given the memory its size by now
@@ -73,11 +75,11 @@ def follow(runner: ModelRunner, step: int) -> None:
     header = batch.header_dict()
     tensors, hidden = runner.run_model(batch, header)
     num_sampled, num_rows = header["num_sampled_rows"], header["num_logits_rows"]
-    if num_sampled:
-        runner.model.compute_logits(hidden[tensors.logits_rows[:num_sampled]])
     size = batch.layout.max_num_rows
     for first in range(num_sampled, num_rows, size):  # slices as rank 0 makes them
         runner.model.compute_logits(hidden[tensors.logits_rows[first:num_rows][:size]])
+    if num_sampled:
+        runner.model.compute_logits(hidden[tensors.logits_rows[:num_sampled]])
     if not header["step"] == batch.header_dict()["step"] == step:
         raise RuntimeError(f"step {step} was overwritten by {batch.header_dict()['step']}")
 

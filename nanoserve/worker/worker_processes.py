@@ -46,6 +46,7 @@ class Workers:
         self.on_failure: Callable[[], None] = lambda: None
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
         self._is_closing = False
+        self.are_built = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._steps: list[int] = []
         self._statuses: dict[int, int] = {}  # file descriptor -> rank
@@ -53,6 +54,7 @@ class Workers:
         try:
             for rank in range(1, size):
                 self._start(job | {"rank": rank}, {"life": life, "memory": memory}, num_threads)
+            threading.Thread(target=self._listen, daemon=True).start()
         except BaseException:
             self.close()
             for fd in self._statuses:
@@ -60,8 +62,6 @@ class Workers:
             raise
         finally:
             os.close(life)
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
 
     @property
     def pids(self) -> list[int]:
@@ -103,6 +103,8 @@ class Workers:
     def check(self) -> None:
         if self.failure is not None:
             raise WorkerError(self.failure)
+        if self._is_closing:
+            raise WorkerError("tensor parallelism: the workers have been ended")
 
     def announce(self, step: int) -> None:
         """Let every worker run `step`, whose batch is packed."""
@@ -122,6 +124,9 @@ class Workers:
 
     def are_waiting(self) -> bool:
         """Whether all have done what was announced, and have not failed."""
+        with contextlib.suppress(queue.Empty):
+            while True:  # answers to an earlier question that nobody waited for
+                self._messages.get_nowait()
         try:
             self.announce(PING)
             self.wait_for("waiting", _ANSWER)
@@ -134,14 +139,30 @@ class Workers:
         if self._is_closing:
             return
         self._is_closing = True
-        for fd in self._steps:
-            os.close(fd)
-        self._join(0.0 if self.failure else _GRACE)
-        os.close(self._life)
-        self._join(_GRACE)
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        try:
+            self._close_steps()
+            # Before it is built, a worker does not listen for steps.
+            self._join(_GRACE if self.are_built and not self.failure else 0.0)
+        finally:
+            os.close(self._life)
+            try:
+                self._join(_GRACE)
+            finally:
+                for process in self._processes:
+                    process.kill()
+                    process.wait()
+
+    def forget(self) -> None:
+        """In a fork of the process that owns the workers: hold nothing that keeps them alive."""
+        self._is_closing = True
+        self._close_steps()
+        for fd in (self._life, *self._statuses):
+            with contextlib.suppress(OSError):  # closed before the fork
+                os.close(fd)
+
+    def _close_steps(self) -> None:
+        while self._steps:
+            os.close(self._steps.pop())
 
     def _join(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -157,12 +178,14 @@ class Workers:
         fds = shared | {"steps": steps_there, "status": status_there}
         package = str(Path(nanoserve.__file__).parent.parent)
         search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)}
+        settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder are not meant
         arguments = json.dumps(job | {"fds": fds}, default=str)
         command = [sys.executable, "-m", "nanoserve.worker.tp_worker", arguments]
         try:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)},
+                env=os.environ | settings,
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the terminal is for the caller
