@@ -1,6 +1,6 @@
 """One token for each row of logits, each row under its own request's settings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,7 @@ class Sampler:
     ) -> None:
         self._settings = (num_slots, vocab_size, device, processors)
         self._processes_all = bool(processors)  # the engine's own processors see every row
-        self._special: SpecialRows | None = None
+        self.special: SpecialRows | None = None
         self._is_special = np.zeros(num_slots, dtype=bool)
 
     def set_slot(self, change: SlotParams) -> None:
@@ -43,12 +43,12 @@ class Sampler:
         is_changed = params.changes_logits or self._processes_all
         is_chosen = params.is_greedy or self._chooses_at_random
         is_special = wants_logprobs or is_changed or not is_chosen
-        if is_special and self._special is None:
+        if is_special and self.special is None:
             from nanoserve.sampling.special_rows import SpecialRows
 
-            self._special = SpecialRows(*self._settings, draws=not self._chooses_at_random)
-        if self._special is not None:
-            self._special.set_slot(change)
+            self.special = SpecialRows(*self._settings, draws=not self._chooses_at_random)
+        if self.special is not None:
+            self.special.set_slot(change)
         self._is_special[change.slot] = is_special
 
     def sample(
@@ -65,25 +65,15 @@ class Sampler:
             return token_ids, None
         index = torch.from_numpy(rows).to(logits.device)
         logits, slots = logits[index], slots[rows]
-        token_ids[index] = chosen = self._special.sample(
+        token_ids[index] = chosen = self.special.sample(
             logits, token_ids[index], slots, positions[rows]
         )
-        return token_ids, self._special.logprobs(logits, chosen, slots)
+        return token_ids, self.special.logprobs(logits, chosen, slots)
 
     def record(self, slots: np.ndarray, token_ids: list[int]) -> None:
         """The sequences in `slots` have got these tokens."""
-        if self._special is not None:
-            self._special.record(slots, token_ids)
-
-    def prompt_logprobs(
-        self,
-        hidden: torch.Tensor,
-        next_ids: torch.Tensor,
-        slots: np.ndarray,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> TokenLogprobs:
-        """For prompt rows `hidden` [num_rows, hidden_size] and the tokens that follow them."""
-        return self._special.prompt_logprobs(hidden, next_ids, slots, compute_logits)
+        if self.special is not None:
+            self.special.record(slots, token_ids)
 
     def _choose(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """What every row gets at first, and most rows keep."""

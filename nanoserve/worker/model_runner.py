@@ -23,20 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class BatchTensors:
-    """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device."""
+    """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device.
+
+    They are attributes of the same names, as long as the field's capacity.
+    """
 
     def __init__(self, layout: BatchLayout, memory: torch.Tensor) -> None:
         first = layout.offsets()
-        field = {
-            name: memory[first[name] : first[name] + capacity * 4].view(torch.int32)
-            for name, capacity in layout.fields().items()
-        }
-        self.input_ids, self.positions = field["input_ids"], field["positions"]
-        self.logits_rows, self.next_ids = field["logits_rows"], field["next_ids"]
-        self.slots, self.slot_mapping = field["slots"], field["slot_mapping"]
-        self.cu_seqlens_q, self.cu_seqlens_k = field["cu_seqlens_q"], field["cu_seqlens_k"]
-        self.context_lens = field["context_lens"]
-        self.block_tables = field["block_tables"].view(layout.max_num_rows, -1)
+        for name, capacity in layout.fields().items():
+            setattr(self, name, memory[first[name] :][: capacity * 4].view(torch.int32))
+        self.block_tables = self.block_tables.view(layout.max_num_rows, -1)
 
     def attention_metadata(self, header: dict[str, int]) -> AttentionMetadata:
         rows = header["num_rows"]
@@ -148,7 +144,7 @@ class ModelRunner:
         token_ids, logprobs, prompt_logprobs = torch.empty(0), None, None
         asked = slice(sampled.stop, header["num_logits_rows"])
         if asked.start < asked.stop:
-            prompt_logprobs = self.sampler.prompt_logprobs(
+            prompt_logprobs = self.sampler.special.prompt_logprobs(
                 hidden[tensors.logits_rows[asked]],
                 tensors.next_ids[asked],
                 batch.slots[asked],
