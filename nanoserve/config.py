@@ -8,13 +8,14 @@ that transformers 4 and 5 write that file differently.
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_BIASED_QKV = ("Qwen2ForCausalLM",)  # always; config.json does not say so
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -175,7 +176,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     dtype: str
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
@@ -208,12 +210,15 @@ class ModelConfig:
     ) -> "ModelConfig":
         """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
 
-        def size(name: str) -> int:
+        def size(name: str, default: str | None = None) -> int:
+            if default is not None and raw.get(name) is None:
+                name = default
             _require(raw.get(name) is not None, f"config.json has no {name!r}")
             _check_int(name, raw[name], minimum=1)
             return raw[name]
 
         _refuse_unimplemented(raw)
+        has_bias = bool(raw.get("attention_bias", False))
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         _check_choice("dtype", dtype, DTYPES)
@@ -224,13 +229,14 @@ class ModelConfig:
             intermediate_size=size("intermediate_size"),
             num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=size("num_attention_heads"),
-            num_key_value_heads=size("num_key_value_heads"),
-            head_dim=size("head_dim"),
+            num_key_value_heads=size("num_key_value_heads", "num_attention_heads"),
+            head_dim=_head_dim(raw, size),
             max_position_embeddings=size("max_position_embeddings"),
             rms_norm_eps=_positive("rms_norm_eps", raw.get("rms_norm_eps")),
             rope_theta=_rope_theta(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
+            qkv_bias=has_bias or _architecture(raw) in _BIASED_QKV,
+            o_bias=has_bias,
             dtype=dtype,
             eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
             default_sampling=_default_sampling(generation),
@@ -252,6 +258,13 @@ class ModelConfig:
         return (
             2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
         )
+
+
+def _head_dim(raw: Mapping[str, Any], size: Callable[[str], int]) -> int:
+    """Llama and its like leave it out; Qwen3's default is no quotient, so it must say it."""
+    if raw.get("head_dim") is not None or _architecture(raw) == "Qwen3ForCausalLM":
+        return size("head_dim")
+    return size("hidden_size") // size("num_attention_heads")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -292,6 +305,7 @@ def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
     _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
     layer_types = raw.get("layer_types") or ()
+    _require(not raw.get("mlp_bias"), "mlp_bias=true is not implemented")
     windowed = raw.get("use_sliding_window") or "sliding_attention" in str(layer_types)
     _require(not windowed, f"sliding_window={raw.get('sliding_window')} is not implemented")
     is_full = isinstance(layer_types, (list, tuple)) and set(layer_types) <= {"full_attention"}

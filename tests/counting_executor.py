@@ -80,7 +80,8 @@ def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **opti
         rms_norm_eps=1e-6,
         rope_theta=1e4,
         tie_word_embeddings=True,
-        attention_bias=False,
+        qkv_bias=False,
+        o_bias=False,
         dtype="float32",
         eos_token_ids=eos,
     )

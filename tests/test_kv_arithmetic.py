@@ -23,7 +23,8 @@ def model(layers: int, kv_heads: int, head_dim: int = 128) -> ModelConfig:
         rms_norm_eps=1e-5,
         rope_theta=1e4,
         tie_word_embeddings=False,
-        attention_bias=False,
+        qkv_bias=False,
+        o_bias=False,
         dtype="float16",
     )
 

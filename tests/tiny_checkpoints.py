@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from nanoserve.attention.interface import AttentionMetadata
@@ -37,11 +37,18 @@ def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCau
     `overrides` are fields of `Qwen3Config`. The weights are larger than a fresh model's: with
     those, all logits nearly tie, and a comparison of tokens would compare rounding errors.
     """
+    return make_checkpoint(Qwen3ForCausalLM, path, seed, **overrides)
+
+
+def make_checkpoint(
+    architecture: type[PreTrainedModel], path: Path | str, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """The same for any of transformers' architectures."""
     settings = TINY_QWEN3 | overrides
     dtype = getattr(torch, settings["dtype"])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**settings))
+        model = architecture(architecture.config_class(**settings))
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)

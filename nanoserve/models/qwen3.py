@@ -20,6 +20,8 @@ from nanoserve.layers.rotary import RotaryEmbedding
 
 
 class Qwen3Attention(nn.Module):
+    has_head_norms = True  # what Qwen3 adds to its relatives
+
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
         super().__init__()
         tp, head_dim = context.tp, config.head_dim
@@ -33,14 +35,15 @@ class Qwen3Attention(nn.Module):
             config.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             context,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
             num_slices={"k_proj": kv_slices, "v_proj": kv_slices},
         )
-        self.o_proj = RowParallelLinear(
-            q_size, config.hidden_size, context, bias=config.attention_bias
-        )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, context, bias=config.o_bias)
+        self.norms = None
+        if self.has_head_norms:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
+            self.norms = (self.q_norm, self.k_norm)
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
         self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
@@ -53,9 +56,8 @@ class Qwen3Attention(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
-        norms = (self.q_norm, self.k_norm)
         slots = metadata.slot_mapping
-        q = self.ops.store_kv(heads, positions, self.rotary, norms, kv_cache, slots)
+        q = self.ops.store_kv(heads, positions, self.rotary, self.norms, kv_cache, slots)
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
 
@@ -75,10 +77,12 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
+    attention_class, mlp_class = Qwen3Attention, Qwen3MLP
+
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, rotary, context)
-        self.mlp = Qwen3MLP(config, context)
+        self.self_attn = self.attention_class(config, rotary, context)
+        self.mlp = self.mlp_class(config, context)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
 
@@ -97,6 +101,8 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
+    layer_class = Qwen3DecoderLayer
+
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
@@ -104,7 +110,7 @@ class Qwen3Model(nn.Module):
             config.head_dim, config.max_position_embeddings, config.rope_theta, context
         )
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, rotary, context) for _ in range(config.num_hidden_layers)
+            self.layer_class(config, rotary, context) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
 
@@ -123,9 +129,11 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
+    model_class = Qwen3Model
+
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, context)
+        self.model = self.model_class(config, context)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
         # Tied checkpoints often store the head all the same; it is the embedding, read once.
         self.ignored_tensors: frozenset[str] = frozenset()

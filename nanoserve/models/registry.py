@@ -1,12 +1,40 @@
-"""Architecture name in `config.json` -> the class that implements it."""
+"""Architecture name in `config.json` -> the class that implements it.
+
+Your own model is one call away. Register the class, or where it can be imported from; the class is
+built as `cls(model_config, layer_context)`, see `nanoserve.models.qwen3` for what it must have:
+
+    from nanoserve.models.llama import LlamaForCausalLM
+    from nanoserve.models.registry import register_model
+
+    class MyForCausalLM(LlamaForCausalLM):
+        ...
+
+    register_model("MyForCausalLM", MyForCausalLM)
+    llm = LLM("path/to/a/checkpoint/whose/config/says/MyForCausalLM")
+"""
 
 from importlib import import_module
 
 from torch import nn
 
-_MODELS = {
-    "Qwen3ForCausalLM": "nanoserve.models.qwen3",
+_MODELS: dict[str, str | type[nn.Module]] = {
+    "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
 }
+
+
+def register_model(architecture: str, model: str | type[nn.Module]) -> None:
+    """`model` is a class, or "package.module:Class", which is imported when it is first needed.
+
+    With tensor parallelism the other ranks import the class, so it must not be in `__main__`.
+    Raises `ValueError` for an architecture that exists already and for a name of another form.
+    """
+    if architecture in _MODELS:
+        raise ValueError(f"architecture {architecture!r} is registered already")
+    if isinstance(model, str) and len(model.split(":")) != 2:
+        raise ValueError(f"{model!r} must be a class or 'package.module:Class'")
+    _MODELS[architecture] = model
 
 
 def supported_architectures() -> list[str]:
@@ -15,4 +43,24 @@ def supported_architectures() -> list[str]:
 
 def model_class(architecture: str) -> type[nn.Module]:
     """The class for a supported architecture."""
-    return getattr(import_module(_MODELS[architecture]), architecture)
+    model = _MODELS[architecture]
+    if not isinstance(model, str):
+        return model
+    module, name = model.split(":")
+    return getattr(import_module(module), name)
+
+
+def model_location(architecture: str) -> str:
+    """ "package.module:Class", from which another process can import the class.
+
+    Raises `ValueError` for a class that only this process has.
+    """
+    model = _MODELS[architecture]
+    if isinstance(model, str):
+        return model
+    if model.__module__ == "__main__" or "<" in model.__qualname__:
+        raise ValueError(
+            f"tensor parallelism: {architecture} is registered as {model.__qualname__} of "
+            f"{model.__module__}, which other processes cannot import"
+        )
+    return f"{model.__module__}:{model.__qualname__}"

@@ -14,7 +14,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.ops import TorchOps
-from nanoserve.models.registry import model_class
+from nanoserve.models.registry import model_class, model_location
 from nanoserve.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,11 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
         return make_runner(config, model_config, path, TensorParallel())
     shape_only = LayerContext(device=torch.device("meta"), tp=TensorParallel(0, size))
     model_class(model_config.architecture)(model_config, shape_only)
+    model = (model_config.architecture, model_location(model_config.architecture))
     from nanoserve.worker.tensor_parallel import TensorParallelExecutor
 
     make = partial(make_runner, config, model_config, path)
-    return TensorParallelExecutor(config, path, device, make)
+    return TensorParallelExecutor(config, path, model, device, make)
 
 
 def make_runner(

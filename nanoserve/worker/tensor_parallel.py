@@ -42,6 +42,7 @@ class TensorParallelExecutor:
         self,
         config: EngineConfig,
         path: Path,
+        model: tuple[str, str],
         device: torch.device,
         make_runner: Callable[[TensorParallel], ModelRunner],
     ) -> None:
@@ -60,6 +61,7 @@ class TensorParallelExecutor:
             store = serve_store(size)
             options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
             job = {"options": options, "path": path, "size": size, "port": store.port}
+            job["model"] = model  # its architecture, and where its class is
             self._workers = Workers(size, job, memory, num_threads)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)

@@ -18,6 +18,7 @@ import torch
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers.context import TensorParallel
+from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.process_group import find_store, join_group
@@ -42,6 +43,9 @@ def main() -> None:
 def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     """Build this rank's runner, then run steps until there are no more."""
     config, path, size = EngineConfig(**job["options"]), Path(job["path"]), job["size"]
+    architecture, location = job["model"]
+    if architecture not in supported_architectures():
+        register_model(architecture, location)
     model_config = ModelConfig.from_checkpoint(path, config.dtype)
     device = choose_device(config.device, job["rank"], size)
     store = find_store(job["port"], size)
