@@ -1,8 +1,8 @@
 """What the user chose (`EngineConfig`) and what the checkpoint says (`ModelConfig`).
 
 Neither imports torch or transformers: the brain reads both, and data types travel as names
-("bfloat16"). `ModelConfig` is made from `config.json` alone and is the only place that knows
-that transformers 4 and 5 write that file differently.
+("bfloat16"). `ModelConfig` is made from `config.json` alone; it and `nanoserve.rope_config` are the
+only places that know that transformers 4 and 5 write that file differently.
 """
 
 import json
@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from nanoserve.rope_config import RopeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +174,9 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # with what the RoPE type adds to it
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -222,6 +224,8 @@ class ModelConfig:
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         _check_choice("dtype", dtype, DTYPES)
+        head_dim, max_positions = _head_dim(raw, size), size("max_position_embeddings")
+        rope = RopeConfig.from_hf(raw, head_dim, max_positions)
         config = cls(
             architecture=_architecture(raw),
             vocab_size=size("vocab_size"),
@@ -230,10 +234,10 @@ class ModelConfig:
             num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=size("num_attention_heads"),
             num_key_value_heads=size("num_key_value_heads", "num_attention_heads"),
-            head_dim=_head_dim(raw, size),
-            max_position_embeddings=size("max_position_embeddings"),
+            head_dim=head_dim,
+            max_position_embeddings=rope.num_positions(max_positions),
             rms_norm_eps=_positive("rms_norm_eps", raw.get("rms_norm_eps")),
-            rope_theta=_rope_theta(raw),
+            rope=rope,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=has_bias or _architecture(raw) in _BIASED_QKV,
             o_bias=has_bias,
@@ -248,6 +252,10 @@ class ModelConfig:
         )
         _require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for rotation")
         return config
+
+    @property
+    def rope_theta(self) -> float:
+        return self.rope.theta
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers: 2 x layers x heads x dim x size.
@@ -290,18 +298,7 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """transformers 5 writes it into `rope_parameters`, transformers 4 beside `rope_scaling`."""
-    settings = raw.get("rope_parameters") or {}
-    return _positive("rope_theta", settings.get("rope_theta", raw.get("rope_theta")))
-
-
 def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(name) or {}
-        _require(isinstance(rope, dict), f"config.json: {name}={rope!r} must be an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        _require(kind == "default", f"rope_type={kind!r} is not implemented, only 'default'")
     activation = raw.get("hidden_act", "silu")
     _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
     layer_types = raw.get("layer_types") or ()

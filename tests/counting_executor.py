@@ -10,6 +10,7 @@ from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
+from nanoserve.rope_config import RopeConfig
 from nanoserve.sampling_params import SlotParams
 
 VOCAB_SIZE = 256
@@ -78,7 +79,7 @@ def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **opti
         head_dim=1,
         max_position_embeddings=512,
         rms_norm_eps=1e-6,
-        rope_theta=1e4,
+        rope=RopeConfig(),
         tie_word_embeddings=True,
         qkv_bias=False,
         o_bias=False,

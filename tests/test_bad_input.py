@@ -468,17 +468,22 @@ def test_a_config_without_an_architecture_is_refused(broken: Path) -> None:
         LLM(broken, **OPTIONS)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+MROPE = {"rope_type": "mrope", "mrope_section": [2, 3, 3]}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 UNIMPLEMENTED = {
-    "yarn, v5": ({"rope_parameters": YARN | {"rope_theta": 1e4}}, "'yarn'"),
-    "yarn, v4": ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": YARN}, "'yarn'"),
-    "yarn, early v4": (
-        {"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "yarn"}},
-        "'yarn'",
+    "mrope, v5": ({"rope_parameters": MROPE | {"rope_theta": 1e4}}, "'mrope'"),
+    "mrope, v4": ({"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": MROPE}, "'mrope'"),
+    "mrope, early v4": (
+        {"rope_parameters": ..., "rope_theta": 1e4, "rope_scaling": {"type": "mrope"}},
+        "'mrope'",
     ),
-    # What a model card tells one to add to a v5 file; transformers lets rope_scaling win.
-    "yarn, v4 in v5": ({"rope_scaling": YARN}, "'yarn'"),
-    "linear": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear'"),
+    # transformers lets rope_scaling win.
+    "mrope, v4 in v5": ({"rope_scaling": MROPE}, "'mrope'"),
+    "RoPE per type of layer": (
+        {"rope_parameters": {"full_attention": LOCAL, "sliding_attention": LOCAL}},
+        "sliding_attention",
+    ),
+    "partial RoPE": ({"rope_parameters": LOCAL | {"partial_rotary_factor": 0.5}}, "0.5"),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     "sliding window": ({"use_sliding_window": True, "sliding_window": 128}, "128"),
     "a sliding layer": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),

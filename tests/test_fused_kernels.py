@@ -19,6 +19,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.rope_config import RopeConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -202,7 +203,7 @@ def test_padding_rows_share_slot_0(num_tokens: int, num_padding: int) -> None:
 def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norms: bool) -> None:
     torch.manual_seed(head_dim)
     context = LayerContext(device=DEVICE)
-    rotary = RotaryEmbedding(head_dim, 99, 1e6, context)
+    rotary = RotaryEmbedding(RopeConfig(theta=1e6), head_dim, 99, context)
     norms = (RMSNorm(head_dim, EPS, context), RMSNorm(head_dim, EPS, context))
     for norm in norms:
         norm.weight.data.copy_(randn(head_dim))

@@ -4,6 +4,7 @@ import pytest
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.rope_config import RopeConfig
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -21,7 +22,7 @@ def model(layers: int, kv_heads: int, head_dim: int = 128) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
-        rope_theta=1e4,
+        rope=RopeConfig(),
         tie_word_embeddings=False,
         qkv_bias=False,
         o_bias=False,

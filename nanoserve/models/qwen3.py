@@ -106,9 +106,8 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        rotary = RotaryEmbedding(
-            config.head_dim, config.max_position_embeddings, config.rope_theta, context
-        )
+        num_positions = config.max_position_embeddings
+        rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         self.layers = nn.ModuleList(
             self.layer_class(config, rotary, context) for _ in range(config.num_hidden_layers)
         )

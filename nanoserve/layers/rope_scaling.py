@@ -1,0 +1,148 @@
+"""Rotary embeddings for contexts longer than a model was first trained on.
+
+Pair i of a head turns by an angle of position x f[i], where f[i] = theta^(-2i/d). Positions beyond
+the original context give slow pairs angles that training never showed. Every type below answers
+by slowing pairs down; they differ in which pairs, and by how much. Two of them also multiply cos
+and sin by an attention factor, which makes attention logits larger by its square.
+
+Tables are made once, for all sequences of a batch: a key that lies in the cache was turned when it
+was stored, and can meet any later query.
+"""
+
+import math
+
+import torch
+
+from nanoserve.rope_config import RopeConfig
+
+
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, max_positions: int
+) -> tuple[torch.Tensor, float]:
+    """f, float32 [head_dim / 2], and the attention factor that multiplies cos and sin.
+
+    `max_positions` is the length of the table, which "dynamic" and "longrope" are made for.
+    """
+    if rope.rope_type == "linear":
+        return _unscaled(rope.theta, head_dim) / rope.factor, 1.0
+    if rope.rope_type == "dynamic":
+        return _dynamic(rope, head_dim, max_positions), 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope, head_dim), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope, head_dim), _yarn_attention_factor(rope)
+    if rope.rope_type == "longrope":
+        return _longrope(rope, head_dim, max_positions), _longrope_attention_factor(rope)
+    return _unscaled(rope.theta, head_dim), 1.0
+
+
+def _unscaled(theta: float, head_dim: int) -> torch.Tensor:
+    return 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
+    """NTK-aware scaling (bloc97 and emozilla, r/LocalLLaMA 2023; also Peng et al. 2023, 3.1).
+
+    Slow pairs are stretched and fast ones kept, by a larger theta. At a sequence length of n times
+    the original context, theta grows by (factor x n - factor + 1) ^ (d / (d - 2)), which stretches
+    the slowest pair by just the term in parentheses. A `factor` of 1 stretches it as far as the
+    context grew; a larger one stretches it further.
+
+    transformers takes n from each forward pass, so theta changes while a sequence grows, and keys
+    in its cache were turned by other thetas than the query that meets them. Here, as in vLLM, n is
+    that of the longest sequence. The two are equal for a sequence of `max_positions` tokens that
+    goes through transformers at once; below that length, and also within the original context, ours
+    equals a model with the larger theta, and transformers' does not.
+    """
+    if head_dim < 4:
+        raise ValueError(f"rope_type='dynamic': head_dim={head_dim} must be at least 4")
+    growth = max(1.0, max_positions / rope.original_max_position_embeddings)
+    stretch = rope.factor * growth - (rope.factor - 1)
+    return _unscaled(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783; Meta's reference code).
+
+    What counts is how many turns a pair makes over the original context. At `high_freq_factor`
+    turns or more it is kept, at `low_freq_factor` or fewer it is slowed down by `factor`, and in
+    between the two frequencies are mixed, linearly in the number of turns. Llama 3.1: original
+    context 8,192, factor 8, 1 and 4 turns; so pairs of up to 2,048 positions per turn are kept.
+    """
+    frequencies = _unscaled(rope.theta, head_dim)
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * (frequencies / rope.factor) + kept * frequencies
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), "NTK-by-parts".
+
+    Pairs that make more than `beta_fast` turns over the original context are kept, those that make
+    fewer than `beta_slow` are slowed down by `factor`. In between, the share is linear in the
+    index of the pair. `truncate` rounds both indices outwards to whole pairs.
+    """
+    periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    first, last = (_pair_with_turns(rope, head_dim, t) for t in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The bound is a dimension, not a pair: so it is in the paper's code and in all that followed.
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    return 1 / (rope.factor * periods) * (1 - kept) + 1 / periods * kept
+
+
+def _pair_with_turns(rope: RopeConfig, head_dim: int, turns: float) -> float:
+    """The index i, as a real number, at which a pair makes `turns` over the original context.
+
+    Solves original x theta^(-2i/d) = 2 pi turns.
+    """
+    ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+    return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """YaRN, 3.4: 0.1 ln(factor) + 1, so 1.139 at four times the context.
+
+    `mscale` and `mscale_all_dim` (DeepSeek-V2, arXiv 2405.04434) weigh the logarithm in a numerator
+    and a denominator of that form. `attention_factor` replaces all of it.
+    """
+    if rope.attention_factor is not None:
+        return float(rope.attention_factor)
+    log = 0.1 * math.log(rope.factor)
+    if rope.mscale is None:
+        return log + 1.0
+    return (rope.mscale * log + 1.0) / (rope.mscale_all_dim * log + 1.0)
+
+
+def _longrope(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753), the type of Phi-3.
+
+    Each pair is slowed down by a number of its own that a search has found: `short_factor` within
+    the original context, `long_factor` beyond it.
+
+    transformers chooses by the length of each forward pass; keys in its cache keep what was chosen
+    when they were stored. Here the choice is made once, by the longest sequence that the table
+    has room for; vLLM does so by its max_model_len. With a `max_position_embeddings` above the
+    original context, all sequences use `long_factor`: those that fit into the original context get
+    other logits than from transformers. For the short factors, set `max_position_embeddings` to the
+    original context, and `factor`, where the file has none, to the quotient of the two before.
+    """
+    is_long = max_positions > rope.original_max_position_embeddings
+    factors = torch.tensor(rope.long_factor if is_long else rope.short_factor, dtype=torch.float32)
+    periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return 1 / (factors * periods)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """sqrt(1 + ln(factor) / ln(original context)): 1.19 for 128 Ki positions from 4 Ki.
+
+    `attention_factor` replaces it. It applies to both lists of factors.
+    """
+    if rope.attention_factor is not None:
+        return float(rope.attention_factor)
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
