@@ -29,12 +29,14 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 def on_ranks(size: int, work: Callable[[LayerContext], T]) -> list[T]:
     """What `work` returns on each rank."""
     store = dist.HashStore()
+    groups = []  # to the end: a rank that has gone may not yet have met all others
 
     @torch.inference_mode()
     def one_rank(rank: int) -> T:
         group = None
         if size > 1:
             group = join_group(rank, size, store, torch.device("cpu"))
+            groups.append(group)
         return work(LayerContext(tp=TensorParallel(rank, size, group)))
 
     with ThreadPoolExecutor(size) as threads:
