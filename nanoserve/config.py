@@ -303,6 +303,8 @@ def _refuse_unimplemented(raw: Mapping[str, Any]) -> None:
     _require(activation == "silu", f"hidden_act={activation!r} is not implemented, only 'silu'")
     layer_types = raw.get("layer_types") or ()
     _require(not raw.get("mlp_bias"), "mlp_bias=true is not implemented")
+    if _architecture(raw) == "MistralForCausalLM":  # it has the window, but not the switch
+        raw = {**raw, "use_sliding_window": raw.get("sliding_window") is not None}
     windowed = raw.get("use_sliding_window") or "sliding_attention" in str(layer_types)
     _require(not windowed, f"sliding_window={raw.get('sliding_window')} is not implemented")
     is_full = isinstance(layer_types, (list, tuple)) and set(layer_types) <= {"full_attention"}

@@ -8,7 +8,13 @@ import torch
 from tiny_checkpoints import edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import ModelConfig
@@ -24,6 +30,7 @@ CASES = {
         {"attention_bias": True, "tie_word_embeddings": True},
     ),
     "llama, 1 KV head": (LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, {"head_dim": 12}),  # 48 / 4; its config.json need not say so
     "qwen2, tied": (
         Qwen2ForCausalLM,
@@ -164,6 +171,19 @@ def test_what_no_model_here_does_is_refused(tmp_path: Path) -> None:
     make("llama", tmp_path)
     edit_json(tmp_path / "config.json", mlp_bias=True)
     with pytest.raises(ValueError, match="mlp_bias"):
+        LLM(tmp_path, skip_tokenizer_init=True)
+
+
+def test_a_mistral_with_a_window_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=128)
+    with pytest.raises(ValueError, match="sliding_window=128 is not implemented"):
+        LLM(tmp_path, skip_tokenizer_init=True)
+
+
+def test_a_pickled_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*save them anew with transformers"):
         LLM(tmp_path, skip_tokenizer_init=True)
 
 

@@ -89,8 +89,11 @@ def _weight_files(path: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
+        pickled = sorted(file.name for file in path.glob("*.bin"))
+        advice = f"; {pickled} are pickles, which may run code: save them anew with transformers"
         raise ValueError(
             f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+            + (advice if pickled else "")
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
