@@ -298,7 +298,7 @@ def test_both_samplers_draw_the_same_tokens() -> None:
     positions = rng.integers(1, 2**20, 80, dtype=np.int32)
     logits = torch.from_numpy(rng.standard_normal((80, VOCAB_SIZE)) * 3).to(torch.bfloat16)
     ours, theirs = sample_both(both, logits.to(DEVICE), slots, positions)
-    assert both[1]._special is None  # nothing was taken out and drawn by torch
+    assert both[1].special is None  # nothing was taken out and drawn by torch
     num_ties = 1 if DEVICE.type == "cuda" else 0  # whose logarithms differ in their last bits
     assert (ours != theirs).sum() <= num_ties
 
@@ -313,7 +313,7 @@ def test_rows_that_change_logits_agree_beside_rows_that_do_not() -> None:
     slots = rng.permutation(NUM_SLOTS).astype(np.int32)
     logits = torch.from_numpy(rng.standard_normal((NUM_SLOTS, VOCAB_SIZE)) * 3).float().to(DEVICE)
     ours, theirs = sample_both(both, logits, slots, slots + 1)
-    assert (ours == theirs).all() and both[1]._special is not None
+    assert (ours == theirs).all() and both[1].special is not None
 
 
 def test_steps_without_a_filter_do_not_look_for_borders(monkeypatch: pytest.MonkeyPatch) -> None:
