@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoints import bundled_checkpoint
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
+from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress

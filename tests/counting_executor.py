@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.model_config import ModelConfig
 from nanoserve.outputs import RequestOutput
 from nanoserve.rope_config import RopeConfig
 from nanoserve.sampling_params import SlotParams
@@ -83,6 +84,10 @@ def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **opti
         tie_word_embeddings=True,
         qkv_bias=False,
         o_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        attention_scale=0.25,
+        sliding_windows=(None,),
         dtype="float32",
         eos_token_ids=eos,
     )

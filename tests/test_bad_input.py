@@ -484,9 +484,7 @@ UNIMPLEMENTED = {
         "sliding_attention",
     ),
     "partial RoPE": ({"rope_parameters": LOCAL | {"partial_rotary_factor": 0.5}}, "0.5"),
-    "gelu": ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    "sliding window": ({"use_sliding_window": True, "sliding_window": 128}, "128"),
-    "a sliding layer": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+    "another type of layer": ({"layer_types": ["full_attention", "conv"]}, "conv"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
 }
 
@@ -504,13 +502,17 @@ def test_what_the_model_does_not_implement_is_refused(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"head_dim": ...}, "head_dim"),
+        ({"max_position_embeddings": ...}, "max_position_embeddings"),
         ({"rope_parameters": ...}, "rope_theta"),
         ({"vocab_size": "300"}, "vocab_size"),
         ({"hidden_size": 48.0}, "hidden_size"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window=False"),
+        ({"layer_types": ["full_attention"]}, "num_hidden_layers=2"),
         ({"eos_token_id": "2"}, "eos_token_id"),
         ({"eos_token_id": [1.5]}, "eos_token_id"),
     ],

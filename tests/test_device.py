@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanoserve import LLM
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.model_config import ModelConfig
 from nanoserve.worker.device import choose_attention_backend, choose_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

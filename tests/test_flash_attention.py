@@ -104,6 +104,7 @@ def random_batch(
         tables[row, : blocks[row]] = order[end - blocks[row] : end]
     ends_q, ends_k = (np.concatenate([[0], np.cumsum(x)]) for x in (num_new, contexts))
     return AttentionMetadata(
+        positions=torch.empty(0),
         slot_mapping=torch.empty(0),
         cu_seqlens_q=torch.tensor(ends_q, dtype=torch.int32),
         cu_seqlens_k=torch.tensor(ends_k, dtype=torch.int32),

@@ -5,6 +5,7 @@ bfloat16 but truncates.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -209,14 +210,15 @@ def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norm
         norm.weight.data.copy_(randn(head_dim))
     heads, positions = randn(6, 4 + 2 + 2, head_dim), torch.arange(93, 99, device=DEVICE).int()
     slots = torch.arange(6, dtype=torch.int32, device=DEVICE) * 5
+    step = SimpleNamespace(positions=positions, slot_mapping=slots)
     results = []
     for ops in (TorchOps(), TritonOps()):
         cache = torch.zeros(2, 2, 2, 16, head_dim, device=DEVICE)
         with torch.inference_mode():
-            q = ops.store_kv(heads, positions, rotary, norms if has_norms else None, cache, slots)
+            q = ops.store_kv(heads, rotary, norms if has_norms else None, cache, step)
             gate_up, weight = heads[:, 0], norms[0].weight
             added = ops.add_rms_norm(heads[:, 0].contiguous(), q[:, 0].contiguous(), weight, EPS)
-            results.append((q, cache, *added, ops.silu_and_mul(gate_up.contiguous())))
+            results.append((q, cache, *added, ops.act_and_mul(gate_up.contiguous(), "silu")))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=4e-6)
 

@@ -147,6 +147,7 @@ def make_batch(
         kv_cache[1][index] = randn(context, num_kv_heads, head_dim, dtype=dtype)
     query_lens, context_lens = zip(*rows, strict=True)
     metadata = AttentionMetadata(
+        positions=torch.empty(0, dtype=torch.int32, device=DEVICE),
         slot_mapping=torch.empty(0, dtype=torch.int32, device=DEVICE),  # all is stored already
         cu_seqlens_q=_ends(query_lens),
         cu_seqlens_k=_ends(context_lens),

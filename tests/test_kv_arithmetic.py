@@ -2,8 +2,9 @@
 
 import pytest
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.model_config import ModelConfig
 from nanoserve.rope_config import RopeConfig
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 
@@ -26,6 +27,10 @@ def model(layers: int, kv_heads: int, head_dim: int = 128) -> ModelConfig:
         tie_word_embeddings=False,
         qkv_bias=False,
         o_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        attention_scale=128**-0.5,
+        sliding_windows=(None,) * layers,
         dtype="float16",
     )
 

@@ -13,8 +13,8 @@ from tiny_checkpoints import edit_json, make_qwen3, prompt_logits
 from torch import nn
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
 from nanoserve.layers.context import LayerContext
+from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
 from nanoserve.worker.loader import load_weights
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
+from nanoserve.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
@@ -27,16 +27,21 @@ CASES = {
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
-        {"attention_bias": True, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "llama, 1 KV head": (LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     "mistral": (MistralForCausalLM, {"sliding_window": None}),
+    "mistral, window": (MistralForCausalLM, {"sliding_window": 21}),
     "qwen2": (Qwen2ForCausalLM, {"head_dim": 12}),  # 48 / 4; its config.json need not say so
     "qwen2, tied": (
         Qwen2ForCausalLM,
         {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "qwen3": (Qwen3ForCausalLM, {}),
+    "qwen3, window in layer 1": (
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
 }
 
 
@@ -165,19 +170,6 @@ def test_biases_and_head_dim_as_each_architecture_has_them(tmp_path: Path) -> No
     edit_json(tmp_path / "config.json", head_dim=..., num_key_value_heads=...)
     config = ModelConfig.from_checkpoint(tmp_path)
     assert (config.head_dim, config.num_key_value_heads) == (12, 4)
-
-
-def test_what_no_model_here_does_is_refused(tmp_path: Path) -> None:
-    make("llama", tmp_path)
-    edit_json(tmp_path / "config.json", mlp_bias=True)
-    with pytest.raises(ValueError, match="mlp_bias"):
-        LLM(tmp_path, skip_tokenizer_init=True)
-
-
-def test_a_mistral_with_a_window_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=128)
-    with pytest.raises(ValueError, match="sliding_window=128 is not implemented"):
-        LLM(tmp_path, skip_tokenizer_init=True)
 
 
 def test_a_pickled_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:

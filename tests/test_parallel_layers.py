@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from tiny_checkpoints import make_qwen3, prompt_logits
 from torch import nn
 
-from nanoserve.config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.loader import load_weights
 from nanoserve.worker.process_group import join_group

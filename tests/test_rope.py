@@ -13,10 +13,10 @@ from transformers import LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rope_scaling import inverse_frequencies
 from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
 from nanoserve.rope_config import RopeConfig
 
 ORIGINAL = "original_max_position_embeddings"

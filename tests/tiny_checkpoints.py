@@ -81,6 +81,7 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
     positions = torch.arange(num_tokens, dtype=torch.int32)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32)
     metadata = AttentionMetadata(
+        positions=positions,
         slot_mapping=table[positions // block_size] * block_size + positions % block_size,
         cu_seqlens_q=ends,
         cu_seqlens_k=ends,
@@ -92,5 +93,5 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
     )
     dtype = model.model.norm.weight.dtype
     kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
-    hidden = model(torch.tensor(token_ids, dtype=torch.int32), positions, kv_caches, metadata)
+    hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)

@@ -7,6 +7,7 @@ of one token, `flash_attn_varlen_func` the packed rows of several.
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 
@@ -41,12 +42,8 @@ class FlashAttention(AttentionBackend):
     capturable = True
 
     def attend(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         # flash-attn's pages are [num_blocks, block_size, num_kv_heads, head_dim]; it reads
         # strides, so a view will do.
         k_cache, v_cache = kv_cache.transpose(2, 3)
@@ -62,12 +59,8 @@ class FlashAttention(AttentionBackend):
 
 
 def _attend_decode(
-    layer: AttentionLayer,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-) -> torch.Tensor:
+    layer: AttentionLayer, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
     from flash_attn import flash_attn_with_kvcache
 
     rows = slice(0, metadata.num_decode_rows)
@@ -84,12 +77,8 @@ def _attend_decode(
 
 
 def _attend_chunks(
-    layer: AttentionLayer,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    metadata: AttentionMetadata,
-) -> torch.Tensor:
+    layer: AttentionLayer, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     # Both cumulative lengths have to begin at 0 again, behind the decode rows.

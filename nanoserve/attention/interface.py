@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,8 @@ class AttentionLayer:
     num_kv_heads: int  # query head h reads KV head h // (num_heads // num_kv_heads)
     head_dim: int
     scale: float
+    sliding_window: int | None = None  # how many tokens a query sees, its own included
+    soft_cap: float | None = None  # c: scores become c tanh(score / c)
 
 
 @dataclass
@@ -24,11 +26,12 @@ class AttentionMetadata:
     last of its context, and each attends to itself and to all that came before it.
     """
 
-    slot_mapping: torch.Tensor  # int32 [num_tokens]: where each token's K and V go
-    cu_seqlens_q: torch.Tensor  # int32 [num_rows + 1]
-    cu_seqlens_k: torch.Tensor  # int32 [num_rows + 1]
-    context_lens: torch.Tensor  # int32 [num_rows]
-    block_tables: torch.Tensor  # int32 [num_rows, max_blocks]
+    positions: Tensor  # int32 [num_tokens]
+    slot_mapping: Tensor  # int32 [num_tokens]: where each token's K and V go
+    cu_seqlens_q: Tensor  # int32 [num_rows + 1]
+    cu_seqlens_k: Tensor  # int32 [num_rows + 1]
+    context_lens: Tensor  # int32 [num_rows]
+    block_tables: Tensor  # int32 [num_rows, max_blocks]
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
@@ -58,11 +61,7 @@ class AttentionBackend:
         return (2, num_blocks, num_kv_heads, block_size, head_dim)
 
     def attend(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         """q and what is returned: [num_tokens, num_heads, head_dim]."""
         raise NotImplementedError

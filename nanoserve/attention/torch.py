@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 
@@ -21,25 +22,25 @@ class _Group:
 
     first: int
     end: int
-    blocks: torch.Tensor  # [num_rows, blocks of the longest]
-    masked: torch.Tensor  # bool [num_rows, 1, 1, slots]: True where a row must not look
+    blocks: Tensor  # [num_rows, blocks of the longest]
+    distance: Tensor  # [num_rows, 1, 1, slots]: from a row's token back to each slot's
+
+    def masked(self, window: int | None) -> Tensor:
+        """bool [num_rows, 1, 1, slots]: True where a row must not look."""
+        is_future = self.distance < 0
+        return is_future if window is None else is_future | (self.distance >= window)
 
 
 class TorchAttention(AttentionBackend):
     def attend(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        k_cache, v_cache = kv_cache
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         out = torch.empty_like(q)
-        for group in self._decode_groups(metadata, block_size=k_cache.shape[2]):
+        for group in self._decode_groups(metadata, block_size=kv_cache.shape[3]):
             rows = slice(group.first, group.end)
-            out[rows] = self._attend_decode(layer, q[rows], k_cache, v_cache, group)
+            out[rows] = self._attend_decode(layer, q[rows], kv_cache, group)
         if metadata.num_decode_rows < metadata.num_rows:
-            self._attend_chunks(layer, q, k_cache, v_cache, metadata, out)
+            self._attend_chunks(layer, q, kv_cache, metadata, out)
         return out
 
     def _decode_groups(self, metadata: AttentionMetadata, block_size: int) -> list[_Group]:
@@ -59,61 +60,67 @@ class TorchAttention(AttentionBackend):
         return metadata.scratch["decode_groups"]
 
     def _attend_decode(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        group: _Group,
-    ) -> torch.Tensor:
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, group: _Group
+    ) -> Tensor:
         """One token per row. The query heads that share a KV head are the rows of one product."""
         num_rows, num_kv_heads = len(q), layer.num_kv_heads
-        k = _gather(k_cache, group.blocks)  # [num_rows * num_kv_heads, slots, head_dim]
-        v = _gather(v_cache, group.blocks)
+        k = _gather(kv_cache[0], group.blocks)  # [num_rows * num_kv_heads, slots, head_dim]
+        v = _gather(kv_cache[1], group.blocks)
         # Scaled before the product: in float16, unscaled scores could overflow.
         q = (q * layer.scale).reshape(num_rows * num_kv_heads, -1, layer.head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2)).float()
+        scores = _cap(torch.bmm(q, k.transpose(1, 2)).float(), layer.soft_cap)
         scores = scores.view(num_rows, num_kv_heads, -1, k.shape[1])
-        weights = scores.masked_fill_(group.masked, -torch.inf).softmax(dim=-1)
+        masked = group.masked(layer.sliding_window)
+        weights = scores.masked_fill_(masked, -torch.inf).softmax(dim=-1)
         weights = weights.to(v.dtype).view(num_rows * num_kv_heads, -1, k.shape[1])
         return torch.bmm(weights, v).view(num_rows, layer.num_heads, layer.head_dim)
 
     def _attend_chunks(
         self,
         layer: AttentionLayer,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        q: Tensor,
+        kv_cache: Tensor,
         metadata: AttentionMetadata,
-        out: torch.Tensor,
+        out: Tensor,
     ) -> None:
         """Rows of several tokens, one after the other: a large product each."""
-        starts, block_size = metadata.cu_seqlens_q.tolist(), k_cache.shape[2]
+        starts, block_size = metadata.cu_seqlens_q.tolist(), kv_cache.shape[3]
         contexts = metadata.context_lens.tolist()
         for row in range(metadata.num_decode_rows, metadata.num_rows):
             tokens, context = slice(starts[row], starts[row + 1]), contexts[row]
             blocks = metadata.block_tables[row : row + 1, : -(-context // block_size)]
-            k = _gather(k_cache, blocks)[:, :context]
-            v = _gather(v_cache, blocks)[:, :context]
+            k = _gather(kv_cache[0], blocks)[:, :context]
+            v = _gather(kv_cache[1], blocks)[:, :context]
             q_heads = q[tokens].transpose(0, 1)  # [num_heads, n, head_dim]
             group_size = layer.num_heads // layer.num_kv_heads
             n = q_heads.shape[1]
-            visible = None
-            if n < context:  # token i of the n last ones sees context - n + i + 1 tokens
-                visible = torch.ones(n, context, dtype=torch.bool, device=q.device)
-                visible = visible.tril(context - n)
-            attended = F.scaled_dot_product_attention(
-                q_heads.unsqueeze(0),
-                k.repeat_interleave(group_size, dim=0).unsqueeze(0),
-                v.repeat_interleave(group_size, dim=0).unsqueeze(0),
-                attn_mask=visible,
-                is_causal=visible is None,
-                scale=layer.scale,
-            )
-            out[tokens] = attended[0].transpose(0, 1)
+            k, v = (x.repeat_interleave(group_size, dim=0) for x in (k, v))
+            is_causal = n == context and layer.sliding_window is None and layer.soft_cap is None
+            visible = None if is_causal else _visible(n, context, layer.sliding_window, q.device)
+            if layer.soft_cap is None:
+                attended = F.scaled_dot_product_attention(
+                    *(q_heads[None], k[None], v[None], visible),
+                    is_causal=is_causal,
+                    scale=layer.scale,
+                )[0]
+            else:
+                scores = _cap((q_heads * layer.scale @ k.mT).float(), layer.soft_cap)
+                weights = scores.masked_fill_(~visible, -torch.inf).softmax(dim=-1)
+                attended = weights.to(v.dtype) @ v
+            out[tokens] = attended.transpose(0, 1)
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _visible(n: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [n, context]: token i of the n last ones sees context - n + i + 1 tokens, or fewer."""
+    visible = torch.ones(n, context, dtype=torch.bool, device=device).tril(context - n)
+    return visible if window is None else visible.triu(context - n - window + 1)
+
+
+def _cap(scores: Tensor, soft_cap: float | None) -> Tensor:
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """K or V of some rows from their blocks: [num_rows * num_kv_heads, slots, head_dim]."""
     num_kv_heads, block_size, head_dim = cache.shape[1:]
     heads = torch.arange(num_kv_heads, device=blocks.device)
@@ -129,5 +136,5 @@ def _make_group(
     # int64: a flat index of block, head and token may pass 2^31.
     blocks = metadata.block_tables[first:end, :num_blocks].long()
     slots = torch.arange(num_blocks * block_size, device=blocks.device)
-    masked = slots >= metadata.context_lens[first:end, None]
-    return _Group(first, end, blocks, masked[:, None, None, :])
+    distance = metadata.context_lens[first:end, None] - 1 - slots
+    return _Group(first, end, blocks, distance[:, None, None, :])

@@ -1,6 +1,6 @@
 """Attention by nanoserve's own Triton kernels: the default on a GPU."""
 
-import torch
+from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.kernels.paged_attention import paged_attention
@@ -10,12 +10,8 @@ class TritonAttention(AttentionBackend):
     capturable = True
 
     def attend(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         return paged_attention(
             q,
             kv_cache,

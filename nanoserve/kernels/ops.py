@@ -2,6 +2,7 @@
 
 import torch
 
+from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels.add_rms_norm import add_rms_norm
 from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
@@ -18,27 +19,28 @@ class TritonOps(TorchOps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(gate_up)
+    def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation == "silu":
+            return silu_and_mul(gate_up)
+        return super().act_and_mul(gate_up, activation)
 
     def store_kv(
         self,
         heads: torch.Tensor,
-        positions: torch.Tensor,
         rotary: RotaryEmbedding,
         norms: tuple[RMSNorm, RMSNorm] | None,
         kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         q_norm, k_norm = norms or (None, None)
         return store_kv(
             heads,
-            positions,
+            metadata.positions,
             rotary.cos,
             rotary.sin,
             q_norm.weight if q_norm else None,
             k_norm.weight if k_norm else None,
             q_norm.eps if q_norm else 0.0,
             kv_cache,
-            slot_mapping,
+            metadata.slot_mapping,
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
@@ -35,13 +36,13 @@ class TensorParallel(NamedTuple):
             )
         return num_slices
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.group is not None:
             self.group.all_reduce(x)
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+    def gather(self, x: Tensor) -> Tensor | None:
         """On rank 0 the ranks' tensors side by side along the last dimension, elsewhere None."""
         if self.group is None:
             return x
@@ -78,7 +79,7 @@ class CheckpointTensor:
     """
 
     name: str  # relative to the layer's parent, such as "q_proj.weight"
-    destination: torch.Tensor
+    destination: Tensor
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0  # this rank keeps source.narrow(dim, start, destination.shape[dim])
     start: int = 0

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.layers.context import CheckpointTensor, LayerContext
 
@@ -26,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = context.empty(self.rows, hidden_size)
         self.weight[self.num_here :].zero_()
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.start
@@ -42,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """[num_rows, hidden] -> logits [num_rows, vocab_size] on rank 0, where sampling is done."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, hidden: Tensor) -> Tensor | None:
         logits = self.tp.gather(F.linear(hidden, self.weight))
         return None if logits is None else logits[:, : self.shape[0]]
 

@@ -8,9 +8,8 @@ Column then row costs one all-reduce for the two of them.
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.layers.context import CheckpointTensor, LayerContext
 
@@ -26,7 +25,7 @@ class LinearMethod(Protocol):
     def process_after_loading(self, layer: nn.Module) -> None:
         """Change the loaded weight into the form that `apply` wants."""
 
-    def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], without bias."""
 
 
@@ -39,7 +38,7 @@ class UnquantizedLinearMethod:
     def process_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight)
 
 
@@ -86,7 +85,7 @@ class ColumnParallelLinear(_Linear):
         super().__init__(in_features, sum(self.sizes.values()), context)
         self.bias = context.empty(sum(self.sizes.values())) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.method.apply(self, x)
         return y if self.bias is None else y + self.bias
 
@@ -117,7 +116,7 @@ class RowParallelLinear(_Linear):
         super().__init__(self.part, out_features, context)
         self.bias = context.empty(out_features) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.tp.all_reduce(self.method.apply(self, x))
         return y if self.bias is None else y + self.bias
 

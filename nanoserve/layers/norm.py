@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.layers.context import CheckpointTensor, LayerContext
 
@@ -16,10 +15,10 @@ class RMSNorm(nn.Module):
         self.eps, self.ops = eps, context.ops
         self.weight = context.empty(size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add `x` to the residual stream, and normalise the sum: (normalised, sum)."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
 
 if TYPE_CHECKING:
     from nanoserve.layers.norm import RMSNorm
@@ -15,50 +18,49 @@ if TYPE_CHECKING:
 
 
 class TorchOps:
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """Add `x` to the residual stream, and normalise the sum: (normalised, sum)."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SwiGLU (Shazeer 2020), [..., 2 x size] -> [..., size]: silu(gate) * up."""
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[..., 2 x size] -> [..., size]: activation(gate) * up (Shazeer 2020: SwiGLU, GEGLU)."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def store_kv(
         self,
-        heads: torch.Tensor,
-        positions: torch.Tensor,
+        heads: Tensor,
         rotary: "RotaryEmbedding",
         norms: "tuple[RMSNorm, RMSNorm] | None",
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
         """Norm and turn queries and keys, store keys and values, and return the queries.
 
         heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim], as the fused qkv projection
-        gives them. norms: of queries and of keys, with one eps, for models that have them. Token i
-        is stored at offset slot_mapping[i] % block_size of block slot_mapping[i] // block_size.
+        gives them. norms: of queries and of keys, with one eps, for models that have them. Slots
+        are numbered block x block_size + offset.
         """
         num_kv_heads, block_size = kv_cache.shape[2:4]
         num_heads = heads.shape[1] - 2 * num_kv_heads
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if norms is not None:
             q, k = norms[0](q), norms[1](k)
-        cos, sin = rotary.cos[positions].unsqueeze(1), rotary.sin[positions].unsqueeze(1)
-        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+        cos, sin = (table[metadata.positions].unsqueeze(1) for table in (rotary.cos, rotary.sin))
+        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
         kv_cache[0][blocks, :, offsets] = _rotate(k, cos, sin)
         kv_cache[1][blocks, :, offsets] = v
         return _rotate(q, cos, sin)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [num_tokens, num_heads, head_dim], cos and sin [num_tokens, 1, head_dim / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

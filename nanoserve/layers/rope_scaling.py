@@ -12,13 +12,14 @@ was stored, and can meet any later query.
 import math
 
 import torch
+from torch import Tensor
 
 from nanoserve.rope_config import RopeConfig
 
 
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_positions: int
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """f, float32 [head_dim / 2], and the attention factor that multiplies cos and sin.
 
     `max_positions` is the length of the table, which "dynamic" and "longrope" are made for.
@@ -36,11 +37,11 @@ def inverse_frequencies(
     return _unscaled(rope.theta, head_dim), 1.0
 
 
-def _unscaled(theta: float, head_dim: int) -> torch.Tensor:
+def _unscaled(theta: float, head_dim: int) -> Tensor:
     return 1 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
+def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     """NTK-aware scaling (bloc97 and emozilla, r/LocalLLaMA 2023; also Peng et al. 2023, 3.1).
 
     Slow pairs are stretched and fast ones kept, by a larger theta. At a sequence length of n times
@@ -61,7 +62,7 @@ def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tenso
     return _unscaled(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
 
 
-def _llama3(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
     """Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783; Meta's reference code).
 
     What counts is how many turns a pair makes over the original context. At `high_freq_factor`
@@ -76,7 +77,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return (1 - kept) * (frequencies / rope.factor) + kept * frequencies
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), "NTK-by-parts".
 
     Pairs that make more than `beta_fast` turns over the original context are kept, those that make
@@ -119,7 +120,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return (rope.mscale * log + 1.0) / (rope.mscale_all_dim * log + 1.0)
 
 
-def _longrope(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
+def _longrope(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753), the type of Phi-3.
 
     Each pair is slowed down by a number of its own that a search has found: `short_factor` within

@@ -8,21 +8,24 @@ Shapes: a batch is packed, so the first dimension is always num_tokens, over all
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):
     has_head_norms = True  # what Qwen3 adds to its relatives
+    norm_class = RMSNorm
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+    ) -> None:
         super().__init__()
         tp, head_dim = context.tp, config.head_dim
         num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
@@ -41,67 +44,60 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, context, bias=config.o_bias)
         self.norms = None
         if self.has_head_norms:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, context)
+            self.q_norm = self.norm_class(head_dim, config.rms_norm_eps, context)
+            self.k_norm = self.norm_class(head_dim, config.rms_norm_eps, context)
             self.norms = (self.q_norm, self.k_norm)
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
-        self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5)
+        self.layer = AttentionLayer(
+            *(num_heads, num_kv_heads, head_dim, config.attention_scale),
+            *(config.sliding_windows[index], config.attention_soft_cap),
+        )
 
-    def forward(
-        self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
-        slots = metadata.slot_mapping
-        q = self.ops.store_kv(heads, positions, self.rotary, self.norms, kv_cache, slots)
+        q = self.ops.store_kv(heads, self.rotary, self.norms, kv_cache, metadata)
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
 
 
 class Qwen3MLP(nn.Module):
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, context
-        )
-        self.down_proj = RowParallelLinear(size, config.hidden_size, context)
-        self.ops = context.ops
+        size, bias = config.intermediate_size, config.mlp_bias
+        outputs = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, outputs, context, bias=bias)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, context, bias=bias)
+        self.ops, self.activation = context.ops, config.hidden_act
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
 
 
 class Qwen3DecoderLayer(nn.Module):
-    attention_class, mlp_class = Qwen3Attention, Qwen3MLP
+    attention_class, mlp_class, norm_class = Qwen3Attention, Qwen3MLP, RMSNorm
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, context: LayerContext) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+    ) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(config, rotary, context)
-        self.mlp = self.mlp_class(config, context)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = self.attention_class(config, index, rotary, context)
+        self.mlp = self.mlp_class(config, index, context)
+        self.input_layernorm = self.norm_class(size, eps, context)
+        self.post_attention_layernorm = self.norm_class(size, eps, context)
 
     def forward(
-        self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(positions, hidden, kv_cache, metadata)
+        hidden = self.self_attn(hidden, kv_cache, metadata)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
         return self.mlp(hidden), residual
 
 
 class Qwen3Model(nn.Module):
-    layer_class = Qwen3DecoderLayer
+    layer_class, norm_class = Qwen3DecoderLayer, RMSNorm
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -109,21 +105,19 @@ class Qwen3Model(nn.Module):
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         self.layers = nn.ModuleList(
-            self.layer_class(config, rotary, context) for _ in range(config.num_hidden_layers)
+            self.layer_class(config, index, rotary, context)
+            for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, context)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids)
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
+        hidden = self.embed(input_ids)
         residual = torch.zeros_like(hidden)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(positions, hidden, residual, kv_cache, metadata)
+            hidden, residual = layer(hidden, residual, kv_cache, metadata)
         return self.norm.add(hidden, residual)[0]
 
 
@@ -140,21 +134,15 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.tie(self.model.embed_tokens)
             self.ignored_tensors = frozenset({"lm_head.weight"})
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [num_tokens, hidden_size].
 
-        input_ids and positions are int32 [num_tokens]; kv_caches is [num_layers, ...], one cache
+        input_ids are int32 [num_tokens]; kv_caches is [num_layers, ...], one cache
         per layer in the attention backend's shape.
         """
-        return self.model(input_ids, positions, kv_caches, metadata)
+        return self.model(input_ids, kv_caches, metadata)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """[num_rows, hidden_size] -> [num_rows, vocab_size]: for the rows that are sampled only.
 
         None on every rank but the first.

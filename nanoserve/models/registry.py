@@ -19,7 +19,7 @@ from torch import nn
 
 _MODELS: dict[str, str | type[nn.Module]] = {
     "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",  # those without a window
+    "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
 }

@@ -10,10 +10,11 @@ import torch
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.ops import TorchOps
+from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class, model_location
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -86,6 +87,9 @@ def choose_attention_backend(
         )
     if name != "torch" and find_spec("triton") is None:
         raise ValueError(f"attention_backend={name!r} needs the package triton")
+    has_windows = any(model_config.sliding_windows) or model_config.attention_soft_cap
+    if name != "torch" and has_windows:
+        raise ValueError(f"attention_backend={name!r} has no sliding windows and no soft caps yet")
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
+from nanoserve.model_config import ModelConfig
 
 _GIB = 2**30
 _ALONE = TensorParallel()

@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.layers.context import LayerContext
+from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling_params import SlotParams
-from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks, kv_block_bytes
+from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
 from nanoserve.worker.loader import load_weights
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ class BatchTensors:
 
     def attention_metadata(self, header: dict[str, int]) -> AttentionMetadata:
         rows = header["num_rows"]
+        tokens = slice(0, header["num_tokens"])
         return AttentionMetadata(
-            slot_mapping=self.slot_mapping[: header["num_tokens"]],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
             cu_seqlens_k=self.cu_seqlens_k[: rows + 1],
             context_lens=self.context_lens[:rows],
@@ -125,11 +128,7 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             self.model_config, self.num_kv_blocks, block_size, self.context
         )
-        pool = (
-            self.num_kv_blocks
-            * kv_block_bytes(self.model_config, block_size, self.context.tp)
-            / 2**30
-        )
+        pool = self.kv_cache.nbytes / 2**30
         logger.info(
             f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
             f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
@@ -163,8 +162,5 @@ class ModelRunner:
         return tensors, self._forward(tensors, header)
 
     def _forward(self, tensors: BatchTensors, header: dict[str, int]) -> torch.Tensor:
-        tokens = slice(0, header["num_tokens"])
-        metadata = tensors.attention_metadata(header)
-        return self.model(
-            tensors.input_ids[tokens], tensors.positions[tokens], self.kv_cache, metadata
-        )
+        input_ids = tensors.input_ids[: header["num_tokens"]]
+        return self.model(input_ids, self.kv_cache, tensors.attention_metadata(header))
