@@ -99,6 +99,8 @@ def test_a_tied_checkpoint_that_stores_its_head_as_well_loads(tmp_path: Path) ->
     assert HEAD not in load_file(tmp_path / "model.safetensors")
     edit_weights(tmp_path, **{HEAD: reference.lm_head.weight.detach().clone()})
     assert_logits_match(tmp_path, reference)
+    edit_weights(tmp_path, **{HEAD: 2 * reference.lm_head.weight.detach()})
+    assert "tie_word_embeddings" in refusal(tmp_path) and HEAD in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

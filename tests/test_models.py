@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from tiny_checkpoints import edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -23,6 +25,14 @@ from nanoserve.models.registry import model_class, register_model, supported_arc
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 512,  # all of it, as in MiniCPM4: the short factors
+    "factor": 4.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)],
+}
 CASES = {
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
@@ -30,8 +40,18 @@ CASES = {
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "llama, 1 KV head": (LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "minicpm4": (
+        MiniCPMForCausalLM,
+        MINICPM4 | {"rope_parameters": LONGROPE, "tie_word_embeddings": True},
+    ),
+    "minicpm, biased": (MiniCPMForCausalLM, MINICPM4 | {"attention_bias": True}),
     "mistral": (MistralForCausalLM, {"sliding_window": None}),
     "mistral, window": (MistralForCausalLM, {"sliding_window": 21}),
+    "phi3": (Phi3ForCausalLM, {"sliding_window": 17}),
+    "phi3, longrope": (
+        Phi3ForCausalLM,
+        {"rope_parameters": LONGROPE, "num_key_value_heads": 1, "hidden_size": 64},
+    ),
     "qwen2": (Qwen2ForCausalLM, {"head_dim": 12}),  # 48 / 4; its config.json need not say so
     "qwen2, tied": (
         Qwen2ForCausalLM,
@@ -97,7 +117,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["llama, biased", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"])
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 

@@ -128,11 +128,11 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.model = self.model_class(config, context)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
-        # Tied checkpoints often store the head all the same; it is the embedding, read once.
-        self.ignored_tensors: frozenset[str] = frozenset()
+        # Tied checkpoints often store the head all the same; it must be the embedding, read once.
+        self.tied_tensors: dict[str, str] = {}
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
-            self.ignored_tensors = frozenset({"lm_head.weight"})
+            self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [num_tokens, hidden_size].

@@ -19,7 +19,9 @@ from torch import nn
 
 _MODELS: dict[str, str | type[nn.Module]] = {
     "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+    "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
     "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+    "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
 }

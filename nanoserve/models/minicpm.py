@@ -1,0 +1,66 @@
+"""MiniCPM and MiniCPM4 (Hu et al. 2024, arXiv 2404.06395; MiniCPM team 2025, arXiv 2506.07900).
+
+Llama whose embeddings, blocks and logits are each scaled, so that the hyperparameters found on a
+small model suit a large one (Tensor Programs, Yang et al. 2022). The sparse attention that MiniCPM4
+has for long contexts is not here: a config.json that asks for it is refused.
+"""
+
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
+from nanoserve.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+from nanoserve.models.qwen3 import Qwen3MLP
+
+
+class MiniCPMAttention(LlamaAttention):
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+    ) -> None:
+        super().__init__(config, index, rotary, context)
+        self.residual_scale = config.residual_scale
+
+    def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return super().forward(hidden, kv_cache, metadata) * self.residual_scale
+
+
+class MiniCPMMLP(Qwen3MLP):
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.residual_scale = config.residual_scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * self.residual_scale
+
+
+class MiniCPMDecoderLayer(LlamaDecoderLayer):
+    attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
+
+
+class MiniCPMModel(LlamaModel):
+    layer_class = MiniCPMDecoderLayer
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.embedding_scale = config.embedding_scale
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) * self.embedding_scale
+
+
+class MiniCPMForCausalLM(LlamaForCausalLM):
+    model_class = MiniCPMModel
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.logits_scale = config.logits_scale
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        return super().compute_logits(hidden * self.logits_scale)
