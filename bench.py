@@ -97,7 +97,7 @@ def count_bytes(engine: "LLMEngine") -> list[int]:
     """A list that gets, step by step, the bytes of all weights and of the KV of its sequences."""
     model = engine.executor.model
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if not engine.model_config.tie_word_embeddings:
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
         weights -= model.model.embed_tokens.weight.nbytes  # of which a step reads a few rows only
     kv_bytes_per_token, steps = engine.model_config.kv_bytes_per_token(), []
 

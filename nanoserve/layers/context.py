@@ -1,7 +1,7 @@
 """What all layers of one model share, and where a checkpoint's tensors go."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,9 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.layers.ops import TorchOps
+
+if TYPE_CHECKING:
+    from nanoserve.layers.linear import LinearMethod
 
 
 class TensorParallel(NamedTuple):
@@ -63,6 +66,7 @@ class LayerContext:
     tp: TensorParallel = field(default_factory=TensorParallel)
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
+    linear_method: "LinearMethod | None" = None  # None keeps weights as the checkpoint has them
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""

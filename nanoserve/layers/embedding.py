@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.layers.context import CheckpointTensor, LayerContext
+from nanoserve.layers.linear import UnquantizedLinearMethod
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -41,8 +42,15 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """[num_rows, hidden] -> logits [num_rows, vocab_size] on rank 0, where sampling is done."""
 
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+        super().__init__(vocab_size, hidden_size, context)
+        self.method = context.linear_method or UnquantizedLinearMethod()
+
+    def process_after_loading(self) -> None:
+        self.method.process_after_loading(self)
+
     def forward(self, hidden: Tensor) -> Tensor | None:
-        logits = self.tp.gather(F.linear(hidden, self.weight))
+        logits = self.tp.gather(self.method.apply(self, hidden))
         return None if logits is None else logits[:, : self.shape[0]]
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:

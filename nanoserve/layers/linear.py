@@ -46,7 +46,7 @@ class _Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, context: LayerContext) -> None:
         super().__init__()
         self.tp = context.tp
-        self.method: LinearMethod = UnquantizedLinearMethod()
+        self.method: LinearMethod = context.linear_method or UnquantizedLinearMethod()
         self.method.create_weights(self, in_features, out_features, context)
 
     def process_after_loading(self) -> None:

@@ -13,6 +13,7 @@ from nanoserve.attention.torch import TorchAttention
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, TensorParallel
+from nanoserve.layers.linear import LinearMethod
 from nanoserve.layers.ops import TorchOps
 from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class, model_location
@@ -49,12 +50,22 @@ def make_runner(
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
-    context = LayerContext(dtype, device, tp, attention, ops)
     if device.type == "cpu":
+        context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype))
         return ModelRunner(config, model_config, path, context)
+    context = LayerContext(dtype, device, tp, attention, ops)
     from nanoserve.worker.gpu_runner import GPURunner
 
     return GPURunner(config, model_config, path, context)
+
+
+def _linear_method(dtype: torch.dtype) -> LinearMethod | None:
+    """On a CPU; None for plain weights."""
+    if dtype != torch.bfloat16:  # in other types, packed weights measured no better
+        return None
+    from nanoserve.layers.packed_linear import packed_linear_method
+
+    return packed_linear_method()
 
 
 def choose_device(asked: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
