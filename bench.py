@@ -47,7 +47,10 @@ Generate = Callable[[Tokens, list[int]], tuple[Tokens, str]]
 
 NANO_VLLM = {"num_seqs": 256, "input_len": "100-1024", "output_len": "100-1024"}
 WORKLOADS = {"nano-vllm": NANO_VLLM | {"shape": "qwen3-0.6b", "temperature": 0.6}}
-NANOSERVE_OPTIONS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "enforce_eager")
+NANOSERVE_OPTIONS = (
+    *("max_model_len", "max_num_batched_tokens", "max_num_seqs"),
+    *("attention_backend", "enforce_eager"),
+)
 
 
 def draw_workload(
@@ -255,6 +258,7 @@ def parse_args() -> Namespace:
     add("--hf-batch-size", type=int, default=16, help="transformers' static batch (%(default)s)")
     for name in NANOSERVE_OPTIONS[:3]:
         add("--" + name.replace("_", "-"), type=int, metavar="N", help="nanoserve's option")
+    add("--attention-backend", metavar="NAME", help="nanoserve's option")
     add("--enforce-eager", action="store_true", help="nanoserve without CUDA graphs")
     add("--repeat", type=int, default=1, help="runs of each engine (%(default)s)")
     add("--run-child", help=SUPPRESS)  # its job: "probe", "weights" or an engine

@@ -46,7 +46,7 @@ class EngineConfig:
     max_logprobs: int = 20  # most that a request may ask for
 
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
-    attention_backend: str = "auto"  # "auto" | "torch" | "triton" | "flash_attn"
+    attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
@@ -94,7 +94,7 @@ class EngineConfig:
         check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        backends = ("auto", "torch", "triton", "flash_attn")
+        backends = ("auto", "torch", "numba", "triton", "flash_attn")
         check_choice("attention_backend", self.attention_backend, backends)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             value = getattr(self, name)

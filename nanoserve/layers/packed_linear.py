@@ -29,7 +29,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 def packed_linear_method() -> LinearMethod | None:
-    """A `PackedLinearMethod` if torch has its operators and they work on this processor, or None."""
+    """A `PackedLinearMethod` if torch has its operators and they work here, or None."""
     weight = torch.arange(48, dtype=torch.bfloat16).view(6, 8)
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     try:

@@ -87,19 +87,25 @@ def choose_device(asked: str, rank: int = 0, num_ranks: int = 1) -> torch.device
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """ "torch", "triton" or "flash_attn": what was asked for, if it can run here."""
-    name = config.attention_backend
+    """ "torch", "numba", "triton" or "flash_attn": what was asked for, if it can run here."""
+    name, is_cpu = config.attention_backend, device.type == "cpu"
+    has_numba = is_cpu and model_config.dtype != "float16" and find_spec("numba") is not None
     if name == "auto":
-        return "torch" if device.type == "cpu" else "triton"
+        return "triton" if not is_cpu else "numba" if has_numba else "torch"
+    if name == "numba" and not has_numba:
+        raise ValueError(
+            f"attention_backend='numba' needs the package numba (pip install 'nanoserve[cpu]'), a "
+            f"CPU, and float32 or bfloat16, not device {device} and {model_config.dtype}"
+        )
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "attention_backend='triton' needs an NVIDIA GPU; without one it runs, very slowly, "
             "in Triton's interpreter, if TRITON_INTERPRET=1 is set before Python starts"
         )
-    if name != "torch" and find_spec("triton") is None:
+    if name in ("triton", "flash_attn") and find_spec("triton") is None:
         raise ValueError(f"attention_backend={name!r} needs the package triton")
     has_windows = any(model_config.sliding_windows) or model_config.attention_soft_cap
-    if name != "torch" and has_windows:
+    if name in ("triton", "flash_attn") and has_windows:
         raise ValueError(f"attention_backend={name!r} has no sliding windows and no soft caps yet")
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
@@ -112,6 +118,11 @@ def choose_attention_backend(
 def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
     if name == "torch":
         return TorchAttention(), TorchOps()
+    if name == "numba":
+        from nanoserve.attention.numba import NumbaAttention
+        from nanoserve.kernels.numba_ops import NumbaOps
+
+        return NumbaAttention(), NumbaOps()
     from nanoserve.kernels.ops import TritonOps
 
     if name == "triton":

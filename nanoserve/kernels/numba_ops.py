@@ -1,0 +1,152 @@
+"""`TorchOps` for a CPU, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
+
+A decode step calls these a hundred times, on little data. Each torch operator costs some
+microseconds before it begins, and a norm alone is six of them: here it is one loop.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.kernels.numba_values import FAST, as_numpy, exp, store, to_float
+from nanoserve.layers.ops import TorchOps
+
+if TYPE_CHECKING:
+    from nanoserve.layers.norm import RMSNorm
+    from nanoserve.layers.rotary import RotaryEmbedding
+
+_FEW = 2**17  # values; with more, as in a prefill, torch's operators do as well
+
+
+class NumbaOps(TorchOps):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.numel() > _FEW or not x.is_contiguous():
+            return super().rms_norm(x, weight, eps)
+        out, size = torch.empty_like(x), len(weight)
+        rows = (as_numpy(tensor.view(-1, size)) for tensor in (x, out))
+        _rms_norm(*rows, as_numpy(weight), np.float32(eps))
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if x.numel() > _FEW:
+            return super().add_rms_norm(x, residual, weight, eps)
+        added, out = torch.empty_like(x), torch.empty_like(x)
+        arrays = (as_numpy(tensor) for tensor in (x, residual, added, out, weight))
+        _add_rms_norm(*arrays, np.float32(eps))
+        return out, added
+
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if gate_up.shape[0] > _FEW // gate_up.shape[1] or activation != "silu":
+            return super().act_and_mul(gate_up, activation)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        _silu_and_mul(as_numpy(gate_up), as_numpy(out))
+        return out
+
+    def store_kv(
+        self,
+        heads: Tensor,
+        rotary: "RotaryEmbedding",
+        norms: "tuple[RMSNorm, RMSNorm] | None",
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+        q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
+        weights = (norm.weight for norm in norms) if norms else (heads.new_empty(0),) * 2
+        _store_kv(
+            as_numpy(heads),
+            metadata.positions.numpy(),
+            as_numpy(rotary.cos),
+            as_numpy(rotary.sin),
+            *map(as_numpy, weights),
+            np.float32(norms[0].eps if norms else 0.0),
+            as_numpy(kv_cache),
+            metadata.slot_mapping.numpy(),
+            as_numpy(q),
+        )
+        return q
+
+
+@njit(**FAST)
+def _scale(x, eps):
+    """1 / sqrt(mean(x^2) + eps)"""
+    total = np.float32(0)
+    for i in range(len(x)):
+        value = to_float(x[i])
+        total += value * value
+    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
+
+
+@njit(**FAST)
+def _normalise(x, weight, eps, out):
+    scale = _scale(x, eps)
+    for i in range(len(x)):
+        store(out, i, to_float(x[i]) * scale * to_float(weight[i]))
+
+
+@njit(**FAST)
+def _rms_norm(x, out, weight, eps):
+    for row in range(len(x)):
+        _normalise(x[row], weight, eps, out[row])
+
+
+@njit(**FAST)
+def _add_rms_norm(x, residual, added, out, weight, eps):
+    for row in range(len(x)):
+        for i in range(x.shape[1]):
+            store(added[row], i, to_float(x[row, i]) + to_float(residual[row, i]))
+        _normalise(added[row], weight, eps, out[row])
+
+
+@njit(parallel=True, **FAST)
+def _silu_and_mul(gate_up, out):
+    size = out.shape[1]
+    for row in prange(len(out)):
+        for i in range(size):
+            gate, up = to_float(gate_up[row, i]), to_float(gate_up[row, size + i])
+            magnitude = exp(-abs(gate))  # sigmoid without overflow, from either side
+            sigmoid = (np.float32(1) if gate >= 0 else magnitude) / (np.float32(1) + magnitude)
+            store(out[row], i, gate * sigmoid * up)
+
+
+@njit(parallel=True, **FAST)
+def _store_kv(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slots, q):
+    """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
+    num_heads, half = q.shape[1], q.shape[2] // 2
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    for token in prange(len(heads)):
+        c, s = cos[positions[token]], sin[positions[token]]
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        for head in range(num_heads):
+            _norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
+        for head in range(num_kv_heads):
+            k, v = kv_cache[0, block, head, offset], kv_cache[1, block, head, offset]
+            _norm_and_turn(heads[token, num_heads + head], k_weight, eps, c, s, k)
+            source = heads[token, num_heads + num_kv_heads + head]
+            for i in range(2 * half):
+                v[i] = source[i]
+
+
+@njit(**FAST)
+def _norm_and_turn(x, weight, eps, cos, sin, out):
+    half = len(x) // 2
+    if len(weight):
+        scale = _scale(x, eps)
+        for i in range(half):
+            first = to_float(x[i]) * scale * to_float(weight[i])
+            second = to_float(x[half + i]) * scale * to_float(weight[half + i])
+            c, s = to_float(cos[i]), to_float(sin[i])
+            store(out, i, first * c - second * s)
+            store(out, half + i, second * c + first * s)
+    else:
+        for i in range(half):
+            first, second = to_float(x[i]), to_float(x[half + i])
+            c, s = to_float(cos[i]), to_float(sin[i])
+            store(out, i, first * c - second * s)
+            store(out, half + i, second * c + first * s)

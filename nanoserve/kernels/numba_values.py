@@ -1,0 +1,68 @@
+"""What the CPU kernels compute with: elements of float32 and bfloat16 arrays, and e^x.
+
+bfloat16 has no type in numba. It is the upper half of a float32, so its bits, shifted, are one.
+"""
+
+import math
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.extending import overload
+from torch import Tensor
+
+# Sums may be reordered, which is what makes vectors of them; infinities and NaN stay what they are.
+FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "cache": True}
+_LOG2_E = np.float32(math.log2(math.e))
+
+
+def as_numpy(x: Tensor) -> np.ndarray:
+    """The same memory: float32 as it is, bfloat16 as uint16."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def to_float(x):
+    """The float32 that an element of such an array stands for."""
+
+
+@overload(to_float, inline="always")
+def _to_float(x):
+    if x == types.float32:
+        return lambda x: x
+    return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+def store(out, i, x):
+    """out[i] = x, a float32, rounded to the nearest, ties to even."""
+
+
+@overload(store, inline="always")
+def _store(out, i, x):
+    if out.dtype == types.float32:
+
+        def assign(out, i, x):
+            out[i] = x
+
+        return assign
+
+    def round_and_assign(out, i, x):
+        bits = np.float32(x).view(np.uint32)
+        is_odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+        out[i] = np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
+
+    return round_and_assign
+
+
+@njit(inline="always", **FAST)
+def exp(x):
+    """e^x of x <= 0, to 2e-7, from operations that vectors have: 2^n is n in a float's exponent."""
+    y = max(x * _LOG2_E, np.float32(-126))
+    n = np.floor(y)
+    f = y - n
+    p = np.float32(1.8775767e-3)
+    p = p * f + np.float32(8.9893397e-3)
+    p = p * f + np.float32(5.5826318e-2)
+    p = p * f + np.float32(2.4015361e-1)
+    p = p * f + np.float32(6.9315308e-1)
+    p = p * f + np.float32(9.9999994e-1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
