@@ -10,6 +10,8 @@ from tiny_checkpoints import edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -34,6 +36,25 @@ LONGROPE = {
     "long_factor": [1.0 + i for i in range(8)],
 }
 CASES = {
+    "gemma2": (
+        Gemma2ForCausalLM,
+        {
+            **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
+            **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+            **{"tie_word_embeddings": True},
+        },
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        {
+            **{"num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2},
+            **{"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
@@ -117,7 +138,9 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["gemma2", "gemma3", "llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"]
+)
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 

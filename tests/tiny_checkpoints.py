@@ -91,7 +91,7 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         max_query_len=num_tokens,
         max_context_len=num_tokens,
     )
-    dtype = model.model.norm.weight.dtype
+    dtype = model.lm_head.weight.dtype
     kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
     hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)
