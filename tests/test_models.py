@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
@@ -36,25 +36,8 @@ LONGROPE = {
     "long_factor": [1.0 + i for i in range(8)],
 }
 CASES = {
-    "gemma2": (
-        Gemma2ForCausalLM,
-        {
-            **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
-            **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
-            **{"tie_word_embeddings": True},
-        },
-    ),
-    "gemma3": (
-        Gemma3ForCausalLM,
-        {
-            **{"num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 2},
-            **{"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-            },
-        },
-    ),
+    "gemma2": (Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,

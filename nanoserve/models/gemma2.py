@@ -61,10 +61,10 @@ class Gemma2Model(Qwen3Model):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         # Rounded as the weights are: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=context.dtype).item()
+        self.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        return self.embed_tokens(input_ids) * self.embedding_scale
+        return super().embed(input_ids) * self.scale
 
 
 class Gemma2ForCausalLM(Qwen3ForCausalLM):
