@@ -14,6 +14,7 @@ from transformers import Gemma2ForCausalLM, Gemma3ForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.model_config import ModelConfig
 from nanoserve.models.gemma2 import GemmaRMSNorm
@@ -26,11 +27,10 @@ MODEL = pytest.mark.parametrize("name", MODELS)
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
-def load(path: Path, dtype: str = "auto") -> nn.Module:
-    config = ModelConfig.from_checkpoint(path, dtype)
-    model = model_class(config.architecture)(
-        config, LayerContext(dtype=getattr(torch, config.dtype))
-    )
+def load(path: Path, **context: Any) -> nn.Module:
+    config = ModelConfig.from_checkpoint(path)
+    dtype = getattr(torch, config.dtype)
+    model = model_class(config.architecture)(config, LayerContext(dtype=dtype, **context))
     load_weights(model, path)
     return model
 
@@ -102,6 +102,14 @@ def test_layers_with_a_window_share_a_rotary_embedding(tmp_path: Path) -> None:
     make_checkpoint(Gemma3ForCausalLM, tmp_path, **GEMMA3)
     first, second, third = (layer.self_attn.rotary for layer in load(tmp_path).model.layers)
     assert first is third and first is not second
+
+
+@MODEL
+@torch.inference_mode()
+def test_the_small_kernels_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(MODELS[name][0], tmp_path, **MODELS[name][1])
+    ours = prompt_logits(load(tmp_path, ops=TritonOps()), TOKEN_IDS)
+    assert (ours - model(torch.tensor([TOKEN_IDS])).logits[0]).abs().max() < 1e-4
 
 
 @MODEL

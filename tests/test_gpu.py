@@ -281,7 +281,8 @@ def test_store_kv(dtype, head_dim, group, block_size, num_tokens, has_norm, seed
     num_kv_heads, max_positions = 3, 6000
     num_heads = group * num_kv_heads
     heads = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    norms = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
+    # Gemma's weights are float32.
+    norms = [randn(head_dim, dtype=d) if has_norm else None for d in (dtype, torch.float32)]
     angles = torch.rand(max_positions, head_dim // 2, device=DEVICE) * 2 * torch.pi
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     positions = torch.randint(max_positions, (num_tokens,), dtype=torch.int32, device=DEVICE)
