@@ -30,7 +30,7 @@ class Gemma3Model(Gemma2Model):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         num_positions = config.max_position_embeddings
-        rope = config.local_rope or config.rope
+        rope = config.local_rope or config.rope  # a model of one's own may have one for all
         local = RotaryEmbedding(rope, config.head_dim, num_positions, context)
         for layer, window in zip(self.layers, config.sliding_windows, strict=True):
             if window is not None:
