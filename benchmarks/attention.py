@@ -20,10 +20,10 @@ import torch
 import triton
 from hardware import choose_device, copy_bandwidth, describe
 
+from nanoserve.kernels.act_and_mul import act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.paged_attention import paged_attention
-from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
 
 _DTYPE = torch.bfloat16
@@ -204,9 +204,9 @@ def small_kernels(shape: Shape, sizes: Sizes, device: str) -> Iterator[Case]:
         weight = randn(hidden, device=device)
         return lambda: add_rms_norm(x, residual, weight, 1e-6)
 
-    def make_silu(n: int) -> Callable[[], object]:
+    def make_act(n: int) -> Callable[[], object]:
         gate_up = randn(n, 2 * size, device=device)
-        return lambda: silu_and_mul(gate_up)
+        return lambda: act_and_mul(gate_up, "silu")
 
     def make_store(n: int) -> Callable[[], object]:
         heads = randn(n, num_all_heads, head_dim, device=device)
@@ -228,7 +228,7 @@ def small_kernels(shape: Shape, sizes: Sizes, device: str) -> Iterator[Case]:
 
     for n in sizes.num_tokens:
         yield "add_rms_norm", n, 4 * n * hidden * _ITEM, lambda n=n: make_norm(n)
-        yield "silu_and_mul", n, 3 * n * size * _ITEM, lambda n=n: make_silu(n)
+        yield "act_and_mul", n, 3 * n * size * _ITEM, lambda n=n: make_act(n)
         values = 2 * num_all_heads * head_dim + head_dim  # heads in and out; cos and sin
         yield "store_kv", n, n * values * _ITEM, lambda n=n: make_store(n)
     for n in sizes.num_rows:

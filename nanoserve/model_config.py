@@ -50,11 +50,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {
         **_GEMMA,
         **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **{"rope_theta": 10_000.0},
     },
+    # Its files have an attn_logit_softcapping too, which its attention does not read.
     "Gemma3ForCausalLM": {
         **_GEMMA,
-        **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        **{"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
+        **{"final_logit_softcapping": None, "sliding_window_pattern": 6},
+        **{"rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
     },
     "MiniCPMForCausalLM": {
         **{"attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0},
@@ -213,6 +215,10 @@ class _File:
         """A setting; None if the architecture has no such setting, or the file says null."""
         return self.raw.get(name, self.implied[name]) if name in self.implied else None
 
+    def has(self, name: str) -> bool:
+        """Whether there must be a value: the file gives one, or the architecture implies one."""
+        return self.get(name) is not None or self.implied.get(name) is not None
+
     def size(self, name: str, default: str | None = None) -> int:
         if default is not None and self.get(name) is None:
             name = default
@@ -231,14 +237,14 @@ class _File:
 
 
 def _head_dim(file: _File) -> int:
-    if file.get("head_dim") is not None:
+    if file.has("head_dim"):
         return file.size("head_dim")
     return file.size("hidden_size") // file.size("num_attention_heads")
 
 
 def _activation(file: _File) -> str:
     """Gemma calls it by another name, and has the usual one beside it, without effect."""
-    name = "hidden_activation" if file.get("hidden_activation") else "hidden_act"
+    name = "hidden_activation" if file.has("hidden_activation") else "hidden_act"
     check_choice(name, file.get(name), ("silu", "gelu_pytorch_tanh"))
     return file.get(name)
 
@@ -248,7 +254,7 @@ def _sliding_windows(file: _File) -> tuple[int | None, ...]:
     num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
     if "use_sliding_window" in file.implied and not file.get("use_sliding_window"):
         window = None
-    if window is not None:
+    if window is not None or file.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
         check_int("sliding_window", window, minimum=1)
     types = file.get("layer_types")
     if types is None:
@@ -269,7 +275,7 @@ def _sliding_windows(file: _File) -> tuple[int | None, ...]:
 def _is_windowed(file: _File, layer: int) -> bool:
     if file.architecture == "Gemma2ForCausalLM":
         return layer % 2 == 0
-    if file.get("sliding_window_pattern") is not None:  # Gemma 3: every sixth layer sees all
+    if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
         return (layer + 1) % file.size("sliding_window_pattern") != 0
     if file.get("max_window_layers") is not None:
         check_int("max_window_layers", file.get("max_window_layers"), minimum=0)
@@ -279,30 +285,44 @@ def _is_windowed(file: _File, layer: int) -> bool:
 
 def _ropes(file: _File, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Of all layers, or of those that see everything and of those that have a window (Gemma 3)."""
+    if file.has("rope_local_base_freq"):
+        return _ropes_by_type(file, head_dim, max_positions)
     is_silent = not any(file.raw.get(name) for name in ("rope_parameters", "rope_scaling"))
     raw = {"rope_theta": file.implied["rope_theta"] if is_silent else None} | file.raw
-    if file.get("rope_local_base_freq") is None:
-        return RopeConfig.from_hf(raw, head_dim, max_positions), None
-    by_type = raw.pop("rope_parameters", None) or {}
-    scaling = raw.pop("rope_scaling", None) or {}
-    full = {"rope_theta": file.get("rope_theta")} | (by_type.get("full_attention") or {}) | scaling
+    return RopeConfig.from_hf(raw, head_dim, max_positions), None
+
+
+def _ropes_by_type(file: _File, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of Gemma 3, whose transformers 4 form has no object of its own for layers with a window."""
+    by_type, scaling = _object(file.raw, "rope_parameters"), _object(file.raw, "rope_scaling")
+    require(
+        "type" not in scaling or "rope_type" in scaling,
+        f"config.json: rope_scaling={scaling} has effect in transformers 4, but not in 5, which "
+        f"wants it to say 'rope_type'",
+    )
+    full = {"rope_theta": file.get("rope_theta")} | _object(by_type, "full_attention") | scaling
     local = {"rope_theta": file.get("rope_local_base_freq")}
-    local |= by_type.get("sliding_attention") or {}
-    ropes = ({**raw, "rope_parameters": settings} for settings in (full, local))
+    local |= _object(by_type, "sliding_attention")
+    share = file.raw.get("partial_rotary_factor")
+    ropes = ({"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local))
     return tuple(RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
+
+
+def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = parent.get(name) or {}
+    require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
+    return value
 
 
 def _scales(file: _File, head_dim: int) -> dict[str, float | None]:
     """The factors and soft caps of Gemma and MiniCPM."""
     scales: dict[str, float | None] = {"attention_scale": head_dim**-0.5}
-    if file.get("query_pre_attn_scalar") is not None:
+    if file.has("query_pre_attn_scalar"):
         scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
     caps = {"attention_soft_cap": "attn_logit_softcapping"}
     caps |= {"logits_soft_cap": "final_logit_softcapping"}
     for ours, theirs in caps.items():
         scales[ours] = None if file.get(theirs) is None else file.positive(theirs)
-    if file.architecture.startswith("Gemma"):
-        scales["embedding_scale"] = math.sqrt(file.size("hidden_size"))
     if file.get("scale_emb") is not None:  # MiniCPM (Hu et al. 2024, arXiv 2404.06395)
         layers = file.size("num_hidden_layers")
         scales["embedding_scale"] = file.positive("scale_emb")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.kernels.paged_attention import paged_attention
-from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
 
 
@@ -93,15 +94,21 @@ def _add_rms_norm(hidden: int, dtype: torch.dtype) -> None:
     add_rms_norm(x, x, x[0], 1e-6)
 
 
+def _rms_norm(hidden: int, dtype: torch.dtype) -> None:
+    rms_norm(torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden), 1e-6)
+
+
 def _small_cases() -> list[tuple[str, Callable[[], None]]]:
     cases: list[tuple[str, Callable[[], None]]] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for hidden in (192, 1024, 4096, 16384):
             case = partial(_add_rms_norm, hidden, dtype)
             cases.append((f"add_rms_norm {dtype} hidden={hidden}", case))
-        for size in (448, 3072):
-            gate_up = torch.zeros(4, 2 * size, dtype=dtype)
-            cases.append((f"silu_and_mul {dtype} size={size}", partial(silu_and_mul, gate_up)))
+            case = partial(_rms_norm, hidden, dtype)
+            cases.append((f"rms_norm {dtype} hidden={hidden}, float32 weight", case))
+        for size, activation in product((448, 3072), ACTIVATIONS):
+            case = partial(act_and_mul, torch.zeros(4, 2 * size, dtype=dtype), activation)
+            cases.append((f"act_and_mul {dtype} size={size} {activation}", case))
         for num_tokens, head_dim in ((4, 64), (4, 80), (4, 128), (256, 128), (256, 256)):
             for has_norm in (True, False):
                 label = f"store_kv {dtype} tokens={num_tokens} head_dim={head_dim} norm={has_norm}"

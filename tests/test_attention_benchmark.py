@@ -20,7 +20,7 @@ def test_it_prints_all_tables() -> None:
     cells = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines() if "|" in line]
     first, second = {row[0] for row in cells}, {row[1] for row in cells if len(row) > 1}
     assert "tiny" in first
-    assert {"add_rms_norm", "silu_and_mul", "store_kv", "choose_tokens"} <= second
+    assert {"add_rms_norm", "act_and_mul", "store_kv", "choose_tokens"} <= second
     titles = ("Decode attention", "Prefill attention", "Small kernels")
     assert all(f"\n{title}" in shown.stdout for title in titles)
     rates = [float(row[-2]) for row in cells if row[0] == "tiny"]

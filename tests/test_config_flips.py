@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import edit_json, make_checkpoint, prompt_logits
+from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint, prompt_logits
 from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -30,6 +32,8 @@ from nanoserve.worker.loader import load_weights
 TOKEN_IDS = [(7 * i * i + i) % 300 for i in range(45)]
 WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "gemma2": (Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
@@ -46,9 +50,12 @@ ROPES = [
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
     "attention_bias": [True],
+    "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
+    "final_logit_softcapping": [2.0, None],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
+    "hidden_activation": ["silu", "gelu"],
     "hidden_size": [32, 60],
     "intermediate_size": [96],
     "layer_types": [LOCAL, LOCAL[::-1], ["full_attention"] * 2, None],
@@ -59,14 +66,17 @@ VALUES: dict[str, list[Any]] = {
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
+    "query_pre_attn_scalar": [64],
     "rms_norm_eps": [1e-2],
     "rope_parameters": ROPES,
     "scale_depth": [1.0, 3.0],
     "scale_emb": [1.0],
     "dim_model_base": [48],
     "sliding_window": [1, 30, 4096, None],
+    "sliding_window_pattern": [1, 3],
     "sparse_config": [{"kernel_size": 32}],
     "tie_word_embeddings": [True],
+    "use_bidirectional_attention": [True],
     "use_sliding_window": [False, True],
     "vocab_size": [301],
 }
@@ -76,6 +86,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     **{"initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5]},
     **{
         "pad_token_id": 9,
+        "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
         "transformers_version": "4.30.0",
         "model_type": ...,
         "architectures": ...,
@@ -136,6 +147,7 @@ def test_every_entry_changed_is_as_in_transformers_or_refused(
     print(name, "refuses", refused)
     assert {entry for entry, _ in refused} <= {
         *("dtype", "hidden_act", "rope_parameters", "sparse_config", "layer_types"),
+        *("hidden_activation", "use_bidirectional_attention"),
         *(("mlp_bias",) if name == "minicpm" else ()),  # its checkpoints have none
     }
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.ops import TritonOps
-from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
@@ -35,7 +34,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def exact_rms_norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """In float64; None leaves x as it is."""
     x = x.double()
     if weight is None:
@@ -61,13 +60,16 @@ def test_add_rms_norm(seed: int, dtype: torch.dtype) -> None:
     torch.manual_seed(seed)
     num_tokens, hidden = int(rng.integers(1, 41)), int(rng.integers(1, 2 ** rng.integers(4, 13)))
     x, residual = randn(num_tokens, hidden, dtype=dtype), randn(num_tokens, hidden, dtype=dtype)
-    weight = randn(hidden, dtype=dtype)
+    weight = randn(hidden, dtype=[dtype, torch.float32][seed % 2])  # Gemma's is float32
     before = x.clone(), residual.clone()
     normed, total = add_rms_norm(x, residual, weight, EPS)
     assert normed.dtype == total.dtype == dtype
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
     assert_close(total, residual.double() + x.double())
-    assert_close(normed, rms_norm(total, weight))
+    assert_close(normed, exact_rms_norm(total, weight))
+    alone = rms_norm(x, weight, EPS)
+    assert alone.dtype == dtype
+    assert_close(alone, exact_rms_norm(x, weight))
 
 
 @pytest.mark.parametrize("hidden", [1, 5120, 16384])
@@ -94,18 +96,29 @@ def test_it_is_the_rounded_sum_that_is_normalised() -> None:
     assert set(normed[0].tolist()) == {1.25}
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(30))
-def test_silu_and_mul(seed: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("seed", range(15))
+def test_act_and_mul(seed: int, dtype: torch.dtype, activation: str) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     num_tokens, size = int(rng.integers(1, 21)), int(rng.integers(1, 2 ** rng.integers(3, 13)))
     gate_up = 3 * randn(num_tokens, 2 * size, dtype=dtype)
     gate_up[:, 0] = 30 * (-1) ** seed  # far out on either side
-    out = silu_and_mul(gate_up)
+    out = act_and_mul(gate_up, activation)
     assert out.dtype == dtype and out.shape == (num_tokens, size)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(out, F.silu(gate) * up)
+    assert_close(out, TorchOps().act_and_mul(gate_up.double(), activation))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's, of the x^2
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_out_a_gate_is_open_or_shut(dtype: torch.dtype, activation: str) -> None:
+    """Where exp(-x), x^2 and x^3 overflow as well as where they just do not."""
+    far = [20.0, 89.0, 1e3, 6e4] + [1e12, 1e20, 3e38] * (dtype != torch.float16)
+    gate = torch.tensor([*far, *(-x for x in far), 0.0], dtype=dtype, device=DEVICE)
+    out = act_and_mul(torch.cat((gate, torch.ones_like(gate)))[None], activation)[0]
+    assert_close(out, gate.double().clamp(min=0))
 
 
 @dataclass
@@ -128,12 +141,12 @@ class Step:
         num_heads = self.heads.shape[1] - 2 * num_kv_heads
         q, k, v = self.heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         cos, sin = self.cos[self.positions], self.sin[self.positions]
-        k = rotate(rms_norm(k, self.k_weight), cos, sin)
+        k = rotate(exact_rms_norm(k, self.k_weight), cos, sin)
         cache = self.kv_cache.double()
         for token, slot in enumerate(self.slot_mapping.tolist()):
             cache[0, slot // block_size, :, slot % block_size] = k[token]
             cache[1, slot // block_size, :, slot % block_size] = v[token].double()
-        return rotate(rms_norm(q, self.q_weight), cos, sin), cache
+        return rotate(exact_rms_norm(q, self.q_weight), cos, sin), cache
 
 
 def random_step(
@@ -166,7 +179,7 @@ def random_step(
         cos=angles.cos().to(dtype),
         sin=angles.sin().to(dtype),
         q_weight=randn(head_dim, dtype=dtype) if rng.random() < 0.5 else None,
-        k_weight=randn(head_dim, dtype=dtype) if rng.random() < 0.5 else None,
+        k_weight=randn(head_dim) if rng.random() < 0.5 else None,  # float32, as Gemma's are
         eps=EPS,
         kv_cache=kv_cache,
         slot_mapping=torch.from_numpy(slots).int().to(DEVICE),
@@ -218,7 +231,9 @@ def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norm
             q = ops.store_kv(heads, rotary, norms if has_norms else None, cache, step)
             gate_up, weight = heads[:, 0], norms[0].weight
             added = ops.add_rms_norm(heads[:, 0].contiguous(), q[:, 0].contiguous(), weight, EPS)
-            results.append((q, cache, *added, ops.act_and_mul(gate_up.contiguous(), "silu")))
+            acted = (ops.act_and_mul(gate_up.contiguous(), name) for name in ACTIVATIONS)
+            alone = ops.rms_norm(q[:, 0].contiguous(), weight, EPS)
+            results.append((q, cache, *added, alone, *acted))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=4e-6)
 
@@ -267,6 +282,11 @@ def test_norm_and_gate_refuse_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError):
             add_rms_norm(*wrong, EPS)
+    for wrong in ((x, torch.zeros(9)), (torch.zeros(8, 3).T, torch.zeros(3)), (x[0], weight)):
+        with pytest.raises(ValueError):
+            rms_norm(*wrong, EPS)
     for wrong in (torch.zeros(3, 7), torch.zeros(8), torch.zeros(8, 3).T):
         with pytest.raises(ValueError):
-            silu_and_mul(wrong)
+            act_and_mul(wrong, "silu")
+    with pytest.raises(ValueError, match=r"'gelu'.*gelu_pytorch_tanh"):
+        act_and_mul(x, "gelu")

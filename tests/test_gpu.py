@@ -26,11 +26,12 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.paged_attention import paged_attention
-from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
 from nanoserve.worker.kv_cache import kv_block_bytes
 
@@ -242,27 +243,35 @@ def test_flash_attn_agrees(rows: str, dtype: torch.dtype, seed: int) -> None:
 # --- the small kernels ---
 
 
+@pytest.mark.parametrize("is_wide", [False, True], ids=["weight alike", "float32 weight"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens, size", [(1, 1024), (257, 1024), (33, 5120), (4099, 4096)])
-def test_add_rms_norm(num_tokens: int, size: int, dtype: torch.dtype, seed: int) -> None:
+def test_add_rms_norm(
+    num_tokens: int, size: int, dtype: torch.dtype, is_wide: bool, seed: int
+) -> None:
     x, residual = (randn(num_tokens, size, dtype=dtype) for _ in range(2))
-    weight, eps = randn(size, dtype=dtype), 1e-3
+    weight, eps = randn(size, dtype=torch.float32 if is_wide else dtype), 1e-3
     with poisoned_memory():
         normed, total = add_rms_norm(x, residual, weight, eps)
+        alone = rms_norm(x, weight, eps)
     expected = x.double() + residual.double()
     assert_close(total, expected, seed)
-    mean_square = expected.square().mean(dim=-1, keepdim=True)
-    assert_close(normed, expected * (mean_square + eps).rsqrt() * weight.double(), seed)
+    for actual, summed in ((normed, expected), (alone, x.double())):
+        mean_square = summed.square().mean(dim=-1, keepdim=True)
+        assert_close(actual, summed * (mean_square + eps).rsqrt() * weight.double(), seed)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens, size", [(1, 3072), (257, 3072), (33, 80), (4099, 14336)])
-def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype, seed: int) -> None:
+def test_act_and_mul(
+    num_tokens: int, size: int, dtype: torch.dtype, activation: str, seed: int
+) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype) * 3
+    gate_up[:, 0] = -5e4  # exp(5e4) overflows
     with poisoned_memory():
-        out = silu_and_mul(gate_up)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_close(out, gate * gate.sigmoid() * up, seed)
+        out = act_and_mul(gate_up, activation)
+    assert_close(out, TorchOps().act_and_mul(gate_up.double(), activation), seed)
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
@@ -272,7 +281,8 @@ def test_store_kv(dtype, head_dim, group, block_size, num_tokens, has_norm, seed
     num_kv_heads, max_positions = 3, 6000
     num_heads = group * num_kv_heads
     heads = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    norms = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
+    # Gemma's weights are float32.
+    norms = [randn(head_dim, dtype=d) if has_norm else None for d in (dtype, torch.float32)]
     angles = torch.rand(max_positions, head_dim // 2, device=DEVICE) * 2 * torch.pi
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     positions = torch.randint(max_positions, (num_tokens,), dtype=torch.int32, device=DEVICE)

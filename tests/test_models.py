@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -34,6 +36,8 @@ LONGROPE = {
     "long_factor": [1.0 + i for i in range(8)],
 }
 CASES = {
+    "gemma2": (Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
@@ -117,7 +121,9 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["gemma2", "gemma3", "llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"]
+)
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 

@@ -1,6 +1,7 @@
 """Checkpoints that transformers itself writes, small enough to make one per test."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ TINY_QWEN3 = {
     "bos_token_id": None,
     "dtype": "float32",
 }
+# Beside TINY_QWEN3. The window, the caps and both kinds of layers are to be seen in all logits.
+GEMMA2 = {
+    **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
+    **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "tie_word_embeddings": True},
+}
+GEMMA3 = {
+    **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
+    **{"sliding_window_pattern": 2, "tie_word_embeddings": True},
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 
 
 def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -44,7 +58,7 @@ def make_checkpoint(
     architecture: type[PreTrainedModel], path: Path | str, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """The same for any of transformers' architectures."""
-    settings = TINY_QWEN3 | overrides
+    settings = deepcopy(TINY_QWEN3 | overrides)  # configs write into what they are given
     dtype = getattr(torch, settings["dtype"])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -91,7 +105,7 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         max_query_len=num_tokens,
         max_context_len=num_tokens,
     )
-    dtype = model.model.norm.weight.dtype
+    dtype = model.lm_head.weight.dtype
     kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
     hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)

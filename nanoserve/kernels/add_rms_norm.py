@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm (Zhang and Sennrich 2019) in one pass over memory.
+"""RMSNorm (Zhang and Sennrich 2019), mostly with the residual addition before it, in one pass.
 
 Apart, the two read the residual stream three times and write it twice; they do so little
 arithmetic that the time is all memory traffic. Here each token's row stays in registers.
@@ -17,28 +17,50 @@ def add_rms_norm(
     """(normalised, sum): sum = residual + x, and sum / sqrt(mean(sum^2) + eps) * weight.
 
     x and residual: [num_tokens, hidden], contiguous, of one dtype, which both results share.
-    weight: [hidden]. The sum is rounded to the dtype before it is normalised.
+    weight: [hidden], of any dtype. The sum is rounded to the dtype before it is normalised.
     """
-    if x.ndim != 2 or x.shape != residual.shape or weight.shape != x.shape[1:]:
+    if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(
-            f"x {list(x.shape)}, residual {list(residual.shape)} and weight "
-            f"{list(weight.shape)} do not fit: [num_tokens, hidden] twice, then [hidden]"
+            f"x {list(x.shape)} of {x.dtype} and residual {list(residual.shape)} of "
+            f"{residual.dtype} must be alike, and contiguous"
         )
-    if x.dtype != residual.dtype:
-        raise ValueError(f"x is {x.dtype}, but residual is {residual.dtype}")
-    if not (x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
-        raise ValueError("x, residual and weight must be contiguous")
+    total = torch.empty_like(x)
+    return _launch(x, residual, weight, total, eps), total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, of the shape and dtype of x.
+
+    x: [num_tokens, hidden], contiguous. weight: [hidden], of any dtype.
+    """
+    return _launch(x, None, weight, None, eps)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    if x.ndim != 2 or weight.shape != x.shape[1:]:
+        raise ValueError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} do not fit: "
+            f"[num_tokens, hidden] and [hidden]"
+        )
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("x and weight must be contiguous")
     num_tokens, hidden = x.shape
     if hidden > _MAX_HIDDEN:
         raise ValueError(f"hidden is {hidden}, but a program holds at most {_MAX_HIDDEN} values")
-    normed, total = torch.empty_like(x), torch.empty_like(x)
+    normed = torch.empty_like(x)
     block = triton.next_power_of_2(hidden)
     # 8 values per thread are one 16-byte load in 16 bits; 512 threads leave registers for 32.
     num_warps = min(max(block // 256, 1), 16)
     _add_rms_norm[(num_tokens,)](
         x, residual, weight, normed, total, eps, hidden, block, num_warps=num_warps
     )
-    return normed, total
+    return normed
 
 
 @triton.jit
@@ -49,11 +71,12 @@ def _add_rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     address = row_start + column
-    row = tl.load(residual + address, mask=mask, other=0.0).to(tl.float32)
-    row += tl.load(x + address, mask=mask, other=0.0).to(tl.float32)
-    rounded = row.to(total.dtype.element_ty)
-    tl.store(total + address, rounded, mask=mask)
-    row = rounded.to(tl.float32)  # what the next layer will read is what counts
+    row = tl.load(x + address, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        row += tl.load(residual + address, mask=mask, other=0.0).to(tl.float32)
+        rounded = row.to(total.dtype.element_ty)
+        tl.store(total + address, rounded, mask=mask)
+        row = rounded.to(tl.float32)  # what the next layer will read is what counts
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(normed + address, (row * scale * gain).to(normed.dtype.element_ty), mask=mask)

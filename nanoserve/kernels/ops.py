@@ -3,8 +3,8 @@
 import torch
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.kernels.add_rms_norm import add_rms_norm
-from nanoserve.kernels.silu_and_mul import silu_and_mul
+from nanoserve.kernels.act_and_mul import act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
@@ -14,15 +14,16 @@ from nanoserve.layers.rotary import RotaryEmbedding
 class TritonOps(TorchOps):
     """What has no kernel of its own here is not part of a decode step of a supported model."""
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, weight, eps)
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        if activation == "silu":
-            return silu_and_mul(gate_up)
-        return super().act_and_mul(gate_up, activation)
+        return act_and_mul(gate_up, activation)
 
     def store_kv(
         self,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        # Gemma's weights are float32 beside activations in 16 bits.
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -18,6 +18,8 @@ from importlib import import_module
 from torch import nn
 
 _MODELS: dict[str, str | type[nn.Module]] = {
+    "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
     "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
     "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
     "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",

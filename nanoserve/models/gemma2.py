@@ -1,0 +1,82 @@
+"""Gemma 2 (Gemma team 2024, arXiv 2408.00118): Llama with a norm before and after every block.
+
+What a block gives is normalised before it joins the residual stream. Norms multiply by one plus
+their weight, embeddings by sqrt(hidden_size), and a tanh bounds the logits. That every other layer
+has a sliding window, that a tanh bounds attention scores too and that the feed-forward is GEGLU
+(Shazeer 2020), `ModelConfig` says to the shared layers.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
+from nanoserve.models.llama import LlamaAttention
+from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
+
+
+class GemmaRMSNorm(RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * (1 + w): a weight of zero changes nothing.
+
+    The sum is made once, and kept in float32: in bfloat16, 1 + 0.003 is 1. Dummy weights are 1,
+    so that their norms double.
+    """
+
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+        super().__init__(size, eps, replace(context, dtype=torch.float32))
+
+    def process_after_loading(self) -> None:
+        self.weight.add_(1)
+
+
+class Gemma2DecoderLayer(Qwen3DecoderLayer):
+    attention_class, norm_class = LlamaAttention, GemmaRMSNorm
+
+    def __init__(
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+    ) -> None:
+        super().__init__(config, index, rotary, context)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_feedforward_layernorm = self.norm_class(size, eps, context)
+        self.post_feedforward_layernorm = self.norm_class(size, eps, context)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, kv_cache, metadata)
+        hidden = self.post_attention_layernorm(hidden)
+        hidden, residual = self.pre_feedforward_layernorm.add(hidden, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden)), residual
+
+
+class Gemma2Model(Qwen3Model):
+    layer_class, norm_class = Gemma2DecoderLayer, GemmaRMSNorm
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        # Rounded as the weights are: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
+        self.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids) * self.scale
+
+
+class Gemma2ForCausalLM(Qwen3ForCausalLM):
+    model_class = Gemma2Model
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self.soft_cap = config.logits_soft_cap
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        logits = super().compute_logits(hidden)
+        if logits is None or self.soft_cap is None:
+            return logits
+        # In place: a vocabulary of 256,000 makes large copies.
+        return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)

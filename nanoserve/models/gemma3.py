@@ -1,0 +1,41 @@
+"""Gemma 3, the text model (Gemma team 2025, arXiv 2503.19786): Gemma 2 with a norm on every head.
+
+The head norms take the place of the soft caps. Most layers have a sliding window, and those keep
+the RoPE of a short context, while the others have one for 128 Ki tokens.
+"""
+
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
+from nanoserve.models.gemma2 import (
+    Gemma2DecoderLayer,
+    Gemma2ForCausalLM,
+    Gemma2Model,
+    GemmaRMSNorm,
+)
+from nanoserve.models.qwen3 import Qwen3Attention
+
+
+class Gemma3Attention(Qwen3Attention):
+    norm_class = GemmaRMSNorm
+
+
+class Gemma3DecoderLayer(Gemma2DecoderLayer):
+    attention_class = Gemma3Attention
+
+
+class Gemma3Model(Gemma2Model):
+    layer_class = Gemma3DecoderLayer
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        num_positions = config.max_position_embeddings
+        rope = config.local_rope or config.rope  # a model of one's own may have one for all
+        local = RotaryEmbedding(rope, config.head_dim, num_positions, context)
+        for layer, window in zip(self.layers, config.sliding_windows, strict=True):
+            if window is not None:
+                layer.self_attn.rotary = local
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    model_class = Gemma3Model
