@@ -1,16 +1,17 @@
 """Decode attention on a CPU, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
 
 A decode row reads the K and V of its whole context to compute a single token, so what counts is
-that every value is read once, in order, and nothing is written in between. torch has no operator
-that reads a paged cache: it must gather the blocks into a copy first. Here each task is one row and
-one KV head: it walks over the row's blocks where they lie, for two of the head's queries at once.
+that every value is read once, in order, and that nothing is written in between. torch has no
+operator that reads a paged cache: it must gather the blocks into a copy first. Here a task is a row
+and a range of KV heads. It walks over the row's blocks where they lie; the heads of a block are
+neighbours in memory, so a block is one long run for the processor to fetch ahead.
 """
 
 import math
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import config, get_num_threads, njit, prange, set_num_threads
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
@@ -20,6 +21,9 @@ from nanoserve.kernels.numba_values import FAST, as_numpy, exp, store, to_float
 
 class NumbaAttention(TorchAttention):
     """`TorchAttention` for rows of several tokens, a kernel of its own for rows of one."""
+
+    def __init__(self) -> None:
+        set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
@@ -37,6 +41,8 @@ class NumbaAttention(TorchAttention):
                 np.float32(layer.scale),
                 layer.sliding_window or 2**31 - 1,
                 np.float32(layer.soft_cap or 0.0),
+                # Threads share every row as evenly as its heads allow.
+                math.gcd(layer.num_kv_heads, get_num_threads()),
                 as_numpy(out[:rows]),
             )
         if rows < metadata.num_rows:
@@ -45,64 +51,64 @@ class NumbaAttention(TorchAttention):
 
 
 @njit(parallel=True, **FAST)
-def _decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, out):
+def _decode(q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, parts, out):
     """q, out: [num_rows, num_heads, head_dim]; for the caches see `AttentionBackend`."""
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    group = num_heads // num_kv_heads
-    # Neighbouring tasks go to one thread. With the head first, all threads get a share of each row.
-    for task in prange(num_kv_heads * num_rows):
-        kv_head, row = task // num_rows, task % num_rows
+    heads_here = num_heads // parts
+    kv_heads_here = k_cache.shape[1] // parts
+    for task in prange(parts * num_rows):  # neighbours go to one thread
+        part, row = task // num_rows, task % num_rows
+        first_head, first_kv_head = part * heads_here, part * kv_heads_here
         length = context_lens[row]
         first = max(0, length - window)
-        queries = np.empty((2, head_dim), dtype=np.float32)
-        sums = np.empty((2, head_dim), dtype=np.float32)
-        scores = np.empty((2, length), dtype=np.float32)
-        for head in range(kv_head * group, (kv_head + 1) * group, 2):
-            # The last query of an odd group is computed twice.
-            last = min(head + 1, (kv_head + 1) * group - 1)
+        queries = np.empty((heads_here, head_dim), dtype=np.float32)
+        for head in range(heads_here):
             for d in range(head_dim):
-                queries[0, d] = to_float(q[row, head, d]) * scale
-                queries[1, d] = to_float(q[row, last, d]) * scale
-            blocks = block_tables[row]
-            _all_scores(queries, k_cache, blocks, kv_head, first, length, scores)
-            for i in range(2):
-                if soft_cap > 0:
-                    for t in range(first, length):
-                        scores[i, t] = soft_cap * math.tanh(scores[i, t] / soft_cap)
-                _softmax(scores[i, first:length])
-            sums[:] = 0
-            _weighted_sums(scores, v_cache, blocks, kv_head, first, length, sums)
+                queries[head, d] = to_float(q[row, first_head + head, d]) * scale
+        weights = np.empty((heads_here, length), dtype=np.float32)
+        sums = np.zeros((heads_here, head_dim), dtype=np.float32)
+        kv_heads = (first_kv_head, first_kv_head + kv_heads_here)
+        _add_scores(queries, k_cache, block_tables[row], kv_heads, first, length, weights)
+        for head in range(heads_here):
+            _softmax(weights[head, first:], soft_cap)
+        _add_values(weights, v_cache, block_tables[row], kv_heads, first, length, sums)
+        for head in range(heads_here):
             for d in range(head_dim):
-                store(out, (row, head, d), sums[0, d])
-                store(out, (row, last, d), sums[1, d])
+                store(out[row, first_head + head], d, sums[head, d])
 
 
 @njit(**FAST)
-def _all_scores(queries, k_cache, blocks, kv_head, first, length, scores):
-    block_size = k_cache.shape[2]
+def _add_scores(queries, k_cache, blocks, kv_heads, first, length, scores):
+    """scores[head, t] = queries[head] . k of token t, for t in [first, length)"""
+    block_size, group = k_cache.shape[2], len(queries) // (kv_heads[1] - kv_heads[0])
     for i in range(first // block_size, (length + block_size - 1) // block_size):
-        k = k_cache[blocks[i], kv_head]
         start = i * block_size
-        t, end = max(first - start, 0), min(length - start, block_size)
-        while t + 4 <= end:
-            _dot_4(queries[0], queries[1], k[t], k[t + 1], k[t + 2], k[t + 3], scores, start + t)
-            t += 4
-        while t < end:
-            a = b = np.float32(0)
-            for d in range(k.shape[1]):
-                x = to_float(k[t, d])
-                a += queries[0, d] * x
-                b += queries[1, d] * x
-            scores[0, start + t], scores[1, start + t] = a, b
-            t += 1
+        low, high = max(first - start, 0), min(length - start, block_size)
+        for kv_head in range(kv_heads[0], kv_heads[1]):
+            k = k_cache[blocks[i], kv_head]
+            head, end = (kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group
+            while head + 2 <= end:
+                t = low
+                while t + 4 <= high:
+                    _dot_2x4(queries, head, k, t, scores, start + t)
+                    t += 4
+                while t < high:
+                    scores[head, start + t] = _dot(queries[head], k[t])
+                    scores[head + 1, start + t] = _dot(queries[head + 1], k[t])
+                    t += 1
+                head += 2
+            if head < end:
+                for t in range(low, high):
+                    scores[head, start + t] = _dot(queries[head], k[t])
 
 
 @njit(**FAST)
-def _dot_4(q0, q1, k0, k1, k2, k3, scores, t):
+def _dot_2x4(queries, head, k, t, scores, at):
     """Two queries and four keys: eight sums, enough to hide the latency of a multiply-add."""
+    q0, q1 = queries[head], queries[head + 1]
+    k0, k1, k2, k3 = k[t], k[t + 1], k[t + 2], k[t + 3]
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-    for d in range(q0.shape[0]):
+    for d in range(len(q0)):
         x0, x1, x2, x3 = to_float(k0[d]), to_float(k1[d]), to_float(k2[d]), to_float(k3[d])
         a0 += q0[d] * x0
         a1 += q0[d] * x1
@@ -112,41 +118,67 @@ def _dot_4(q0, q1, k0, k1, k2, k3, scores, t):
         b1 += q1[d] * x1
         b2 += q1[d] * x2
         b3 += q1[d] * x3
-    scores[0, t], scores[0, t + 1], scores[0, t + 2], scores[0, t + 3] = a0, a1, a2, a3
-    scores[1, t], scores[1, t + 1], scores[1, t + 2], scores[1, t + 3] = b0, b1, b2, b3
+    row0, row1 = scores[head], scores[head + 1]
+    row0[at], row0[at + 1], row0[at + 2], row0[at + 3] = a0, a1, a2, a3
+    row1[at], row1[at + 1], row1[at + 2], row1[at + 3] = b0, b1, b2, b3
 
 
 @njit(**FAST)
-def _weighted_sums(weights, v_cache, blocks, kv_head, first, length, sums):
-    block_size = v_cache.shape[2]
+def _dot(query, k):
+    total = np.float32(0)
+    for d in range(len(query)):
+        total += query[d] * to_float(k[d])
+    return total
+
+
+@njit(**FAST)
+def _add_values(weights, v_cache, blocks, kv_heads, first, length, sums):
+    """sums[head] += weights[head, t] * v of token t, for t in [first, length)"""
+    block_size, group = v_cache.shape[2], len(weights) // (kv_heads[1] - kv_heads[0])
     for i in range(first // block_size, (length + block_size - 1) // block_size):
-        v = v_cache[blocks[i], kv_head]
         start = i * block_size
-        t, end = max(first - start, 0), min(length - start, block_size)
-        while t + 4 <= end:
-            _add_4(sums[0], sums[1], v[t], v[t + 1], v[t + 2], v[t + 3], weights, start + t)
-            t += 4
-        while t < end:
-            a, b = weights[0, start + t], weights[1, start + t]
-            for d in range(v.shape[1]):
-                x = to_float(v[t, d])
-                sums[0, d] += a * x
-                sums[1, d] += b * x
-            t += 1
+        low, high = max(first - start, 0), min(length - start, block_size)
+        for kv_head in range(kv_heads[0], kv_heads[1]):
+            v = v_cache[blocks[i], kv_head]
+            head, end = (kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group
+            while head + 2 <= end:
+                t = low
+                while t + 4 <= high:
+                    _add_2x4(weights, head, v, t, sums, start + t)
+                    t += 4
+                while t < high:
+                    _add(weights[head, start + t], v[t], sums[head])
+                    _add(weights[head + 1, start + t], v[t], sums[head + 1])
+                    t += 1
+                head += 2
+            if head < end:
+                for t in range(low, high):
+                    _add(weights[head, start + t], v[t], sums[head])
 
 
 @njit(**FAST)
-def _add_4(sum0, sum1, v0, v1, v2, v3, weights, t):
-    a0, a1, a2, a3 = weights[0, t], weights[0, t + 1], weights[0, t + 2], weights[0, t + 3]
-    b0, b1, b2, b3 = weights[1, t], weights[1, t + 1], weights[1, t + 2], weights[1, t + 3]
-    for d in range(sum0.shape[0]):
+def _add_2x4(weights, head, v, t, sums, at):
+    w0, w1, sum0, sum1 = weights[head], weights[head + 1], sums[head], sums[head + 1]
+    v0, v1, v2, v3 = v[t], v[t + 1], v[t + 2], v[t + 3]
+    a0, a1, a2, a3 = w0[at], w0[at + 1], w0[at + 2], w0[at + 3]
+    b0, b1, b2, b3 = w1[at], w1[at + 1], w1[at + 2], w1[at + 3]
+    for d in range(len(sum0)):
         x0, x1, x2, x3 = to_float(v0[d]), to_float(v1[d]), to_float(v2[d]), to_float(v3[d])
         sum0[d] += (a0 * x0 + a1 * x1) + (a2 * x2 + a3 * x3)
         sum1[d] += (b0 * x0 + b1 * x1) + (b2 * x2 + b3 * x3)
 
 
 @njit(**FAST)
-def _softmax(scores):
+def _add(weight, v, sums):
+    for d in range(len(sums)):
+        sums[d] += weight * to_float(v[d])
+
+
+@njit(**FAST)
+def _softmax(scores, soft_cap):
+    if soft_cap > 0:
+        for t in range(len(scores)):
+            scores[t] = soft_cap * math.tanh(scores[t] / soft_cap)
     largest = scores[0]
     for t in range(len(scores)):
         largest = max(largest, scores[t])
