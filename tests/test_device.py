@@ -1,6 +1,7 @@
 """Which device and which attention backend are chosen, and what is refused."""
 
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.worker.device import choose_attention_backend, choose_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU_DEFAULT = "numba" if find_spec("numba") else "torch"
 
 
 @pytest.fixture
@@ -36,14 +38,15 @@ def test_it_is_the_callers_current_one() -> None:
 @pytest.mark.parametrize(
     ("asked", "device", "chosen"),
     [
-        ("auto", CPU, "torch"),
+        ("auto", CPU, CPU_DEFAULT),
+        ("torch", CPU, "torch"),
         ("auto", CUDA, "triton"),
         ("torch", CUDA, "torch"),
         ("triton", CUDA, "triton"),
         ("triton", CPU, "triton"),  # these tests run with TRITON_INTERPRET=1
     ],
 )
-def test_triton_is_the_default_on_a_gpu(
+def test_each_device_has_its_default(
     checkpoint: Path, asked: str, device: torch.device, chosen: str
 ) -> None:
     config = EngineConfig("m", attention_backend=asked)
@@ -71,4 +74,4 @@ def test_what_cannot_run_here_is_refused(
 def test_the_choice_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="nanoserve"):
         LLM(checkpoint, skip_tokenizer_init=True).close()
-    assert "device cpu, attention backend torch" in caplog.text
+    assert f"device cpu, attention backend {CPU_DEFAULT}" in caplog.text

@@ -73,7 +73,7 @@ def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:
     make_qwen3(tmp_path)
     code = (
         "import sys; from nanoserve import LLM, SamplingParams;"
-        f"LLM({str(tmp_path)!r}, skip_tokenizer_init=True).generate("
+        f"LLM({str(tmp_path)!r}, skip_tokenizer_init=True, attention_backend='torch').generate("
         "[[1, 2]], SamplingParams(temperature=0), use_tqdm=False);"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('nanoserve')))"
     )

@@ -68,8 +68,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path, make_qwen3(path, **SHAPES[request.param])
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
 @torch.inference_mode()
-def test_logits_and_greedy_tokens_equal_transformers(checkpoint) -> None:
+def test_logits_and_greedy_tokens_equal_transformers(checkpoint, backend: str) -> None:
     """200 prompts in one continuous batch, chunked, with decodes among them.
 
     Greedy tokens are identical if each of ours is transformers' choice after the same prefix, so
@@ -78,6 +79,7 @@ def test_logits_and_greedy_tokens_equal_transformers(checkpoint) -> None:
     path, reference = checkpoint
     prompts = random_prompts(200, reference.config.vocab_size, longest=300)
     options = {"dtype": "float32", "max_num_batched_tokens": 256, "max_num_seqs": 64}
+    options |= {"attention_backend": backend}
     with LLM(path, skip_tokenizer_init=True, enable_prefix_caching=False, **options) as llm:
         recorder = LogitsRecorder(llm)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

@@ -19,30 +19,28 @@ if TYPE_CHECKING:
     from nanoserve.layers.norm import RMSNorm
     from nanoserve.layers.rotary import RotaryEmbedding
 
-_FEW = 2**17  # values; with more, as in a prefill, torch's operators do as well
+_FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
 
 class NumbaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.numel() > _FEW or not x.is_contiguous():
-            return super().rms_norm(x, weight, eps)
         out, size = torch.empty_like(x), len(weight)
         rows = (as_numpy(tensor.view(-1, size)) for tensor in (x, out))
-        _rms_norm(*rows, as_numpy(weight), np.float32(eps))
+        rms_norm = _rms_norm if x.numel() <= _FEW else _rms_norm_parallel
+        rms_norm(*rows, as_numpy(weight), np.float32(eps))
         return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if x.numel() > _FEW:
-            return super().add_rms_norm(x, residual, weight, eps)
         added, out = torch.empty_like(x), torch.empty_like(x)
         arrays = (as_numpy(tensor) for tensor in (x, residual, added, out, weight))
-        _add_rms_norm(*arrays, np.float32(eps))
+        add_rms_norm = _add_rms_norm if x.numel() <= _FEW else _add_rms_norm_parallel
+        add_rms_norm(*arrays, np.float32(eps))
         return out, added
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        if gate_up.shape[0] > _FEW // gate_up.shape[1] or activation != "silu":
+        if activation != "silu":
             return super().act_and_mul(gate_up, activation)
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         _silu_and_mul(as_numpy(gate_up), as_numpy(out))
@@ -96,12 +94,29 @@ def _rms_norm(x, out, weight, eps):
         _normalise(x[row], weight, eps, out[row])
 
 
+@njit(parallel=True, **FAST)
+def _rms_norm_parallel(x, out, weight, eps):
+    for row in prange(len(x)):
+        _normalise(x[row], weight, eps, out[row])
+
+
+@njit(**FAST)
+def _add_and_normalise(x, residual, added, out, weight, eps):
+    for i in range(len(x)):
+        store(added, i, to_float(x[i]) + to_float(residual[i]))
+    _normalise(added, weight, eps, out)
+
+
 @njit(**FAST)
 def _add_rms_norm(x, residual, added, out, weight, eps):
     for row in range(len(x)):
-        for i in range(x.shape[1]):
-            store(added[row], i, to_float(x[row, i]) + to_float(residual[row, i]))
-        _normalise(added[row], weight, eps, out[row])
+        _add_and_normalise(x[row], residual[row], added[row], out[row], weight, eps)
+
+
+@njit(parallel=True, **FAST)
+def _add_rms_norm_parallel(x, residual, added, out, weight, eps):
+    for row in prange(len(x)):
+        _add_and_normalise(x[row], residual[row], added[row], out[row], weight, eps)
 
 
 @njit(parallel=True, **FAST)

@@ -1,0 +1,197 @@
+"""The numba kernels against float64, in float32 and bfloat16, on random shapes.
+
+Slots that no token was written to hold NaN, and unused columns of block tables point far outside.
+"""
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import make_qwen3
+
+pytest.importorskip("numba")
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.numba import NumbaAttention
+from nanoserve.kernels.numba_ops import NumbaOps
+from nanoserve.kernels.numba_values import as_numpy
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.rope_config import RopeConfig
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionMetadata:
+    """`rows` are (new tokens, context), those of one token first."""
+    num_new, contexts = zip(*rows, strict=True)
+    ends = [torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (num_new, contexts)]
+    return AttentionMetadata(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        cu_seqlens_q=ends[0],
+        cu_seqlens_k=ends[1],
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        num_decode_rows=num_new.count(1),
+        max_query_len=max(num_new),
+        max_context_len=max(contexts),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_attention(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    dtype, group = DTYPES[seed % 2], seed % 5 + 1
+    num_kv_heads, head_dim = int(rng.integers(1, 5)), int(rng.choice([8, 16, 24, 64, 80]))
+    block_size = int(rng.choice([1, 3, 4, 16, 32]))
+    window = [None, int(rng.integers(1, 70))][seed % 3 == 1]
+    soft_cap = [None, 1.5][seed % 4 == 1]
+    layer = AttentionLayer(
+        num_kv_heads * group, num_kv_heads, head_dim, 0.7 * head_dim**-0.5, window, soft_cap
+    )
+    rows = [(1, int(n)) for n in rng.integers(1, 90, rng.integers(1, 8))]
+    if seed % 3 == 2:
+        rows += [(5, 5), (3, 40)]
+    blocks = [-(-context // block_size) for _, context in rows]
+    tables = torch.full((len(rows), max(blocks) + 1), 2**30, dtype=torch.int32)
+    free = iter((rng.permutation(sum(blocks)) + 1).tolist())
+    shape = (2, sum(blocks) + 1, num_kv_heads, block_size, head_dim)
+    kv_cache = torch.full(shape, torch.nan, dtype=dtype)
+    q = torch.randn(sum(n for n, _ in rows), layer.num_heads, head_dim).to(dtype) * 3
+    expected, first = torch.empty(q.shape, dtype=torch.float64), 0
+    for row, (num_new, context) in enumerate(rows):
+        k, v = torch.randn(2, num_kv_heads, context, head_dim).to(dtype)
+        for column, start in enumerate(range(0, context, block_size)):
+            tables[row, column] = block = next(free)
+            filled = slice(start, start + block_size)
+            for cache, x in zip(kv_cache, (k, v), strict=True):
+                cache[block, :, : x[:, filled].shape[1]] = x[:, filled]
+        k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
+        queries = q[first : first + num_new].double().transpose(0, 1)
+        scores = queries @ k.mT * layer.scale
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+        distance = torch.arange(context - num_new, context)[:, None] - torch.arange(context)
+        hidden = (distance < 0) | (distance >= (window or context))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        expected[first : first + num_new] = (weights @ v).transpose(0, 1)
+        first += num_new
+    kv_cache[:, 0] = 0  # what torch's attention reads beyond the context of a chunk
+    with torch.inference_mode():
+        actual = NumbaAttention().attend(layer, q, kv_cache, metadata_of(rows, tables))
+    decodes = slice(0, sum(num_new == 1 for num_new, _ in rows))
+    assert actual.dtype == dtype
+    error = (actual[decodes].double() - expected[decodes]).abs().max()
+    assert error < TOLERANCE[dtype]  # false for NaN
+    if dtype == torch.float32:
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5)
+
+
+def norm(size: int, dtype: torch.dtype) -> RMSNorm:
+    layer = RMSNorm(size, 1e-2, LayerContext(dtype))
+    layer.weight.data.copy_(torch.randn(size))
+    return layer
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    rtol = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 7), (3, 64), (32, 1024), (40, 1100)])
+def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    """In float32 against torch; in bfloat16 against float32, rounded once."""
+    torch.manual_seed(size)
+    x, residual = torch.randn(2, num_tokens, size).to(dtype)
+    gate_up = (torch.randn(num_tokens, 2 * size) * 20).to(dtype)
+    weight = norm(size, [dtype, torch.float32][size % 2]).weight.data
+    ours, theirs = NumbaOps(), TorchOps()
+    with torch.inference_mode():
+        normed, added = ours.add_rms_norm(x, residual, weight, 1e-2)
+        assert torch.equal(added, x + residual)
+        wanted = theirs.rms_norm(added.float(), weight.float(), 1e-2).to(dtype)
+        assert_close(normed, wanted)
+        assert_close(ours.rms_norm(added, weight, 1e-2), wanted)
+        for activation in ("silu", "gelu_pytorch_tanh"):
+            wanted = theirs.act_and_mul(gate_up.float(), activation).to(dtype)
+            actual = ours.act_and_mul(gate_up, activation)
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+            torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_store_kv(num_tokens: int, has_norms: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_tokens)
+    head_dim, rotary = 24, RotaryEmbedding(RopeConfig(), 24, 99, LayerContext(dtype))
+    norms = (norm(head_dim, dtype), norm(head_dim, dtype)) if has_norms else None
+    heads = torch.randn(num_tokens, 4 + 2 + 2, head_dim).to(dtype)
+    step = metadata_of([(1, 1)], torch.empty(0))
+    step.positions = torch.randint(99, (num_tokens,), dtype=torch.int32)
+    step.slot_mapping = torch.randperm(32, dtype=torch.int32)[:num_tokens]
+    results = []
+    for ops, kind in ((NumbaOps(), dtype), (TorchOps(), torch.float32)):
+        cache = torch.zeros(2, 2, 2, 16, head_dim, dtype=kind)
+        same = RotaryEmbedding(RopeConfig(), 24, 99, LayerContext(kind))
+        same.cos, same.sin = rotary.cos.to(kind), rotary.sin.to(kind)
+        for n in norms or ():
+            n.weight.data = n.weight.data.to(kind)
+        with torch.inference_mode():
+            q = ops.store_kv(heads.to(kind), same, norms, cache, step)
+        results.append((q.to(dtype), cache.to(dtype)))
+    for ours, theirs in zip(*results, strict=True):
+        tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-6}[dtype]
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_every_bfloat16_comes_back_and_halves_round_to_even() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    finite = every[every.isfinite()]
+    assert as_numpy(finite).dtype == np.uint16
+    ops, one = NumbaOps(), torch.zeros(1, len(finite), dtype=torch.bfloat16)
+    weight = torch.ones(len(finite), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        same = ops.add_rms_norm(finite[None], one, weight, 1.0)[1][0]
+        assert torch.equal(same, finite + 0)
+        # 256 + 1 lies between two numbers of 8 bits, 258 + 1 as well: both go to the even one.
+        halves = torch.tensor([[256.0, 258.0, 1.0, 1.0]], dtype=torch.bfloat16)
+        ones = torch.tensor([[1.0, 1.0, 1e-9, -1e-9]], dtype=torch.bfloat16)
+        added = ops.add_rms_norm(halves, ones, weight[:4], 1.0)[1]
+    assert added[0].tolist() == [256.0, 260.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_what_a_cpu_runs_by_default(tmp_path, dtype: str) -> None:
+    make_qwen3(tmp_path, dtype=dtype)
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+    prompts = [[5, 7, 11], list(range(60)), list(range(20))]
+    answers = []
+    for backend in ("auto", "torch"):
+        with LLM(
+            tmp_path, skip_tokenizer_init=True, device="cpu", attention_backend=backend
+        ) as llm:
+            layer = llm.engine.executor.model.model.layers[0]
+            assert isinstance(layer.self_attn.backend, NumbaAttention) is (backend == "auto")
+            assert isinstance(layer.mlp.ops, NumbaOps) is (backend == "auto")
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([output.outputs[0] for output in outputs])
+    if dtype == "float32":
+        assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
+    for ours, theirs in zip(*answers, strict=True):
+        first = (answer.logprobs[0][answer.token_ids[0]].logprob for answer in (ours, theirs))
+        assert abs(next(first) - next(first)) < (1e-4 if dtype == "float32" else 0.2)
+
+
+def test_16_bit_floats_run_on_torch(tmp_path) -> None:
+    make_qwen3(tmp_path, dtype="float16")
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu") as llm:
+        assert not isinstance(llm.engine.executor.context.attention, NumbaAttention)
+    with pytest.raises(ValueError, match=r"numba.*float16"):
+        LLM(tmp_path, skip_tokenizer_init=True, device="cpu", attention_backend="numba")
