@@ -4,8 +4,10 @@ import torch
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels.add_rms_norm import add_rms_norm
+from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.silu_and_mul import silu_and_mul
 from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.experts import SparseMoE
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
@@ -23,6 +25,16 @@ class TritonOps(TorchOps):
         if activation == "silu":
             return silu_and_mul(gate_up)
         return super().act_and_mul(gate_up, activation)
+
+    def experts(
+        self,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        layer: SparseMoE,
+    ) -> torch.Tensor:
+        weights = (layer.gate_up, layer.down, layer.first_expert, layer.num_experts)
+        return fused_experts(hidden, expert_ids, expert_weights, *weights)
 
     def store_kv(
         self,

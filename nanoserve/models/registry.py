@@ -20,8 +20,10 @@ from torch import nn
 _MODELS: dict[str, str | type[nn.Module]] = {
     "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 
