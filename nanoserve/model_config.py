@@ -37,13 +37,15 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0},
     "MistralForCausalLM": {"sliding_window": 4096},
     "MixtralForCausalLM": {
-        **{"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"sliding_window": None, "num_experts": 8, "num_local_experts": None},
+        **{"num_experts_per_tok": 2},
     },
     "Qwen2ForCausalLM": _QWEN_WINDOWS,
     "Qwen3ForCausalLM": {"attention_bias": False, "head_dim": 128, **_QWEN_WINDOWS},
     "Qwen3MoeForCausalLM": {
         **{"attention_bias": False, "use_sliding_window": False, "sliding_window": 4096},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8},
+        **{"moe_intermediate_size": 768},
         **{"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None},
     },
     "Phi3ForCausalLM": {"sliding_window": None},
@@ -332,24 +334,33 @@ def _scales(file: _File, head_dim: int) -> dict[str, float | None]:
 
 
 def _moe(file: _File) -> MoEConfig | None:
-    if file.get("num_experts_per_tok") is None:
+    """Mixtral knows less than Qwen3-MoE: it has no dense layers, and its weights sum to one."""
+    if not file.has("num_experts_per_tok"):
         return None
-    if file.get("num_local_experts") is not None:  # Mixtral
-        return MoEConfig(
-            num_experts=file.size("num_local_experts"),
-            num_experts_per_tok=file.size("num_experts_per_tok"),
-            intermediate_size=file.size("intermediate_size"),
-            norm_topk_prob=True,
-        )
-    every, dense = file.size("decoder_sparse_step"), set(file.get("mlp_only_layers") or ())
+    norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
+    require(isinstance(norm, bool), f"norm_topk_prob={norm!r} must be true or false")
+    every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
+    dense = file.get("mlp_only_layers") or []
+    require(
+        isinstance(dense, list) and all(type(layer) is int for layer in dense),
+        f"mlp_only_layers={dense!r} must be a list of integers",
+    )
     layers = range(file.size("num_hidden_layers"))
     return MoEConfig(
-        num_experts=file.size("num_experts"),
+        num_experts=_num_experts(file),
         num_experts_per_tok=file.size("num_experts_per_tok"),
-        intermediate_size=file.size("moe_intermediate_size"),
-        norm_topk_prob=bool(file.get("norm_topk_prob")),
+        intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
+        norm_topk_prob=norm,
         dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
     )
+
+
+def _num_experts(file: _File) -> int:
+    """transformers 4 wrote "num_experts" for Qwen3-MoE; 5 reads either name for any model."""
+    names = [name for name in ("num_experts", "num_local_experts") if name in file.raw]
+    counts = {name: file.size(name) for name in names or ["num_experts"]}
+    require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")
+    return counts.popitem()[1]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
@@ -119,8 +120,40 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
     return [(label.replace("torch.", ""), call) for label, call in cases]
 
 
+def _experts(
+    num_tokens: int, hidden: int, size: int, top_k: int, num_experts: int, dtype: torch.dtype
+) -> None:
+    x = torch.zeros(num_tokens, hidden, dtype=dtype)
+    expert_ids = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    gate_up = torch.zeros(num_experts, 2 * size, hidden, dtype=dtype)
+    down = torch.zeros(num_experts, hidden, size, dtype=dtype)
+    fused_experts(x, expert_ids, torch.zeros(num_tokens, top_k), gate_up, down)
+
+
+def _experts_cases() -> list[tuple[str, Callable[[], None]]]:
+    """A small step and a large one; sizes that the tiles divide, and sizes that they do not."""
+    cases = []
+    shapes = [
+        (256, 192, 8, 128, torch.bfloat16),
+        (256, 192, 8, 128, torch.float32),
+        (200, 72, 2, 3, torch.bfloat16),
+        (200, 72, 2, 3, torch.float32),
+    ]
+    for hidden, size, top_k, num_experts, dtype in shapes:
+        for num_tokens in (4, 1024):
+            label = f"experts {dtype} tokens={num_tokens} hidden={hidden} size={size} "
+            label = f"{label}top_k={top_k} experts={num_experts}".replace("torch.", "")
+            case = partial(_experts, num_tokens, hidden, size, top_k, num_experts, dtype)
+            cases.append((label, case))
+    return cases
+
+
 # A label, and a call of a launcher; several kernels may come out of one.
-CASES: list[tuple[str, Callable[[], None]]] = [*_attention_cases(), *_small_cases()]
+CASES: list[tuple[str, Callable[[], None]]] = [
+    *_attention_cases(),
+    *_experts_cases(),
+    *_small_cases(),
+]
 
 
 class _AbsentGPU(DriverBase):

@@ -22,13 +22,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from tiny_checkpoints import make_qwen3
+from tiny_checkpoints import make_checkpoint, make_qwen3
+from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.ops import TorchOps
@@ -351,6 +353,100 @@ def exponentials(key: np.uint32, vocab_size: int) -> np.ndarray:
     return -np.log1p(-u)
 
 
+# --- experts ---
+
+
+def route(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """Some experts have many tokens, and some have none."""
+    popularity = torch.randn(num_experts, device=DEVICE) * 2
+    return (popularity + torch.randn(num_tokens, num_experts, device=DEVICE)).topk(top_k).indices
+
+
+def assert_sum_of_experts(
+    out: torch.Tensor, arguments: dict[str, torch.Tensor], seed: int, first_expert: int = 0
+) -> None:
+    hidden, ids = arguments["hidden"].double(), arguments["expert_ids"]
+    expected = torch.zeros_like(hidden)
+    for here, (gate_up, down) in enumerate(
+        zip(arguments["gate_up"], arguments["down"], strict=True)
+    ):
+        tokens, choices = (ids == first_expert + here).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = (hidden[tokens] @ gate_up.double().T).chunk(2, dim=-1)
+            product = (gate * gate.sigmoid() * up) @ down.double().T
+            weights = arguments["expert_weights"][tokens, choices, None].double()
+            expected.index_add_(0, tokens, weights * product)
+    assert_close(out, expected, seed, "of experts")
+
+
+@pytest.mark.parametrize("first_expert, num_here", [(0, 16), (5, 3)], ids=["all", "a rank's"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 33, 64, 700, 3000])
+@pytest.mark.parametrize("hidden_size, size", [(512, 192), (500, 72)], ids=str)
+def test_experts(hidden_size, size, num_tokens, dtype, first_expert, num_here, seed: int) -> None:
+    """Experts that no token chose have weights of NaN."""
+    ids = route(num_tokens, top_k=3, num_experts=16)
+    ids[0] = torch.tensor([1, 5, 6], device=DEVICE)  # or there might be nothing to do
+    arguments = {
+        "hidden": randn(num_tokens, hidden_size, dtype=dtype),
+        "expert_ids": ids,
+        "expert_weights": torch.rand(num_tokens, 3, device=DEVICE),
+        "gate_up": randn(num_here, 2 * size, hidden_size, dtype=dtype) * hidden_size**-0.5,
+        "down": randn(num_here, hidden_size, size, dtype=dtype),
+    }
+    here = torch.arange(first_expert, first_expert + num_here, device=DEVICE)
+    for name in ("gate_up", "down"):
+        arguments[name][~torch.isin(here, ids)] = torch.nan
+    arguments["hidden"][~torch.isin(ids, here).any(dim=1)] = torch.nan  # tokens of other ranks
+    with poisoned_memory():
+        out = fused_experts(**arguments, first_expert=first_expert, num_experts=16)
+    arguments["hidden"].nan_to_num_()
+    assert_sum_of_experts(out, arguments, seed, first_expert)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 4000])
+def test_experts_with_more_than_2_31_weights(num_tokens: int, seed: int) -> None:
+    num_experts, hidden_size, size = 600, 2048, 1024
+    needed = 3 * num_experts * hidden_size * size * 2
+    if torch.cuda.mem_get_info()[0] < needed + 4 * 2**30:
+        pytest.skip(f"needs {needed / 2**30 + 4:.0f} GiB of GPU memory")
+    shape = (num_experts, 2 * size, hidden_size)
+    gate_up = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(std=0.02)
+    shape = (num_experts, hidden_size, size)
+    arguments = {
+        "hidden": randn(num_tokens, hidden_size, dtype=torch.bfloat16),
+        "expert_ids": num_experts - 1 - route(num_tokens, top_k=8, num_experts=80),
+        "expert_weights": torch.rand(num_tokens, 8, device=DEVICE),
+        "gate_up": gate_up,
+        "down": torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(),
+    }
+    assert_sum_of_experts(fused_experts(**arguments), arguments, seed)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 100, 1000])
+def test_experts_in_a_graph_follow_the_router(num_tokens: int, seed: int) -> None:
+    arguments = {
+        "hidden": randn(num_tokens, 256, dtype=torch.bfloat16),
+        "expert_ids": route(num_tokens, top_k=2, num_experts=8),
+        "expert_weights": torch.rand(num_tokens, 2, device=DEVICE),
+        "gate_up": randn(8, 2 * 128, 256, dtype=torch.bfloat16) / 16,
+        "down": randn(8, 256, 128, dtype=torch.bfloat16),
+    }
+    fused_experts(**arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # fails if anything waits for the GPU
+        out = fused_experts(**arguments)
+    for only in (None, 0, 7):
+        ids = route(num_tokens, top_k=2, num_experts=8)
+        if only is not None:  # and some other
+            ids = torch.full_like(ids, only)
+            ids[:, 1] = 3
+        arguments["expert_ids"].copy_(ids)
+        graph.replay()
+        assert_sum_of_experts(out, arguments, seed)
+
+
 # --- the engine ---
 
 MAX_NUM_SEQS = 40  # graphs of 1, 2, 4, 8, 16, 32 and 40 rows
@@ -437,6 +533,29 @@ def test_graphs_give_the_tokens_of_eager_steps(model) -> None:
             expected = tokens(eager, prompts[:num_requests])
             assert tokens(captured, prompts[:num_requests]) == expected, num_requests
     assert set(sizes) == {1, 2, 4, 8, 16, 32, 40}
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        (
+            Qwen3MoeForCausalLM,
+            {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+        ),
+        (MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": None}),
+    ],
+)
+def test_tokens_of_a_mixture_of_experts_are_those_of_a_cpu(
+    architecture: type[PreTrainedModel], settings: dict[str, Any], enforce_eager, tmp_path: Path
+) -> None:
+    make_checkpoint(architecture, tmp_path, **settings)
+    prompts = [[(i * i + 7 * j) % 300 for j in range(1 + 13 * i % 90)] for i in range(45)]
+    with open_float32(tmp_path, device="cpu", num_kv_blocks=2000) as llm:
+        expected = tokens(llm, prompts)
+    options = {"enforce_eager": enforce_eager, "num_kv_blocks": 2000}
+    with open_float32(tmp_path, device="cuda", **options) as llm:
+        assert tokens(llm, prompts) == expected
 
 
 def count_replays(llm: LLM) -> list[int]:

@@ -14,10 +14,12 @@ from transformers import (
     Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -26,6 +28,7 @@ from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
 LONGROPE = {
     "rope_type": "longrope",
@@ -65,6 +68,22 @@ CASES = {
     "qwen3, window in layer 1": (
         Qwen3ForCausalLM,
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 3}),
+    "mixtral, tied, window": (
+        MixtralForCausalLM,
+        {"num_local_experts": 5, "sliding_window": 21, "tie_word_embeddings": True},
+    ),
+    "qwen3-moe": (Qwen3MoeForCausalLM, QWEN3_MOE),
+    "qwen3-moe, normalised, tied": (
+        Qwen3MoeForCausalLM,
+        QWEN3_MOE
+        | {"num_experts": 40, "num_experts_per_tok": 3, "norm_topk_prob": True}  # some never chosen
+        | {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "qwen3-moe, dense layers": (  # all but layer 1
+        Qwen3MoeForCausalLM,
+        QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
 }
 
@@ -122,14 +141,19 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
+# Mixtral: three experts on two ranks.
 @pytest.mark.parametrize(
-    "case", ["gemma2", "gemma3", "llama, biased", "minicpm4", "phi3", "qwen2", "qwen3"]
+    "case",
+    [
+        *("gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3"),
+        *("qwen2", "qwen3", "qwen3-moe"),
+    ],
 )
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "mixtral", "qwen3-moe"])
 def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tiny_checkpoints import make_qwen3, prompt_logits
+from tiny_checkpoints import make_checkpoint, make_qwen3, prompt_logits
 from torch import nn
+from transformers import MixtralForCausalLM
 
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.model_config import ModelConfig
+from nanoserve.models.mixtral import MixtralForCausalLM as OurMixtral
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.loader import load_weights
 from nanoserve.worker.process_group import join_group
@@ -206,6 +208,32 @@ def test_a_whole_model_split_over_ranks_has_the_logits_of_transformers(
         expected = reference(torch.tensor([ids])).logits[0]
     logits, *_ = on_ranks(size, work)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@SIZES
+@pytest.mark.parametrize("num_experts", [3, 4])  # a rank may have one more than others, or none
+def test_whole_experts_are_distributed_over_the_ranks(
+    tmp_path: Path, size: int, num_experts: int
+) -> None:
+    settings = {"num_local_experts": num_experts, "vocab_size": 301}
+    reference = make_checkpoint(MixtralForCausalLM, tmp_path, **settings)
+    config = ModelConfig.from_checkpoint(tmp_path)
+    ids = [(7 * i * i + i) % 301 for i in range(20)]
+
+    def work(context: LayerContext) -> tuple[torch.Tensor, range]:
+        model = OurMixtral(config, context)
+        load_weights(model, tmp_path)
+        experts = model.model.layers[0].mlp
+        end = experts.first_expert + len(experts.down)
+        return prompt_logits(model, ids), range(experts.first_expert, end)
+
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    logits, experts_of_rank = zip(*on_ranks(size, work), strict=True)
+    torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
+    assert [e for experts in experts_of_rank for e in experts] == [*range(num_experts)]
+    counts = [len(experts) for experts in experts_of_rank]
+    assert max(counts) - min(counts) <= 1
 
 
 # ---------------------------------------------------------------- what does not divide

@@ -5,7 +5,9 @@ import torch
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels.act_and_mul import act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.experts import SparseMoE
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
@@ -24,6 +26,16 @@ class TritonOps(TorchOps):
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         return act_and_mul(gate_up, activation)
+
+    def experts(
+        self,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        layer: SparseMoE,
+    ) -> torch.Tensor:
+        weights = (layer.gate_up, layer.down, layer.first_expert, layer.num_experts)
+        return fused_experts(hidden, expert_ids, expert_weights, *weights)
 
     def store_kv(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 
 if TYPE_CHECKING:
+    from nanoserve.layers.experts import SparseMoE
     from nanoserve.layers.norm import RMSNorm
     from nanoserve.layers.rotary import RotaryEmbedding
 
@@ -34,6 +35,15 @@ class TorchOps:
         """[..., 2 x size] -> [..., size]: activation(gate) * up (Shazeer 2020: SwiGLU, GEGLU)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def experts(
+        self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, layer: "SparseMoE"
+    ) -> Tensor:
+        """The weighted sum of each token's experts: see `nanoserve.layers.experts`."""
+        from nanoserve.layers.experts import sum_of_experts
+
+        weights = (layer.gate_up, layer.down, layer.first_expert)
+        return sum_of_experts(hidden, expert_ids, expert_weights, *weights)
 
     def store_kv(
         self,

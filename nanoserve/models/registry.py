@@ -23,9 +23,11 @@ _MODELS: dict[str, str | type[nn.Module]] = {
     "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
     "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
     "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
     "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

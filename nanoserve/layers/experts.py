@@ -1,0 +1,107 @@
+"""A mixture of experts in the place of the feed-forward (Shazeer et al. 2017; Fedus et al. 2021).
+
+A router, which is a small linear, chooses `num_experts_per_tok` of many feed-forwards for each
+token; only these are computed, and their outputs are added with the router's weights. So a model
+has the parameters of all experts, and the arithmetic of a few.
+
+Shapes: T tokens that each have K experts make T x K *pairs*, numbered token x K + choice. To
+multiply with every expert's weights only once, pairs are sorted by expert.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoserve.layers.context import CheckpointTensor, LayerContext
+from nanoserve.model_config import ModelConfig
+
+
+class SparseMoE(nn.Module):
+    """[num_tokens, hidden] -> [num_tokens, hidden].
+
+    Whole experts are distributed over the ranks: each has a contiguous part of them and a copy of
+    the router, computes what its experts add to all tokens, and one all-reduce sums the ranks. The
+    experts need not divide by the ranks: some then have one more than others.
+    """
+
+    # The names in checkpoints: of this module, None where it is our own; of an expert's linears.
+    stored_as: str | None = None
+    projections = ("gate_proj", "up_proj", "down_proj")
+    rounds_weights = True  # the router's weights, computed in float32, to the model's dtype
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act={config.hidden_act!r} is not implemented for experts")
+        moe, tp, hidden = config.moe, context.tp, config.hidden_size
+        self.num_experts, self.top_k = moe.num_experts, moe.num_experts_per_tok
+        self.norm_topk_prob = moe.norm_topk_prob
+        self.first_expert = tp.rank * moe.num_experts // tp.size
+        num_here = (tp.rank + 1) * moe.num_experts // tp.size - self.first_expert
+        self.router = context.empty(moe.num_experts, hidden)
+        self.gate_up = context.empty(num_here, 2 * moe.intermediate_size, hidden)
+        self.down = context.empty(num_here, hidden, moe.intermediate_size)
+        self.ops, self.tp = context.ops, tp
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        expert_ids, expert_weights = self.route(hidden)
+        return self.tp.all_reduce(self.ops.experts(hidden, expert_ids, expert_weights, self))
+
+    def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's experts, int64 [num_tokens, top_k], and their weights, the same shape."""
+        logits = F.linear(hidden, self.router)
+        # In float32: among many experts, 16 bits would tie too often.
+        weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights.to(hidden.dtype) if self.rounds_weights else weights
+
+    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
+        name = self.stored_as or own_name
+        yield CheckpointTensor(f"{name}.gate.weight", self.router, tuple(self.router.shape))
+        hidden, size = self.down.shape[1:]
+        gate, up, down = self.projections
+        shapes = {gate: (size, hidden), up: (size, hidden), down: (hidden, size)}
+        for expert in range(self.num_experts):
+            here = expert - self.first_expert
+            if 0 <= here < len(self.down):
+                parts = (self.gate_up[here, :size], self.gate_up[here, size:], self.down[here])
+            else:  # it must be in the checkpoint all the same, but nothing of it is kept
+                parts = (self.router.new_empty(0, shape[1]) for shape in shapes.values())
+            for (projection, shape), part in zip(shapes.items(), parts, strict=True):
+                yield CheckpointTensor(f"{name}.experts.{expert}.{projection}.weight", part, shape)
+
+
+def sum_of_experts(
+    hidden: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first_expert: int = 0,
+) -> Tensor:
+    """The weighted sum of those of each token's experts that are here.
+
+    hidden          [num_tokens, hidden]
+    expert_ids      integers [num_tokens, top_k], of all experts
+    expert_weights  [num_tokens, top_k]
+    gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
+    down            [experts here, hidden, size]
+
+    Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
+    in float32: its sum does not depend on its neighbours.
+    """
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    ids, weights, top_k = expert_ids.flatten(), expert_weights.flatten(), expert_ids.shape[1]
+    end = first_expert + len(down)
+    counts = torch.bincount(ids, minlength=end).tolist()
+    pairs_of_experts = ids.argsort(stable=True).split(counts)[first_expert:end]
+    for pairs, expert_gate_up, expert_down in zip(pairs_of_experts, gate_up, down, strict=True):
+        if len(pairs):
+            tokens = pairs // top_k
+            gate, up = F.linear(hidden[tokens], expert_gate_up).chunk(2, dim=-1)
+            product = F.linear(F.silu(gate) * up, expert_down)
+            out.index_add_(0, tokens, product * weights[pairs, None].float())
+    return out.to(hidden.dtype)

@@ -1,0 +1,26 @@
+"""Qwen3-MoE (Qwen team 2025, arXiv 2505.09388): Qwen3 with experts in all layers, or in some."""
+
+from torch import nn
+
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.experts import SparseMoE
+from nanoserve.model_config import ModelConfig
+from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
+
+
+def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> nn.Module:
+    """The feed-forward of layer `index`."""
+    is_dense = index in config.moe.dense_layers
+    return (Qwen3MLP if is_dense else SparseMoE)(config, index, context)
+
+
+class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
+    mlp_class = staticmethod(sparse_or_dense)
+
+
+class Qwen3MoeModel(Qwen3Model):
+    layer_class = Qwen3MoeDecoderLayer
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    model_class = Qwen3MoeModel
