@@ -77,4 +77,4 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """What every row gets at first, and most rows keep."""
-        return logits.argmax(dim=-1)
+        return logits.max(dim=-1).indices
