@@ -4,6 +4,8 @@ A wrong checkpoint that loads is worse than one that does not: it answers, and i
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,16 +32,44 @@ def load_weights(model: nn.Module, path: Path, load_format: str = "auto") -> Non
             module.process_after_loading()
 
 
-def expected_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
-    """Every checkpoint tensor that `model` wants, by its full name."""
-    expected = {}
+def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
+    """Every checkpoint tensor that `model` wants, by its full name, and what it fills.
+
+    Most fill one parameter. Where a checkpoint stores several linears as one tensor, the model's
+    class says so: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means that the rows
+    of gate_up_proj are those of gate_proj, then those of up_proj.
+    """
+    wanted = {}
     for path, module in model.named_modules():
         if not hasattr(module, "checkpoint_tensors"):
             continue
         parent, _, own_name = path.rpartition(".")
         for tensor in module.checkpoint_tensors(own_name):
-            expected[f"{parent}.{tensor.name}" if parent else tensor.name] = tensor
-    return {name: t for name, t in expected.items() if name not in model.ignored_tensors}
+            wanted[f"{parent}.{tensor.name}" if parent else tensor.name] = tensor
+    expected: dict[str, list[CheckpointTensor]] = {}
+    for name, tensor in _fused(wanted, getattr(model, "fused_tensors", {})):
+        if name not in model.ignored_tensors:
+            expected.setdefault(name, []).append(tensor)
+    return expected
+
+
+def _fused(
+    wanted: Mapping[str, CheckpointTensor], fused_tensors: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, CheckpointTensor]]:
+    """Each tensor under the name that the checkpoint has for it, with its place in the whole."""
+    fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
+    for name, tensor in wanted.items():
+        stem, _, kind = name.rpartition(".")  # "...self_attn.q_proj" and "weight"
+        part = stem.rpartition(".")[2]
+        if part in fused_names:
+            parent, fused_name = stem.removesuffix(part), fused_names[part]
+            parts = fused_tensors[fused_name]
+            rows = [wanted[f"{parent}{other}.{kind}"].shape[0] for other in parts]
+            name = f"{parent}{fused_name}.{kind}"
+            shape = (sum(rows), *tensor.shape[1:])
+            start = tensor.start + sum(rows[: parts.index(part)])
+            tensor = replace(tensor, shape=shape, start=start)
+        yield name, tensor
 
 
 def _load_safetensors(model: nn.Module, path: Path) -> None:
@@ -60,13 +90,14 @@ def _load_safetensors(model: nn.Module, path: Path) -> None:
     _check_names_and_shapes(expected, shapes, model.ignored_tensors, path)
     for file in files:
         with _open(file) as tensors:
-            for name, target in expected.items():
+            for name, targets in expected.items():
                 if file_of[name] == file:
-                    _copy(tensors.get_slice(name), target)
+                    for target in targets:
+                        _copy(tensors.get_slice(name), target)
 
 
 def _check_names_and_shapes(
-    expected: dict[str, CheckpointTensor],
+    expected: Mapping[str, list[CheckpointTensor]],
     shapes: dict[str, tuple[int, ...]],
     ignored: frozenset[str],
     path: Path,
@@ -75,7 +106,7 @@ def _check_names_and_shapes(
     unexpected = sorted(shapes.keys() - expected.keys() - ignored)
     misshapen = [
         f"{name} is {list(shapes[name])}, not {list(target.shape)}"
-        for name, target in expected.items()
+        for name, (target, *_) in expected.items()  # parts of one tensor agree on its shape
         if name in shapes and shapes[name] != target.shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
