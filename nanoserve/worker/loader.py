@@ -14,6 +14,7 @@ from torch import nn
 
 from nanoserve.layers.context import CheckpointTensor
 
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised: not just numbers
 
 
@@ -116,25 +117,30 @@ def _check_names_and_shapes(
 
 
 def _weight_files(path: Path) -> list[Path]:
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index = path / SINGLE_FILE, path / INDEX
     if single.is_file():
         return [single]
     if not index.is_file():
         pickled = sorted(file.name for file in path.glob("*.bin"))
         advice = f"; {pickled} are pickles, which may run code: save them anew with transformers"
         raise ValueError(
-            f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+            f"{path} is no checkpoint: it has no {SINGLE_FILE} and no index of one"
             + (advice if pickled else "")
         )
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({path / name for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    files = [path / name for name in shard_names(index)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
     return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files of a sharded checkpoint."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(Path(name)) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
 
 
 class _open:
