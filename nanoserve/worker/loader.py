@@ -1,33 +1,49 @@
 """safetensors -> parameters, strictly: nothing missing, nothing left over, every shape right.
 
 A wrong checkpoint that loads is worse than one that does not: it answers, and it answers garbage.
+
+The files are mapped into memory and copied in small pieces by several threads. Pages of a mapped
+file count as this process's memory for as long as it is mapped, so each piece maps the file anew:
+memory never holds the model twice, not even a model in one file.
 """
 
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from nanoserve.layers.context import CheckpointTensor
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised: not just numbers
+# Bytes of a value. Anything else is quantised: not just numbers.
+_STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_MAX_THREADS = 16  # a few of them saturate a disk or the memory
+_MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the file
 
 
-def load_weights(model: nn.Module, path: Path, load_format: str = "auto") -> None:
+def load_weights(
+    model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
+) -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
 
     Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
-    fills with random values instead. Raises `ValueError` that names every offending tensor.
+    fills with random values instead. Raises `ValueError` that names every offending tensor, before
+    any is copied. A load that takes longer than a second shows its progress.
     """
     if load_format == "dummy":
         _fill_randomly(model)
     else:
-        _load_safetensors(model, path)
+        _load_safetensors(model, path, shows_progress)
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
@@ -73,47 +89,138 @@ def _fused(
         yield name, tensor
 
 
-def _load_safetensors(model: nn.Module, path: Path) -> None:
-    expected = expected_tensors(model)
-    files = _weight_files(path)
-    file_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+class _Stored(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    value_bytes: int
+
+
+class _Copy(NamedTuple):
+    """Some rows of a stored tensor, and where they go."""
+
+    file: Path
+    name: str
+    part: tuple[slice, ...]
+    destination: Tensor
+    num_bytes: int  # of the whole rows in the file
+
+
+def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
+    expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
+    _check_names_and_shapes(expected, stored, model.ignored_tensors, path)
+    num_threads = _num_threads()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    # What all threads together have mapped is a twentieth of the model, or little.
+    piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
+    copies = [
+        copy
+        for name, source in stored.items()
+        for target in expected.get(name, ())
+        for copy in _copies(name, source, target, piece_bytes)
+    ]
+    bar = tqdm(
+        desc="Loading weights",
+        total=sum(copy.num_bytes for copy in copies),
+        unit="B",
+        unit_scale=True,
+        delay=1,
+        dynamic_ncols=True,
+        disable=not shows_progress,
+    )
+    with bar, _one_thread_each(num_threads) as pool:
+        for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
+            bar.update(num_bytes)
+
+
+def _read_headers(files: list[Path]) -> dict[str, _Stored]:
+    """What the files hold, in the order in which they hold it."""
+    stored: dict[str, _Stored] = {}
     for file in files:
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+            for name in tensors.offset_keys():
                 tensor = tensors.get_slice(name)
-                if name in file_of:
-                    raise ValueError(f"{name} is both in {file_of[name].name} and in {file}")
-                if tensor.get_dtype() not in _STORED_DTYPES:
-                    raise ValueError(f"{name} in {file} is stored as {tensor.get_dtype()}")
-                file_of[name] = file
-                shapes[name] = tuple(tensor.get_shape())
-    _check_names_and_shapes(expected, shapes, model.ignored_tensors, path)
-    for file in files:
-        with _open(file) as tensors:
-            for name, targets in expected.items():
-                if file_of[name] == file:
-                    for target in targets:
-                        _copy(tensors.get_slice(name), target)
+                dtype = tensor.get_dtype()
+                if name in stored:
+                    raise ValueError(f"{name} is both in {stored[name].file.name} and in {file}")
+                if dtype not in _STORED_DTYPES:
+                    raise ValueError(f"{name} in {file} is stored as {dtype}")
+                stored[name] = _Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
+    return stored
 
 
 def _check_names_and_shapes(
     expected: Mapping[str, list[CheckpointTensor]],
-    shapes: dict[str, tuple[int, ...]],
+    stored: Mapping[str, _Stored],
     ignored: frozenset[str],
     path: Path,
 ) -> None:
-    missing = sorted(expected.keys() - shapes.keys())
-    unexpected = sorted(shapes.keys() - expected.keys() - ignored)
+    missing = sorted(expected.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - expected.keys() - ignored)
     misshapen = [
-        f"{name} is {list(shapes[name])}, not {list(target.shape)}"
+        f"{name} is {list(stored[name].shape)}, not {list(target.shape)}"
         for name, (target, *_) in expected.items()  # parts of one tensor agree on its shape
-        if name in shapes and shapes[name] != target.shape
+        if name in stored and stored[name].shape != target.shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
     if told:
         raise ValueError(f"the weights in {path} do not fit the model: {told}")
+
+
+def _copies(
+    name: str, source: _Stored, target: CheckpointTensor, piece_bytes: int
+) -> Iterator[_Copy]:
+    """One tensor's, or, if it is larger than a piece, several for its rows."""
+    part = [slice(0, size) for size in source.shape]
+    part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
+    first, end = part[0].start, part[0].stop
+    row_bytes = source.value_bytes * math.prod(source.shape[1:])
+    num_rows = max(1, piece_bytes // row_bytes)
+    for row in range(first, end, num_rows):
+        rows = slice(row, min(row + num_rows, end))
+        destination = target.destination[rows.start - first : rows.stop - first]
+        num_bytes = (rows.stop - rows.start) * row_bytes
+        yield _Copy(source.file, name, (rows, *part[1:]), destination, num_bytes)
+
+
+def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
+    """Neighbours in one file, together of about `piece_bytes`."""
+    piece, num_bytes = [], 0
+    for copy in copies:
+        if piece and (num_bytes + copy.num_bytes > piece_bytes or copy.file != piece[0].file):
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(copy)
+        num_bytes += copy.num_bytes
+    if piece:
+        yield piece
+
+
+@torch.inference_mode()
+def _copy(piece: list[_Copy]) -> int:
+    """Map the file, copy, and let go of it; returns the number of bytes."""
+    with _open(piece[0].file) as tensors:
+        for copy in piece:
+            copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
+    return sum(copy.num_bytes for copy in piece)
+
+
+def _num_threads() -> int:
+    """As many as there are cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    return min(os.cpu_count() or 1, _MAX_THREADS)
+
+
+@contextmanager
+def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool in which torch starts no threads of its own: they would wait for each other."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as p:
+            yield p
+    finally:
+        torch.set_num_threads(before)  # or threads that start later would have one as well
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -157,13 +264,6 @@ class _open:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
-
-
-def _copy(source: "safe_open", target: CheckpointTensor) -> None:
-    part = slice(target.start, target.start + target.destination.shape[target.dim])
-    data = source[part] if target.dim == 0 else source[:, part]
-    with torch.no_grad():
-        target.destination.copy_(data)
 
 
 def _fill_randomly(model: nn.Module) -> None:
