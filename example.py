@@ -2,6 +2,7 @@
 
 python example.py                                  the tiny model that ships with the package
 python example.py --model path/to/Qwen3-0.6B       any other checkpoint
+python example.py --model Qwen/Qwen3-0.6B          or one from the Hugging Face hub
 python example.py --ask "What is a block table?"   your own questions, as many as you like
 """
 
@@ -49,7 +50,9 @@ def ask(llm: LLM, conversations: list[list[dict[str, str]]], max_tokens: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat with a model through nanoserve.")
-    parser.add_argument("--model", default="tiny-qwen3", help="folder or bundled name")
+    parser.add_argument(
+        "--model", default="tiny-qwen3", help="folder, bundled name or name on the hub"
+    )
     parser.add_argument("--ask", nargs="+", default=QUESTIONS, metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=160)
     args = parser.parse_args()

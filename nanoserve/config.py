@@ -24,8 +24,11 @@ class EngineConfig:
     """
 
     model: str
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # a folder or a name, as `model` is
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    revision: str | None = None  # of a model from the hub: branch, tag or commit
+    download_dir: str | None = None  # of the hub's files; None is the hub's own cache
+    trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
     dtype: str = "auto"  # "auto" is the checkpoint's own
     load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
     seed: int = 0  # seeds the requests that bring no seed of their own
@@ -71,10 +74,12 @@ class EngineConfig:
         for name, minimum in minima.items():
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), minimum)
-        require(
-            isinstance(self.tokenizer, (str, Path, type(None))),
-            f"tokenizer={self.tokenizer!r} must be a folder",
-        )
+        for name in ("tokenizer", "download_dir"):
+            value = getattr(self, name)
+            is_path = isinstance(value, (str, Path, type(None)))
+            require(is_path, f"{name}={value!r} must be a folder")
+        is_revision = self.revision is None or (isinstance(self.revision, str) and self.revision)
+        require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
         check_int("seed", self.seed, minimum=0)
         check_int("max_logprobs", self.max_logprobs, minimum=0)
@@ -96,7 +101,10 @@ class EngineConfig:
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         backends = ("auto", "torch", "numba", "triton", "flash_attn")
         check_choice("attention_backend", self.attention_backend, backends)
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+        for name in (
+            *("skip_tokenizer_init", "trust_remote_code"),
+            *("enable_prefix_caching", "enforce_eager"),
+        ):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name}={value!r} must be True or False")
         share = self.gpu_memory_utilization

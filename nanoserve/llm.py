@@ -7,11 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
+from nanoserve.hub import checkpoint_folder, fetch_weights
 from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class LLM:
     """A model, ready to generate.
 
-    `model` is a checkpoint folder or the name of one that ships with the package ("tiny-qwen3");
-    `options` are the fields of `EngineConfig`. Raises `ValueError` for an unknown option, a value
-    out of range, a path that is no checkpoint and a checkpoint that cannot be run faithfully.
+    `model` is a checkpoint folder, the name of one that ships with the package ("tiny-qwen3") or of
+    one on the Hugging Face hub ("Qwen/Qwen3-0.6B"); `options` are the fields of `EngineConfig`.
+    Raises `ValueError` for an unknown option, a value out of range, a name or path that is no
+    checkpoint and a checkpoint that cannot be run faithfully.
 
         with LLM("tiny-qwen3") as llm:
             question = [{"role": "user", "content": "What is a KV cache?"}]
@@ -40,11 +41,15 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig.from_options(model, **options)
-        path = _checkpoint_folder(model)
+        path = checkpoint_folder(model, config, config.revision)
         model_config = ModelConfig.from_checkpoint(path, config.dtype, supported_architectures())
         SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
-        # The weights come last: whatever can be refused is refused before they are read.
-        tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or path)
+        # The weights come last: whatever can be refused is refused before they are fetched or read.
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            folder = checkpoint_folder(config.tokenizer, config) if config.tokenizer else path
+            tokenizer = Tokenizer(folder, config.trust_remote_code)
+        fetch_weights(model, path, config)
         executor = make_executor(config, model_config, path)
         self.engine = LLMEngine(config, model_config, executor, tokenizer)
         self._request_ids = map(str, count())
@@ -187,11 +192,3 @@ class LLM:
             for request in ready:
                 self.engine.abort_request(request.request_id)  # only what did not finish
         return [finished[request.request_id] for request in ready]
-
-
-def _checkpoint_folder(model: str | Path) -> Path:
-    bundled = bundled_checkpoint(model) if isinstance(model, str) else None
-    path = bundled or Path(model)
-    if len(path.name) > 255 or not path.is_dir():
-        raise ValueError(f"{str(model)!r} is neither a folder nor a bundled checkpoint")
-    return path

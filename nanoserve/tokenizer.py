@@ -15,18 +15,24 @@ class Tokenizer:
     """What the engine and `LLM.chat` need of a tokenizer.
 
     Raises `ValueError` if the folder has none: transformers would make one up that knows no word.
+    Code that a checkpoint brings along runs only with `trust_remote_code`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
         if not (Path(path) / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; give tokenizer=FOLDER, or "
                 f"skip_tokenizer_init=True to work with token ids alone"
             )
         try:
-            self._hf = AutoTokenizer.from_pretrained(str(path))
+            # Without False, transformers would ask at the terminal.
+            self._hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a damaged file makes transformers raise
             raise ValueError(f"the tokenizer in {path} cannot be loaded: {error!r}") from error
+        if not isinstance(getattr(self._hf, "backend_tokenizer", None), TokenizerBackend):
+            raise ValueError(
+                f"the tokenizer in {path} is a {type(self._hf).__name__}, not a fast one"
+            )
 
     @property
     def backend(self) -> TokenizerBackend:

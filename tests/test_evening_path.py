@@ -17,6 +17,7 @@ README = PACKAGE.parent / "README.md"
 SUPPORT = {
     "nanoserve/__init__.py",
     "nanoserve/config.py",
+    "nanoserve/hub.py",
     "nanoserve/model_config.py",
     "nanoserve/rope_config.py",
     "nanoserve/sampling_params.py",

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3, prompt_logits
 from torch import nn
+from tqdm import tqdm
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
+from nanoserve.worker import loader
 from nanoserve.worker.loader import load_weights
 
 IDS = [(7 * i * i + i) % 300 for i in range(37)]
@@ -24,11 +27,17 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OPTIONS = {"skip_tokenizer_init": True, "num_kv_blocks": 8, "max_num_seqs": 4}
 
 
-def load(path: Path, dtype: str = "auto", load_format: str = "auto") -> nn.Module:
+def load(
+    path: Path,
+    dtype: str = "auto",
+    load_format: str = "auto",
+    tp: TensorParallel | None = None,
+    **options: Any,
+) -> nn.Module:
     config = ModelConfig.from_checkpoint(path, dtype)
-    context = LayerContext(getattr(torch, config.dtype))
+    context = LayerContext(getattr(torch, config.dtype), tp=tp or TensorParallel())
     model = model_class(config.architecture)(config, context)
-    load_weights(model, path, load_format)
+    load_weights(model, path, load_format, **options)
     return model
 
 
@@ -77,6 +86,56 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_a_single_file_and_shards_load_to_identical_parameters(single: Path, sharded: Path) -> None:
     assert_same_parameters(load(single), load(sharded))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1000, 5000])
+@pytest.mark.parametrize("tp", [TensorParallel(), TensorParallel(1, 2)], ids=["whole", "rank 1"])
+def test_pieces_of_any_size_make_up_the_same_parameters(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, tp: TensorParallel
+) -> None:
+    """A row has 192 bytes or more; with 1 byte each row is a piece of its own."""
+    expected = load(sharded, tp=tp)
+    monkeypatch.setattr(loader, "_MAX_PIECE", piece_bytes)
+    monkeypatch.setattr(loader, "_num_threads", lambda: 3)
+    pieces: list[list[loader._Copy]] = []
+    copy = loader._copy
+    monkeypatch.setattr(loader, "_copy", lambda piece: pieces.append(piece) or copy(piece))
+    assert_same_parameters(load(sharded, tp=tp), expected)
+    sizes = [sum(part.num_bytes for part in piece) for piece in pieces]
+    assert max(sizes) <= max(piece_bytes, 80 * 4)  # down_proj's rows, which rank 1 reads in part
+
+
+def test_a_load_leaves_torchs_threads_as_they_were(single: Path) -> None:
+    """Here and in threads that start later."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        load(single)
+        with ThreadPoolExecutor() as pool:
+            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_is_shown_in_bytes_once_a_load_takes_long(
+    single: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(single)
+    assert capsys.readouterr().err == ""
+    bars = []
+
+    def at_once(**settings: Any) -> tqdm:
+        bars.append(tqdm(**settings | {"delay": 0}))
+        return bars[-1]
+
+    monkeypatch.setattr(loader, "tqdm", at_once)
+    load(single, shows_progress=False)
+    assert capsys.readouterr().err == ""
+    load(single)
+    shown = capsys.readouterr().err
+    assert "Loading weights: 100%" in shown and "B/s" in shown
+    num_bytes = sum(tensor.nbytes for tensor in load_file(single / "model.safetensors").values())
+    assert bars[-1].n == bars[-1].total == num_bytes
 
 
 @pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])

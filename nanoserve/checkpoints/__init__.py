@@ -5,6 +5,7 @@ answers what the terms of the course mean, word for word as in ``glossary.json``
 numbers below 100. A model with known answers is an oracle: if the engine breaks, the text breaks.
 """
 
+import os
 from pathlib import Path
 
 
@@ -16,4 +17,5 @@ def bundled_checkpoint(name: str) -> Path | None:
     """
     folder = Path(__file__).parent / name
     is_bare = name == folder.name
-    return folder if is_bare and (folder / "config.json").is_file() else None
+    # Unlike Path.is_file, it takes names that are too long for a file.
+    return folder if is_bare and os.path.isfile(folder / "config.json") else None

@@ -1,32 +1,50 @@
 """safetensors -> parameters, strictly: nothing missing, nothing left over, every shape right.
 
 A wrong checkpoint that loads is worse than one that does not: it answers, and it answers garbage.
+
+The files are mapped into memory and copied in small pieces by several threads. Pages of a mapped
+file count as this process's memory for as long as it is mapped, so each piece maps the file anew:
+memory never holds the model twice, not even a model in one file.
 """
 
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from nanoserve.layers.context import CheckpointTensor
 
-_STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised: not just numbers
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Bytes of a value. Anything else is quantised: not just numbers.
+_STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_MAX_THREADS = 16  # a few of them saturate a disk or the memory
+_MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the file
+_MAX_TOLD = 40  # names in an error message
 
 
-def load_weights(model: nn.Module, path: Path, load_format: str = "auto") -> None:
+def load_weights(
+    model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
+) -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
 
     Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
-    fills with random values instead. Raises `ValueError` that names every offending tensor.
+    fills with random values instead. Raises `ValueError` that names every offending tensor, before
+    any is copied. A load that takes longer than a second shows its progress.
     """
     if load_format == "dummy":
         _fill_randomly(model)
     else:
-        _load_safetensors(model, path)
+        _load_safetensors(model, path, shows_progress)
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
@@ -72,80 +90,185 @@ def _fused(
         yield name, tensor
 
 
-def _load_safetensors(model: nn.Module, path: Path) -> None:
-    expected = expected_tensors(model)
-    files = _weight_files(path)
-    file_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+class _Stored(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    value_bytes: int
+
+
+class _Copy(NamedTuple):
+    """Some rows of a stored tensor, and where they go."""
+
+    file: Path
+    name: str
+    part: tuple[slice, ...]
+    destination: Tensor
+    num_bytes: int  # of the whole rows in the file
+
+
+def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
+    expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
+    _check_names_and_shapes(expected, stored, model.tied_tensors, path)
+    _check_tied(model.tied_tensors, stored)
+    num_threads = _num_threads()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    # What all threads together have mapped is a twentieth of the model, or little.
+    piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
+    copies = [
+        copy
+        for name, source in stored.items()
+        for target in expected.get(name, ())
+        for copy in _copies(name, source, target, piece_bytes)
+    ]
+    bar = tqdm(
+        desc="Loading weights",
+        total=sum(copy.num_bytes for copy in copies),
+        unit="B",
+        unit_scale=True,
+        delay=1,
+        dynamic_ncols=True,
+        disable=not shows_progress,
+    )
+    with bar, _one_thread_each(num_threads) as pool:
+        for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
+            bar.update(num_bytes)
+
+
+def _read_headers(files: list[Path]) -> dict[str, _Stored]:
+    """What the files hold, in the order in which they hold it."""
+    stored: dict[str, _Stored] = {}
     for file in files:
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+            for name in tensors.offset_keys():
                 tensor = tensors.get_slice(name)
-                if name in file_of:
-                    raise ValueError(f"{name} is both in {file_of[name].name} and in {file}")
-                if tensor.get_dtype() not in _STORED_DTYPES:
-                    raise ValueError(f"{name} in {file} is stored as {tensor.get_dtype()}")
-                file_of[name] = file
-                shapes[name] = tuple(tensor.get_shape())
-    _check_names_and_shapes(expected, shapes, model.tied_tensors, path)
-    for name, twin in model.tied_tensors.items():
-        if name in shapes and not _are_equal(file_of[name], name, file_of[twin], twin):
-            raise ValueError(
-                f"{path}: tie_word_embeddings is true, but {name} is not {twin}; if it is meant to "
-                f"be another, set tie_word_embeddings to false in config.json"
-            )
-    for file in files:
-        with _open(file) as tensors:
-            for name, targets in expected.items():
-                if file_of[name] == file:
-                    for target in targets:
-                        _copy(tensors.get_slice(name), target)
+                dtype = tensor.get_dtype()
+                if name in stored:
+                    raise ValueError(f"{name} is both in {stored[name].file.name} and in {file}")
+                if dtype not in _STORED_DTYPES:
+                    raise ValueError(f"{name} in {file} is stored as {dtype}")
+                stored[name] = _Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
+    return stored
 
 
 def _check_names_and_shapes(
     expected: Mapping[str, list[CheckpointTensor]],
-    shapes: dict[str, tuple[int, ...]],
+    stored: Mapping[str, _Stored],
     tied: Mapping[str, str],
     path: Path,
 ) -> None:
-    missing = sorted(expected.keys() - shapes.keys())
-    unexpected = sorted(shapes.keys() - expected.keys() - tied.keys())
+    missing = sorted(expected.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - expected.keys() - tied.keys())
     misshapen = [
-        f"{name} is {list(shapes[name])}, not {list(target.shape)}"
+        f"{name} is {list(stored[name].shape)}, not {list(target.shape)}"
         for name, (target, *_) in expected.items()  # parts of one tensor agree on its shape
-        if name in shapes and shapes[name] != target.shape
+        if name in stored and stored[name].shape != target.shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    told = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+    told = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
     if told:
         raise ValueError(f"the weights in {path} do not fit the model: {told}")
 
 
-def _are_equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
-    with _open(file) as tensors, _open(other_file) as others:
-        return torch.equal(tensors.get_tensor(name), others.get_tensor(other_name))
+def _copies(
+    name: str, source: _Stored, target: CheckpointTensor, piece_bytes: int
+) -> Iterator[_Copy]:
+    """One tensor's, or, if it is larger than a piece, several for its rows."""
+    part = [slice(0, size) for size in source.shape]
+    part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
+    first, end = part[0].start, part[0].stop
+    row_bytes = source.value_bytes * math.prod(source.shape[1:])
+    num_rows = max(1, piece_bytes // row_bytes)
+    for row in range(first, end, num_rows):
+        rows = slice(row, min(row + num_rows, end))
+        destination = target.destination[rows.start - first : rows.stop - first]
+        num_bytes = (rows.stop - rows.start) * row_bytes
+        yield _Copy(source.file, name, (rows, *part[1:]), destination, num_bytes)
+
+
+def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
+    """Neighbours in one file, together of about `piece_bytes`."""
+    piece, num_bytes = [], 0
+    for copy in copies:
+        if piece and (num_bytes + copy.num_bytes > piece_bytes or copy.file != piece[0].file):
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(copy)
+        num_bytes += copy.num_bytes
+    if piece:
+        yield piece
+
+
+@torch.inference_mode()
+def _copy(piece: list[_Copy]) -> int:
+    """Map the file, copy, and let go of it; returns the number of bytes."""
+    with _open(piece[0].file) as tensors:
+        for copy in piece:
+            copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
+    return sum(copy.num_bytes for copy in piece)
+
+
+def _num_threads() -> int:
+    """As many as there are cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    return min(os.cpu_count() or 1, _MAX_THREADS)
+
+
+@contextmanager
+def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool in which torch starts no threads of its own: they would wait for each other."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as p:
+            yield p
+    finally:
+        torch.set_num_threads(before)  # or threads that start later would have one as well
+
+
+def _some(names: list[str]) -> str:
+    """A model with many experts has tens of thousands of names."""
+    rest = len(names) - _MAX_TOLD
+    return ", ".join(names[:_MAX_TOLD]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _check_tied(tied: Mapping[str, str], stored: Mapping[str, _Stored]) -> None:
+    """A tensor that is stored although it is another one by another name must be that one."""
+    for name, twin in tied.items():
+        if name not in stored:
+            continue
+        with _open(stored[name].file) as tensors, _open(stored[twin].file) as twins:
+            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
+                raise ValueError(
+                    f"tie_word_embeddings is true, but {name} is not {twin}; if it is meant to be "
+                    f"another, set tie_word_embeddings to false in config.json"
+                )
 
 
 def _weight_files(path: Path) -> list[Path]:
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index = path / SINGLE_FILE, path / INDEX
     if single.is_file():
         return [single]
     if not index.is_file():
         pickled = sorted(file.name for file in path.glob("*.bin"))
         advice = f"; {pickled} are pickles, which may run code: save them anew with transformers"
         raise ValueError(
-            f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+            f"{path} is no checkpoint: it has no {SINGLE_FILE} and no index of one"
             + (advice if pickled else "")
         )
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({path / name for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    files = [path / name for name in shard_names(index)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
     return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files of a sharded checkpoint."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({str(Path(name)) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
 
 
 class _open:
@@ -162,13 +285,6 @@ class _open:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
-
-
-def _copy(source: "safe_open", target: CheckpointTensor) -> None:
-    part = slice(target.start, target.start + target.destination.shape[target.dim])
-    data = source[part] if target.dim == 0 else source[:, part]
-    with torch.no_grad():
-        target.destination.copy_(data)
 
 
 def _fill_randomly(model: nn.Module) -> None:

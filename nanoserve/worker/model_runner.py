@@ -115,7 +115,8 @@ class ModelRunner:
 
     def _load(self, path: Path) -> None:
         self.model = model_class(self.model_config.architecture)(self.model_config, self.context)
-        load_weights(self.model, path, self.config.load_format)
+        is_first = self.context.tp.rank == 0
+        load_weights(self.model, path, self.config.load_format, shows_progress=is_first)
         self.sampler = self.sampler_class(
             self.config.max_num_seqs,
             self.model_config.vocab_size,
