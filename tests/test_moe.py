@@ -126,7 +126,7 @@ def test_an_edited_file_is_read_as_transformers_reads_it(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("qwen3-moe", {"num_local_experts": ...}, "experts.99.up_proj"),  # it implies 128 of them
+        ("qwen3-moe", {"num_local_experts": ...}, "experts.100.up_proj"),  # it implies 128 of them
         ("qwen3-moe", {"num_local_experts": 5}, "unexpected: .*experts.5"),
         ("qwen3-moe", {"num_local_experts": 7}, "missing: .*experts.6"),
         ("qwen3-moe", {"num_local_experts": None}, "num_local_experts"),

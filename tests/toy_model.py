@@ -1,23 +1,15 @@
 """A toy architecture of a user's own: Llama whose feed-forward is twice as loud."""
 
-import torch
+from torch import Tensor
 
-from nanoserve.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3MLP
 
 
 class LoudMLP(Qwen3MLP):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return 2 * super().forward(hidden)
 
 
-class LoudDecoderLayer(LlamaDecoderLayer):
-    mlp_class = LoudMLP
-
-
-class LoudModel(LlamaModel):
-    layer_class = LoudDecoderLayer
-
-
 class LoudForCausalLM(LlamaForCausalLM):
-    model_class = LoudModel
+    mlp_class = LoudMLP

@@ -16,7 +16,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.model_config import ModelConfig
-from nanoserve.models.llama import LlamaAttention
+from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
 
 
@@ -35,15 +35,18 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class Gemma2DecoderLayer(Qwen3DecoderLayer):
-    attention_class, norm_class = LlamaAttention, GemmaRMSNorm
-
     def __init__(
-        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+        self,
+        config: ModelConfig,
+        index: int,
+        rotary: RotaryEmbedding,
+        context: LayerContext,
+        parts: type[Qwen3ForCausalLM],
     ) -> None:
-        super().__init__(config, index, rotary, context)
+        super().__init__(config, index, rotary, context, parts)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_feedforward_layernorm = self.norm_class(size, eps, context)
-        self.post_feedforward_layernorm = self.norm_class(size, eps, context)
+        self.pre_feedforward_layernorm = parts.norm_class(size, eps, context)
+        self.post_feedforward_layernorm = parts.norm_class(size, eps, context)
 
     def forward(
         self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
@@ -56,10 +59,10 @@ class Gemma2DecoderLayer(Qwen3DecoderLayer):
 
 
 class Gemma2Model(Qwen3Model):
-    layer_class, norm_class = Gemma2DecoderLayer, GemmaRMSNorm
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
+    ) -> None:
+        super().__init__(config, context, parts)
         # Rounded as the weights are: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
         self.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
 
@@ -67,8 +70,8 @@ class Gemma2Model(Qwen3Model):
         return super().embed(input_ids) * self.scale
 
 
-class Gemma2ForCausalLM(Qwen3ForCausalLM):
-    model_class = Gemma2Model
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    model_class, layer_class, norm_class = Gemma2Model, Gemma2DecoderLayer, GemmaRMSNorm
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)

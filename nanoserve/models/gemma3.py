@@ -7,28 +7,15 @@ the RoPE of a short context, while the others have one for 128 Ki tokens.
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.model_config import ModelConfig
-from nanoserve.models.gemma2 import (
-    Gemma2DecoderLayer,
-    Gemma2ForCausalLM,
-    Gemma2Model,
-    GemmaRMSNorm,
-)
-from nanoserve.models.qwen3 import Qwen3Attention
-
-
-class Gemma3Attention(Qwen3Attention):
-    norm_class = GemmaRMSNorm
-
-
-class Gemma3DecoderLayer(Gemma2DecoderLayer):
-    attention_class = Gemma3Attention
+from nanoserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Model
+from nanoserve.models.qwen3 import Qwen3ForCausalLM
 
 
 class Gemma3Model(Gemma2Model):
-    layer_class = Gemma3DecoderLayer
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
+    ) -> None:
+        super().__init__(config, context, parts)
         num_positions = config.max_position_embeddings
         rope = config.local_rope or config.rope  # a model of one's own may have one for all
         local = RotaryEmbedding(rope, config.head_dim, num_positions, context)
@@ -39,3 +26,4 @@ class Gemma3Model(Gemma2Model):
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     model_class = Gemma3Model
+    has_head_norms = True

@@ -3,25 +3,8 @@
 The lineage runs the other way, but the annotated model is Qwen3, and a file here says what differs.
 """
 
-from nanoserve.models.qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
-
-
-class LlamaAttention(Qwen3Attention):
-    has_head_norms = False
-
-
-class LlamaDecoderLayer(Qwen3DecoderLayer):
-    attention_class = LlamaAttention
-
-
-class LlamaModel(Qwen3Model):
-    layer_class = LlamaDecoderLayer
+from nanoserve.models.qwen3 import Qwen3ForCausalLM
 
 
 class LlamaForCausalLM(Qwen3ForCausalLM):
-    model_class = LlamaModel
+    has_head_norms = False

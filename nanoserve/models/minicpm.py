@@ -11,20 +11,20 @@ from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.model_config import ModelConfig
-from nanoserve.models.llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaModel,
-)
-from nanoserve.models.qwen3 import Qwen3MLP
+from nanoserve.models.llama import LlamaForCausalLM
+from nanoserve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
 
 
-class MiniCPMAttention(LlamaAttention):
+class MiniCPMAttention(Qwen3Attention):
     def __init__(
-        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+        self,
+        config: ModelConfig,
+        index: int,
+        rotary: RotaryEmbedding,
+        context: LayerContext,
+        parts: type[Qwen3ForCausalLM],
     ) -> None:
-        super().__init__(config, index, rotary, context)
+        super().__init__(config, index, rotary, context, parts)
         self.residual_scale = config.residual_scale
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -40,15 +40,11 @@ class MiniCPMMLP(Qwen3MLP):
         return super().forward(hidden) * self.residual_scale
 
 
-class MiniCPMDecoderLayer(LlamaDecoderLayer):
-    attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
-
-
-class MiniCPMModel(LlamaModel):
-    layer_class = MiniCPMDecoderLayer
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
+class MiniCPMModel(Qwen3Model):
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
+    ) -> None:
+        super().__init__(config, context, parts)
         self.embedding_scale = config.embedding_scale
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -57,6 +53,7 @@ class MiniCPMModel(LlamaModel):
 
 class MiniCPMForCausalLM(LlamaForCausalLM):
     model_class = MiniCPMModel
+    attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)

@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama with experts."""
 
 from nanoserve.layers.experts import SparseMoE
-from nanoserve.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from nanoserve.models.llama import LlamaForCausalLM
 
 
 class MixtralMoE(SparseMoE):
@@ -10,13 +10,5 @@ class MixtralMoE(SparseMoE):
     rounds_weights = False
 
 
-class MixtralDecoderLayer(LlamaDecoderLayer):
-    mlp_class = MixtralMoE
-
-
-class MixtralModel(LlamaModel):
-    layer_class = MixtralDecoderLayer
-
-
 class MixtralForCausalLM(LlamaForCausalLM):
-    model_class = MixtralModel
+    mlp_class = MixtralMoE

@@ -20,11 +20,13 @@ from nanoserve.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):
-    has_head_norms = True  # what Qwen3 adds to its relatives
-    norm_class = RMSNorm
-
     def __init__(
-        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+        self,
+        config: ModelConfig,
+        index: int,
+        rotary: RotaryEmbedding,
+        context: LayerContext,
+        parts: "type[Qwen3ForCausalLM]",
     ) -> None:
         super().__init__()
         tp, head_dim = context.tp, config.head_dim
@@ -43,9 +45,9 @@ class Qwen3Attention(nn.Module):
         )
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, context, bias=config.o_bias)
         self.norms = None
-        if self.has_head_norms:
-            self.q_norm = self.norm_class(head_dim, config.rms_norm_eps, context)
-            self.k_norm = self.norm_class(head_dim, config.rms_norm_eps, context)
+        if parts.has_head_norms:
+            self.q_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
+            self.k_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
             self.norms = (self.q_norm, self.k_norm)
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
@@ -75,17 +77,20 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    attention_class, mlp_class, norm_class = Qwen3Attention, Qwen3MLP, RMSNorm
-
     def __init__(
-        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
+        self,
+        config: ModelConfig,
+        index: int,
+        rotary: RotaryEmbedding,
+        context: LayerContext,
+        parts: "type[Qwen3ForCausalLM]",
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = self.attention_class(config, index, rotary, context)
-        self.mlp = self.mlp_class(config, index, context)
-        self.input_layernorm = self.norm_class(size, eps, context)
-        self.post_attention_layernorm = self.norm_class(size, eps, context)
+        self.self_attn = parts.attention_class(config, index, rotary, context, parts)
+        self.mlp = parts.mlp_class(config, index, context)
+        self.input_layernorm = parts.norm_class(size, eps, context)
+        self.post_attention_layernorm = parts.norm_class(size, eps, context)
 
     def forward(
         self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
@@ -97,18 +102,18 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    layer_class, norm_class = Qwen3DecoderLayer, RMSNorm
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, parts: "type[Qwen3ForCausalLM]"
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         self.layers = nn.ModuleList(
-            self.layer_class(config, index, rotary, context)
+            parts.layer_class(config, index, rotary, context, parts)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, context)
+        self.norm = parts.norm_class(config.hidden_size, config.rms_norm_eps, context)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
@@ -122,11 +127,19 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    model_class = Qwen3Model
+    """The class attributes are its parts, handed down to all of them; its relatives replace some.
+
+    Qwen3's own are all that is built here. An attention or a layer of another kind has the same
+    constructor; a feed-forward is built as `mlp_class(config, index, context)`.
+    """
+
+    model_class, layer_class = Qwen3Model, Qwen3DecoderLayer
+    attention_class, mlp_class, norm_class = Qwen3Attention, Qwen3MLP, RMSNorm
+    has_head_norms = True  # what Qwen3 adds to its relatives
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
-        self.model = self.model_class(config, context)
+        self.model = self.model_class(config, context, type(self))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
         # Tied checkpoints often store the head all the same; it must be the embedding, read once.
         self.tied_tensors: dict[str, str] = {}

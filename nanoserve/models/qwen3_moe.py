@@ -5,7 +5,7 @@ from torch import nn
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.experts import SparseMoE
 from nanoserve.model_config import ModelConfig
-from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
+from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 
 def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> nn.Module:
@@ -14,13 +14,5 @@ def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> n
     return (Qwen3MLP if is_dense else SparseMoE)(config, index, context)
 
 
-class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
-    mlp_class = staticmethod(sparse_or_dense)
-
-
-class Qwen3MoeModel(Qwen3Model):
-    layer_class = Qwen3MoeDecoderLayer
-
-
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    model_class = Qwen3MoeModel
+    mlp_class = staticmethod(sparse_or_dense)

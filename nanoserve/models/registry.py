@@ -7,7 +7,7 @@ built as `cls(model_config, layer_context)`, see `nanoserve.models.qwen3` for wh
     from nanoserve.models.registry import register_model
 
     class MyForCausalLM(LlamaForCausalLM):
-        ...
+        mlp_class = MyMLP
 
     register_model("MyForCausalLM", MyForCausalLM)
     llm = LLM("path/to/a/checkpoint/whose/config/says/MyForCausalLM")
