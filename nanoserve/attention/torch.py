@@ -94,7 +94,6 @@ class TorchAttention(AttentionBackend):
             q_heads = q[tokens].transpose(0, 1)  # [num_heads, n, head_dim]
             group_size = layer.num_heads // layer.num_kv_heads
             n = q_heads.shape[1]
-            k, v = (x.repeat_interleave(group_size, dim=0) for x in (k, v))
             is_causal = n == context and layer.sliding_window is None and layer.soft_cap is None
             visible = None if is_causal else _visible(n, context, layer.sliding_window, q.device)
             if layer.soft_cap is None:
@@ -102,8 +101,10 @@ class TorchAttention(AttentionBackend):
                     *(q_heads[None], k[None], v[None], visible),
                     is_causal=is_causal,
                     scale=layer.scale,
+                    enable_gqa=True,
                 )[0]
             else:
+                k, v = (x.repeat_interleave(group_size, dim=0) for x in (k, v))
                 scores = _cap((q_heads * layer.scale @ k.mT).float(), layer.soft_cap)
                 weights = scores.masked_fill_(~visible, -torch.inf).softmax(dim=-1)
                 attended = weights.to(v.dtype) @ v
