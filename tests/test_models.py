@@ -102,7 +102,7 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "mistral, window", "qwen3, window in layer 1"])
 def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
 

@@ -87,9 +87,6 @@ def choose_attention_backend(
         )
     if name != "torch" and find_spec("triton") is None:
         raise ValueError(f"attention_backend={name!r} needs the package triton")
-    has_windows = any(model_config.sliding_windows) or model_config.attention_soft_cap
-    if name != "torch" and has_windows:
-        raise ValueError(f"attention_backend={name!r} has no sliding windows and no soft caps yet")
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
 
