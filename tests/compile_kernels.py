@@ -41,6 +41,7 @@ def _attention(
     num_kv_heads: int,
     is_decode: bool,
     num_splits: int = 1,
+    **sees: float,
 ) -> None:
     num_rows, query_len, context_len = 2, 1 if is_decode else 64, 64
     paged_attention(
@@ -53,18 +54,22 @@ def _attention(
         num_decode_rows=num_rows if is_decode else 0,
         max_context_len=context_len,
         num_splits=num_splits,
+        **sees,
     )
 
 
 def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
     head_dims, dtypes = (64, 80, 96, 128, 256), (torch.bfloat16, torch.float32)
-    shapes = [(head_dim, dtype, 4, 2) for head_dim in head_dims for dtype in dtypes]
-    shapes += [(128, torch.float16, 4, 2), (128, torch.bfloat16, 8, 1)]
+    shapes = [(head_dim, dtype, 4, 2, {}) for head_dim in head_dims for dtype in dtypes]
+    window, cap = {"sliding_window": 33}, {"soft_cap": 50.0}
+    shapes += [(head_dim, torch.bfloat16, 4, 2, window | cap) for head_dim in (64, 128, 256)]
+    shapes += [(128, torch.bfloat16, 4, 2, sees) for sees in (window, cap)]
+    shapes += [(128, torch.float16, 4, 2, {}), (128, torch.bfloat16, 8, 1, {})]
     cases = []
-    for head_dim, dtype, num_heads, num_kv_heads in shapes:
+    for head_dim, dtype, num_heads, num_kv_heads, sees in shapes:
         label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
-        label = label.replace("torch.", "attention ")
-        call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads)
+        label = " ".join([label.replace("torch.", "attention "), *sees])
+        call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads, **sees)
         cases.append((f"{label} prefill", partial(call, is_decode=False)))
         cases.append((f"{label} decode, splits=8", partial(call, is_decode=True, num_splits=8)))
     for num_splits in (1, 64):  # of the last shape: tensor parallelism leaves it one KV head

@@ -23,13 +23,27 @@ PAGE = 256
 Calls = list[tuple[str, dict[str, Any]]]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal, aligned at the end: q [n, heads, dim], k and v [context, kv_heads, dim]."""
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> torch.Tensor:
+    """Causal, aligned at the end: q [n, heads, dim], k and v [context, kv_heads, dim].
+
+    A query at p sees [p - window_size[0], p + window_size[1]], and all on a side where it is -1.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     n, context = len(q), len(k)
-    hidden = torch.ones(n, context, dtype=torch.bool).triu(context - n + 1)
+    if softcap > 0:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(context - n, context)[:, None] - torch.arange(context)
+    left, right = (context if size < 0 else size for size in window_size)
+    hidden = (distance < 0) | (distance < -right) | (distance > left)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -65,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             rows_q = q[ends_q[row] : ends_q[row + 1]]
             assert len(rows_q) <= max_seqlen_q and context <= max_seqlen_k
             keys, values = (pages(cache, block_table[row], context) for cache in (k, v))
-            out.append(attend(rows_q, keys, values, softmax_scale))
+            out.append(attend(rows_q, keys, values, softmax_scale, window_size, softcap))
         return torch.cat(out)
 
     def flash_attn_with_kvcache(
@@ -81,7 +95,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         out = []
         for row, length in enumerate(cache_seqlens.tolist()):
             keys, values = (pages(c, block_table[row], length) for c in (k_cache, v_cache))
-            out.append(attend(q[row], keys, values, softmax_scale))
+            out.append(attend(q[row], keys, values, softmax_scale, window_size, softcap))
         return torch.stack(out)
 
     stand_in = ModuleType("flash_attn")
@@ -124,13 +138,31 @@ def random_batch(
         ([(1, 300), (1, 2), (7, 7), (40, 600), (2, 256)], ["kvcache", "varlen"]),
     ],
 )
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "window", "soft_cap"),
+    [
+        *[(1, None, None), (2, None, None), (4, None, None)],
+        *[
+            (2, 1, None),
+            (2, 2, None),
+            (4, 257, None),
+            (2, 300, 1.5),
+            (1, None, 1.5),
+            (2, 800, None),
+        ],
+    ],
+)
 def test_the_batch_is_shared_between_the_two_functions(
-    calls: Calls, rows: list[tuple[int, int]], functions: list[str], num_kv_heads: int
+    calls: Calls,
+    rows: list[tuple[int, int]],
+    functions: list[str],
+    num_kv_heads: int,
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
     rng = np.random.default_rng(0)
     metadata, num_blocks = random_batch(rng, rows)
-    layer = AttentionLayer(num_heads=4, num_kv_heads=num_kv_heads, head_dim=8, scale=0.3)
+    layer = AttentionLayer(4, num_kv_heads, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
     backend = FlashAttention()
     shape = backend.kv_cache_shape(num_blocks, PAGE, num_kv_heads, 8)
     kv_cache = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))

@@ -84,6 +84,8 @@ class AttentionBatch:
     q: torch.Tensor
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     def attend(self) -> torch.Tensor:
         with poisoned_memory():
@@ -96,6 +98,8 @@ class AttentionBatch:
                 scale=self.q.shape[-1] ** -0.5,
                 num_decode_rows=self.metadata.num_decode_rows,
                 max_context_len=self.metadata.max_context_len,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
             )
 
     def assert_right(self, out: torch.Tensor, seed: int) -> None:
@@ -111,17 +115,26 @@ class AttentionBatch:
         q, (k_cache, v_cache) = self.q[tokens].double(), self.kv_cache
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1:3]
-        positions = torch.arange(context, device=DEVICE)
+        query_positions = torch.arange(context - num_tokens, context, device=DEVICE)[:, None]
+        window = self.sliding_window or context
+        positions = torch.arange(_first_seen(num_tokens, context, window), context, device=DEVICE)
         blocks = self.metadata.block_tables[row][positions // block_size].long()
         k, v = (cache[blocks, :, positions % block_size] for cache in (k_cache, v_cache))
-        hidden = positions > positions[context - num_tokens :, None]
+        hidden = (positions > query_positions) | (positions <= query_positions - window)
         out = torch.empty_like(q)
         group = num_heads // num_kv_heads
         for head in range(num_heads):
             keys, values = k[:, head // group].double(), v[:, head // group].double()
             scores = q[:, head] @ keys.T * head_dim**-0.5
+            if self.soft_cap is not None:
+                scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
             out[:, head] = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ values
         return out
+
+
+def _first_seen(num_tokens: int, context: int, sliding_window: int | None) -> int:
+    """The first position that a window of the row reaches."""
+    return max(0, context - num_tokens + 1 - (sliding_window or context))
 
 
 def make_batch(
@@ -132,8 +145,13 @@ def make_batch(
     block_size: int,
     dtype: torch.dtype,
     num_blocks: int | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> AttentionBatch:
-    """NaN is in every slot that no token was written to, and in block 0, of unused columns."""
+    """NaN is in every slot that holds no token or is before all windows, and in block 0.
+
+    Columns of block tables that are not used, or before all windows, name block 0.
+    """
     blocks_of_row = [-(-context // block_size) for _, context in rows]
     num_blocks = num_blocks or sum(blocks_of_row) + 1
     shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
@@ -141,13 +159,15 @@ def make_batch(
     # The last blocks are taken first: in a large cache they are far out.
     free = (num_blocks - 1 - torch.randperm(sum(blocks_of_row))).int().to(DEVICE)
     block_tables = torch.zeros(len(rows), max(blocks_of_row) + 3, dtype=torch.int32, device=DEVICE)
-    for row, (_, context) in enumerate(rows):
+    for row, (query_len, context) in enumerate(rows):
         blocks, free = free[: blocks_of_row[row]], free[blocks_of_row[row] :]
-        block_tables[row, : len(blocks)] = blocks
-        positions = torch.arange(context, device=DEVICE)
+        first = _first_seen(query_len, context, sliding_window)
+        used = slice(first // block_size, len(blocks))
+        block_tables[row, used] = blocks[used]
+        positions = torch.arange(first, context, device=DEVICE)
         index = (blocks[positions // block_size].long(), slice(None), positions % block_size)
-        kv_cache[0][index] = randn(context, num_kv_heads, head_dim, dtype=dtype)
-        kv_cache[1][index] = randn(context, num_kv_heads, head_dim, dtype=dtype)
+        kv_cache[0][index] = randn(context - first, num_kv_heads, head_dim, dtype=dtype)
+        kv_cache[1][index] = randn(context - first, num_kv_heads, head_dim, dtype=dtype)
     query_lens, context_lens = zip(*rows, strict=True)
     metadata = AttentionMetadata(
         positions=torch.empty(0, dtype=torch.int32, device=DEVICE),
@@ -161,7 +181,7 @@ def make_batch(
         max_context_len=max(context_lens),
     )
     q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype)
-    return AttentionBatch(q, kv_cache, metadata)
+    return AttentionBatch(q, kv_cache, metadata, sliding_window, soft_cap)
 
 
 def _ends(lens: tuple[int, ...]) -> torch.Tensor:
@@ -199,12 +219,41 @@ def test_attention_of_ragged_mixed_batches(dtype, head_dim, group, block_size, s
     batch.assert_right(batch.attend(), seed)
 
 
+@pytest.mark.parametrize("has_window, has_cap", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype, head_dim, group, block_size", SHAPES[::2], ids=str)
+def test_attention_with_windows_and_soft_caps(
+    dtype, head_dim, group, block_size, has_window: bool, has_cap: bool, seed: int
+) -> None:
+    sees = {"sliding_window": randint(1, LONGEST // 2) if has_window else None}
+    sees["soft_cap"] = 3.0 if has_cap else None
+    batch = make_batch(ragged_rows(), 2 * group, 2, head_dim, block_size, dtype, **sees)
+    batch.assert_right(batch.attend(), seed)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 2, 16, 64, 65, 4096])
+def test_attention_with_windows_of_special_sizes(sliding_window: int, seed: int) -> None:
+    batch = make_batch(
+        *(ragged_rows(), 16, 8, 128, 16, torch.bfloat16), sliding_window=sliding_window
+    )
+    batch.assert_right(batch.attend(), seed)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3, 1e30])
+def test_soft_caps_hold_scores_of_any_size(factor: float, seed: int) -> None:
+    batch = make_batch(ragged_rows(), 4, 2, 128, 16, torch.bfloat16, soft_cap=3.0)
+    batch.q *= factor
+    batch.assert_right(batch.attend(), seed)
+
+
 @pytest.mark.parametrize("max_context_len", [LONGEST, 8 * LONGEST], ids=["exact", "as in a graph"])
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 300])
-def test_attention_of_decode_rows(num_rows: int, max_context_len: int, seed: int) -> None:
+@pytest.mark.parametrize("sliding_window", [None, 1000], ids=["all", "window"])
+def test_attention_of_decode_rows(
+    num_rows: int, max_context_len: int, sliding_window: int | None, seed: int
+) -> None:
     """A graph is captured for the longest context that there may ever be."""
     rows = [(1, LONGEST)] + [(1, randint(1, LONGEST)) for _ in range(num_rows - 1)]
-    batch = make_batch(rows, 16, 8, 128, 16, torch.bfloat16)
+    batch = make_batch(rows, 16, 8, 128, 16, torch.bfloat16, sliding_window=sliding_window)
     batch.metadata.max_context_len = max_context_len
     batch.assert_right(batch.attend(), seed)
 
@@ -226,16 +275,20 @@ def test_attention_in_a_cache_of_more_than_2_31_elements(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ["mixed", "decode", "chunks"])
-def test_flash_attn_agrees(rows: str, dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize("sliding_window, soft_cap", [(None, None), (1, None), (1000, 2.0)])
+def test_flash_attn_agrees(
+    rows: str, dtype: torch.dtype, sliding_window: int | None, soft_cap: float | None, seed: int
+) -> None:
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     from nanoserve.attention.flash import FlashAttention
 
     ragged = ragged_rows()
     chosen = {"mixed": ragged, "decode": ragged[:14], "chunks": ragged[14:]}[rows]
-    batch = make_batch(chosen, 16, 8, 128, 256, dtype)
+    sees = {"sliding_window": sliding_window, "soft_cap": soft_cap}
+    batch = make_batch(chosen, 16, 8, 128, 256, dtype, **sees)
     # Its tiles of K and V go past a context's end; the engine's cache begins with zeros.
     batch.kv_cache.nan_to_num_(0.0)
-    layer = AttentionLayer(16, 8, 128, scale=128**-0.5)
+    layer = AttentionLayer(16, 8, 128, scale=128**-0.5, **sees)
     batch.assert_right(
         FlashAttention().attend(layer, batch.q, batch.kv_cache, batch.metadata), seed
     )
@@ -457,8 +510,18 @@ open_float32 = partial(LLM, dtype="float32", max_num_seqs=MAX_NUM_SEQS, skip_tok
 Prompts = list[list[int]]
 
 
-@pytest.fixture(scope="module", params=["random", "tiny-qwen3"])
-def model(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[str | Path, Prompts]:
+@pytest.fixture(scope="module")
+def windowed_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 whose second layer has a window."""
+    path = tmp_path_factory.mktemp("windowed")
+    make_qwen3(path, use_sliding_window=True, sliding_window=50, max_window_layers=1)
+    return path
+
+
+@pytest.fixture(scope="module", params=["random", "windowed", "tiny-qwen3"])
+def model(
+    request: pytest.FixtureRequest, checkpoint: Path, windowed_checkpoint: Path
+) -> tuple[str | Path, Prompts]:
     """A checkpoint and prompts for it; some prompts share their beginnings."""
     if request.param == "tiny-qwen3":
         with LLM("tiny-qwen3", device="cpu", num_kv_blocks=8) as llm:
@@ -470,7 +533,8 @@ def model(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[str | Path,
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 200, (51,), generator=generator).tolist()
     prompts = [torch.randint(300, (n,), generator=generator).tolist() for n in lengths]
-    return checkpoint, [prompts[0][: i % 3 * 50] + prompt for i, prompt in enumerate(prompts)]
+    prompts = [prompts[0][: i % 3 * 50] + prompt for i, prompt in enumerate(prompts)]
+    return {"random": checkpoint, "windowed": windowed_checkpoint}[request.param], prompts
 
 
 def settings(num_requests: int, max_tokens: int = 24) -> list[SamplingParams]:

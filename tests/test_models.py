@@ -153,7 +153,13 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window"),
+        *("phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers"),
+    ],
+)
 def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
 

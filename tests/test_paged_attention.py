@@ -1,9 +1,12 @@
 """The paged-attention kernels against a float64 softmax over gathered keys.
 
-Every slot that no token was written to holds NaN, and every unused column of a block table points
-far outside the cache: a kernel that reads what it must not fails, whatever it does with it.
+Every slot that no token was written to, or that lies before all windows of its row, holds NaN, and
+every unused column of a block table points far outside the cache: a kernel that reads what it must
+not fails, whatever it does with it. Memory that a kernel should write holds NaN before it does.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 import nanoserve.kernels.paged_attention as kernels
 from nanoserve.kernels.paged_attention import paged_attention, tile_config
@@ -28,19 +34,35 @@ class Batch:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     num_decode_rows: int
+    sliding_window: int | None = None
+    soft_cap: float | None = None
 
     def attend(self, num_splits: int | None = None) -> torch.Tensor:
-        return paged_attention(
-            self.q,
-            self.kv_cache,
-            self.cu_seqlens_q,
-            self.context_lens,
-            self.block_tables,
-            scale=self.q.shape[-1] ** -0.5,
-            num_decode_rows=self.num_decode_rows,
-            max_context_len=int(self.context_lens.max()),
-            num_splits=num_splits,
-        )
+        with poisoned_memory():
+            return paged_attention(
+                self.q,
+                self.kv_cache,
+                self.cu_seqlens_q,
+                self.context_lens,
+                self.block_tables,
+                scale=self.q.shape[-1] ** -0.5,
+                num_decode_rows=self.num_decode_rows,
+                max_context_len=int(self.context_lens.max()),
+                num_splits=num_splits,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+            )
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within, torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1000, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def make_batch(
@@ -51,6 +73,8 @@ def make_batch(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     blocks_of_row = [-(-context // block_size) for _, context in rows]
@@ -58,12 +82,15 @@ def make_batch(
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     kv_cache = torch.full((2, num_blocks, num_kv_heads, block_size, head_dim), torch.nan)
     block_tables = torch.full((len(rows), max(blocks_of_row) + 2), 2**30, dtype=torch.int32)
-    for row, (_, context) in enumerate(rows):
+    for row, (query_len, context) in enumerate(rows):
+        first_seen = max(0, context - query_len + 1 - (sliding_window or context))
         for column, start in enumerate(range(0, context, block_size)):
-            block, filled = free.pop(), min(block_size, context - start)
-            block_tables[row, column] = block
-            shape = (2, num_kv_heads, filled, head_dim)
-            kv_cache[:, block, :, :filled] = torch.randn(shape, generator=generator)
+            block, end = free.pop(), min(block_size, context - start)
+            begin = max(0, first_seen - start)
+            if begin < end:
+                block_tables[row, column] = block
+                shape = (2, num_kv_heads, end - begin, head_dim)
+                kv_cache[:, block, :, begin:end] = torch.randn(shape, generator=generator)
     query_lens = torch.tensor([0] + [query_len for query_len, _ in rows])
     q = torch.randn(int(query_lens.sum()), num_heads, head_dim, generator=generator)
     return Batch(
@@ -73,23 +100,28 @@ def make_batch(
         torch.tensor([context for _, context in rows], dtype=torch.int32, device=DEVICE),
         block_tables.to(DEVICE),
         num_decode_rows=sum(query_len == 1 for query_len, _ in rows),
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
 
 
 def reference(batch: Batch) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim] in float64, row by row, with an explicit causal mask."""
+    """[num_tokens, num_heads, head_dim] in float64, row by row, with an explicit mask."""
     q, (k_cache, v_cache) = batch.q.double().cpu(), batch.kv_cache.double().cpu()
     starts, group = batch.cu_seqlens_q.tolist(), q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
     for row, context in enumerate(batch.context_lens.tolist()):
-        positions = torch.arange(context)
+        tokens, window = slice(starts[row], starts[row + 1]), batch.sliding_window or context
+        query_positions = torch.arange(context - len(q[tokens]), context)[:, None]
+        positions = torch.arange(max(0, int(query_positions[0]) + 1 - window), context)
         blocks = batch.block_tables[row].cpu()[positions // k_cache.shape[2]].long()
         offsets = positions % k_cache.shape[2]
         k = k_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
         v = v_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
-        tokens = slice(starts[row], starts[row + 1])
         scores = torch.einsum("qhd,khd->hqk", q[tokens], k) * q.shape[-1] ** -0.5
-        hidden = positions > positions[context - len(q[tokens]) :, None]
+        if batch.soft_cap is not None:
+            scores = batch.soft_cap * torch.tanh(scores / batch.soft_cap)
+        hidden = (positions > query_positions) | (positions <= query_positions - window)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         out[tokens] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
@@ -175,7 +207,17 @@ def test_decode_rows_split_over_programs(num_splits: int, context_lens: tuple[in
     assert_right(batch, num_splits)
 
 
-def test_a_long_context_is_split_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sliding_window", "expected"),
+    [
+        (None, [8]),  # shares of four tiles or more, and a power of two
+        (9 * TILE_N, [2]),
+        (4 * TILE_N, []),
+    ],
+)
+def test_a_long_context_is_split_unasked_and_a_short_window_is_not(
+    monkeypatch: pytest.MonkeyPatch, sliding_window: int | None, expected: list[int]
+) -> None:
     num_splits, merge = [], kernels._merge_splits
 
     def merge_and_count(out: torch.Tensor, parts: torch.Tensor, *rest: Any) -> None:
@@ -183,12 +225,85 @@ def test_a_long_context_is_split_unasked(monkeypatch: pytest.MonkeyPatch) -> Non
         merge(out, parts, *rest)
 
     monkeypatch.setattr(kernels, "_merge_splits", merge_and_count)
-    assert_right(make_batch([(1, 40 * TILE_N)]))
-    assert num_splits == [8]  # shares of four tiles or more, and a power of two
+    assert_right(make_batch([(1, 40 * TILE_N)], sliding_window=sliding_window))
+    assert num_splits == expected
 
 
-def test_padding_rows_share_the_dummy_block() -> None:
-    batch = make_batch([(1, 20), (1, 5), (1, 1), (1, 1), (1, 1)])
+WINDOWS = [1, 2, 3, 15, 16, 17, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N + 5, 1000]
+
+
+@pytest.mark.parametrize("seed", range(44))
+def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
+    group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
+    batch = make_batch(
+        ragged_rows(1000 + seed),
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=(16, 24, 16, 64)[seed % 4],
+        block_size=(16, 32, 5, 64, 256)[seed % 5],
+        seed=seed,
+        sliding_window=WINDOWS[seed % 11],
+        soft_cap=(None, 0.5, 2.0, 50.0)[seed // 11 % 4],
+    )
+    assert_right(batch)
+    if batch.num_decode_rows:
+        assert_right(batch, num_splits=seed % 5 + 2)
+
+
+@pytest.mark.parametrize("first_seen", [0, 1, *BORDERS])
+@pytest.mark.parametrize("sliding_window", [1, 5, TILE_N, 3 * TILE_N])
+def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
+    first_seen: int, sliding_window: int
+) -> None:
+    query_lens = (1, 2, 17, 40)
+    rows = [(n, first_seen + sliding_window + n - 1) for n in query_lens]
+    assert_right(make_batch(rows, sliding_window=sliding_window))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("sliding_window", [1, 2, TILE_N, TILE_N + 1, 5 * TILE_N - 1, 1000])
+def test_decode_rows_with_windows_split_over_programs(num_splits: int, sliding_window: int) -> None:
+    context_lens = (TILE_N * 8 + 1, 1, TILE_N * 8, 33, TILE_N * 6 - 5)
+    rows = [(1, context_len) for context_len in context_lens]
+    batch = make_batch(rows, num_heads=6, num_kv_heads=2, sliding_window=sliding_window)
+    assert_right(batch, num_splits)
+
+
+def test_a_window_that_holds_the_context_changes_nothing() -> None:
+    batch = make_batch([(1, 70), (1, 9), (20, 70)])
+    without = batch.attend()
+    for batch.sliding_window in (70, 71, 10_000):
+        assert torch.equal(batch.attend(), without)
+
+
+@triton.jit
+def share_kernel(shares_ptr, first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
+    split = tl.program_id(0)
+    share = kernels._share(
+        split, tl.num_programs(0), first_position, num_keys, sliding_window, TILE_N
+    )
+    tl.store(shares_ptr + 2 * split, share[0])
+    tl.store(shares_ptr + 2 * split + 1, share[1])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 8, 9, 30, 100])
+def test_the_shares_are_the_tiles_that_are_seen_and_no_others(
+    num_splits: int, sliding_window: int | None
+) -> None:
+    for first_position, num_queries in [(0, 1), (7, 1), (8, 1), (60, 1), (61, 3), (39, 20)]:
+        num_keys = first_position + num_queries
+        shares = torch.full((num_splits, 2), -1, dtype=torch.int32, device=DEVICE)
+        share_kernel[(num_splits,)](shares, first_position, num_keys, sliding_window, TILE_N=8)
+        tiles = [tile for first, last in shares.tolist() for tile in range(first, last)]
+        first_seen = max(0, first_position + 1 - (sliding_window or num_keys))
+        assert tiles == list(range(first_seen // 8, (num_keys - 1) // 8 + 1))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 3])
+def test_padding_rows_share_the_dummy_block(sliding_window: int | None) -> None:
+    rows = [(1, 20), (1, 5), (1, 1), (1, 1), (1, 1)]
+    batch = make_batch(rows, sliding_window=sliding_window)
     batch.block_tables[2:] = 0
     batch.kv_cache[:, 0, :, 0] = 1.0
     assert_right(batch)
@@ -243,6 +358,14 @@ def test_large_scores_do_not_overflow() -> None:
     assert (out.double().cpu() - reference(batch)).abs().max() < 1e-2
 
 
+@pytest.mark.parametrize("factor", [1e-3, 1, 100, 1e30])
+def test_soft_caps_hold_scores_of_any_size(factor: float) -> None:
+    batch = make_batch([(1, 70), (9, 40)], soft_cap=3.0)
+    batch.q *= factor
+    assert_right(batch)
+    assert_right(batch, num_splits=3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -254,11 +377,13 @@ def test_large_scores_do_not_overflow() -> None:
         ({"q": torch.zeros(2, 64)}, "must be 3-D"),
         ({"context_lens": torch.ones(2, dtype=torch.int64)}, "must be int32"),
         ({"context_lens": torch.ones(3, dtype=torch.int32)}, "lengths \\[3, 3, 2\\]"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     batch = make_batch([(1, 4), (1, 5)], num_heads=4, num_kv_heads=2)
-    for name, tensor in change.items():
-        setattr(batch, name, tensor.to(DEVICE))
+    for name, value in change.items():
+        setattr(batch, name, value.to(DEVICE) if isinstance(value, torch.Tensor) else value)
     with pytest.raises(ValueError, match=message):
         batch.attend()

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.torch import TorchAttention
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -42,3 +45,31 @@ def test_so_are_those_of_the_bundled_model() -> None:
         prompt = llm.chat(question, GREEDY, use_tqdm=False)[0].prompt_token_ids
     ours = greedy_tokens("tiny-qwen3", [prompt], attention_backend="triton")
     assert ours == greedy_tokens("tiny-qwen3", [prompt])
+
+
+@pytest.mark.parametrize(
+    ("sliding_window", "soft_cap"), [(None, None), (5, None), (None, 0.5), (20, 0.5)]
+)
+def test_windows_and_soft_caps_are_those_of_the_torch_backend(
+    sliding_window: int | None, soft_cap: float | None
+) -> None:
+    """A decode row and a chunk behind a prefix."""
+    from nanoserve.attention.triton import TritonAttention
+
+    torch.manual_seed(0)
+    metadata = AttentionMetadata(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),  # all is stored already
+        cu_seqlens_q=torch.tensor([0, 1, 10], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 30, 70], dtype=torch.int32),
+        context_lens=torch.tensor([30, 40], dtype=torch.int32),
+        block_tables=torch.tensor([[2, 1, 0], [5, 3, 4]], dtype=torch.int32),
+        num_decode_rows=1,
+        max_query_len=9,
+        max_context_len=40,
+    )
+    layer = AttentionLayer(4, 2, 16, 0.25, sliding_window, soft_cap)
+    q, kv_cache = torch.randn(10, 4, 16), torch.randn(2, 6, 2, 16, 16)
+    attended = TritonAttention().attend(layer, q, kv_cache, metadata)
+    expected = TorchAttention().attend(layer, q, kv_cache, metadata)
+    assert torch.allclose(attended, expected, atol=2e-6)

@@ -5,6 +5,7 @@ of one token, `flash_attn_varlen_func` the packed rows of several.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +71,7 @@ def _attend_decode(
         v_cache,
         cache_seqlens=metadata.context_lens[rows],
         block_table=metadata.block_tables[rows],
-        softmax_scale=layer.scale,
-        causal=True,
+        **_scores(layer),
     )
     return attended.squeeze(1)
 
@@ -92,7 +92,18 @@ def _attend_chunks(
         cu_seqlens_k=cu_seqlens_k - cu_seqlens_k[0],
         max_seqlen_q=metadata.max_query_len,
         max_seqlen_k=metadata.max_context_len,
-        softmax_scale=layer.scale,
-        causal=True,
         block_table=metadata.block_tables[first:],
+        **_scores(layer),
     )
+
+
+def _scores(layer: AttentionLayer) -> dict[str, Any]:
+    """flash-attn's arguments for the scale, the mask and the cap of the scores."""
+    window = layer.sliding_window
+    return {
+        "softmax_scale": layer.scale,
+        "causal": True,
+        # Tokens seen before a query and after it, -1 for all; its own is not counted.
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": layer.soft_cap or 0.0,
+    }

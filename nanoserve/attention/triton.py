@@ -21,4 +21,6 @@ class TritonAttention(AttentionBackend):
             scale=layer.scale,
             num_decode_rows=metadata.num_decode_rows,
             max_context_len=metadata.max_context_len,
+            sliding_window=layer.sliding_window,
+            soft_cap=layer.soft_cap,
         )

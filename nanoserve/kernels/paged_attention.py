@@ -16,6 +16,11 @@ It walks over the keys with the online softmax (Dao et al. 2022, "FlashAttention
 is rescaled whenever the maximum grows. Exponentials are to base 2, which is what the hardware
 computes; the factor log2(e) is folded into the scale.
 
+With a sliding window (Beltagy et al. 2020, "Longformer") a query sees its last `sliding_window`
+tokens and nothing before them. The walk then begins at the first tile that a query of the program
+sees, so that a decode row costs no more than its window, however long its context grows. With a
+soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
+
 A decode row has a single query but as many keys as any, and a few rows would leave most of a GPU
 idle. Its keys are therefore split over several programs (Dao et al. 2023, "Flash-Decoding"), and
 `merge_splits_kernel` puts the parts together.
@@ -34,6 +39,7 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+_LOG2_E = math.log2(math.e)
 _MAX_SPLITS = 64  # the merge holds all parts of a head in registers
 _MIN_TILES_PER_SPLIT = 4  # less work than this does not pay for the merge
 _PROGRAMS_PER_MULTIPROCESSOR = 2  # that at least run at once, by their shared memory
@@ -76,23 +82,29 @@ def paged_attention(
     num_decode_rows: int,
     max_context_len: int,
     num_splits: int | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Attends from every query token to all keys of its sequence up to itself.
+    """Attends from every query token to the keys of its sequence up to itself.
 
     q             [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
     kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype
     cu_seqlens_q  int32 [num_rows + 1]: row r has the tokens cu_seqlens_q[r : r + 2]
     context_lens  int32 [num_rows]; a row's tokens are the last ones of its context
-    block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read
+    block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read,
+                  nor are those before all windows of the row
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
-    `num_decode_rows` rows have one token each. `num_splits` is chosen if it is None. Returns
-    [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    `num_decode_rows` rows have one token each. `num_splits` is chosen if it is None. A query sees
+    `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
+    c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.
     """
-    batch = _Batch(q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale)
+    batch = _Batch(
+        *(q, kv_cache, cu_seqlens_q, context_lens, block_tables), scale, sliding_window, soft_cap
+    )
     _check(batch)
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
     group, num_chunks = num_heads // num_kv_heads, len(context_lens) - num_decode_rows
@@ -101,7 +113,8 @@ def paged_attention(
         config = tile_config(head_dim, q.dtype, group, is_decode=True)
         if num_splits is None:
             num_programs = num_decode_rows * num_kv_heads
-            num_splits = _choose_num_splits(num_programs, max_context_len, config.tile_n, q.device)
+            num_keys = min(max_context_len, sliding_window or max_context_len)
+            num_splits = _choose_num_splits(num_programs, num_keys, config.tile_n, q.device)
         if num_splits == 1:
             _launch(batch, config, out, None, 0, num_decode_rows, is_decode=True)
         else:
@@ -109,7 +122,7 @@ def paged_attention(
             parts = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             _launch(batch, config, parts, lse, 0, num_decode_rows, is_decode=True)
-            _merge_splits(out, parts, lse, context_lens, config.tile_n)
+            _merge_splits(out, parts, lse, context_lens, sliding_window, config.tile_n)
     if num_chunks > 0:
         config = tile_config(head_dim, q.dtype, group, is_decode=False)
         _launch(batch, config, out, None, num_decode_rows, num_chunks, is_decode=False)
@@ -123,10 +136,12 @@ class _Batch(NamedTuple):
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     scale: float
+    sliding_window: int | None
+    soft_cap: float | None
 
 
 def _check(batch: _Batch) -> None:
-    q, kv_cache, *indices, _ = batch
+    q, kv_cache, *indices = batch[:5]
     if q.dim() != 3 or kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
         raise ValueError(f"q {list(q.shape)} must be 3-D, kv_cache {list(kv_cache.shape)} [2, ...]")
     if q.shape[1] % kv_cache.shape[2]:
@@ -137,6 +152,10 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
     if q.dtype not in _TRITON_DTYPES or kv_cache.dtype != q.dtype:
         raise ValueError(f"q is {q.dtype} and kv_cache {kv_cache.dtype}: not supported")
+    if batch.sliding_window is not None and batch.sliding_window < 1:
+        raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
+    if batch.soft_cap is not None and not batch.soft_cap > 0:
+        raise ValueError(f"soft_cap={batch.soft_cap} must be positive")
     lengths = [len(tensor) for tensor in indices]
     if lengths != [lengths[1] + 1, lengths[1], lengths[1]]:
         raise ValueError(
@@ -150,12 +169,10 @@ def _check(batch: _Batch) -> None:
             )
 
 
-def _choose_num_splits(
-    num_programs: int, max_context_len: int, tile_n: int, device: torch.device
-) -> int:
+def _choose_num_splits(num_programs: int, num_keys: int, tile_n: int, device: torch.device) -> int:
     """Programs enough to fill the GPU, but none with too few keys to be worth it."""
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device) // num_programs
-    worthwhile = max_context_len // (_MIN_TILES_PER_SPLIT * tile_n)
+    worthwhile = num_keys // (_MIN_TILES_PER_SPLIT * tile_n)
     num_splits = max(1, min(wanted, worthwhile, _MAX_SPLITS))
     return 1 << (num_splits.bit_length() - 1)  # powers of two: few variants of the merge
 
@@ -177,7 +194,7 @@ def _launch(
     is_decode: bool,
 ) -> None:
     """Attends for rows [first_row, first_row + num_rows), into `out` or into parts and `lse`."""
-    q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale = batch
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale, sliding_window, soft_cap = batch
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -201,7 +218,9 @@ def _launch(
         first_row,
         num_rows,
         num_kv_heads,
-        scale * math.log2(math.e),
+        scale * _LOG2_E,
+        sliding_window,
+        None if soft_cap is None else soft_cap * _LOG2_E,
         *q.stride()[:2],
         *kv_cache.stride()[1:4],
         block_tables.stride(0),
@@ -225,6 +244,7 @@ def _merge_splits(
     parts: torch.Tensor,
     lse: torch.Tensor,
     context_lens: torch.Tensor,
+    sliding_window: int | None,
     tile_n: int,
 ) -> None:
     num_rows, num_heads, num_splits, head_dim = parts.shape
@@ -234,6 +254,7 @@ def _merge_splits(
         lse,
         context_lens,
         num_splits,
+        sliding_window,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
@@ -258,6 +279,10 @@ def paged_attention_kernel(
     num_rows,
     num_kv_heads,
     scale,  # times log2(e)
+    # If they are None, all that they take is compiled away. Else they are values, not constants:
+    # they only set ranges and masks and a factor, and layers that differ in them share a kernel.
+    sliding_window,
+    soft_cap,  # times log2(e)
     q_token_stride,
     q_head_stride,
     block_stride,
@@ -295,15 +320,18 @@ def paged_attention_kernel(
     context_len = tl.load(context_lens_ptr + row)
     first_position = context_len - q_len + q_tile * BLOCK_Q
 
-    # Every query sees the first keys of its tile of queries entirely; only in the last few tiles
-    # of keys does it matter who sees what.
     num_keys = tl.minimum(context_len, first_position + BLOCK_Q)
-    tiles_per_split = _tiles_per_split(num_keys, num_splits, TILE_N)
-    first = split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_keys, TILE_N))
+    first, last = _share(split, num_splits, first_position, num_keys, sliding_window, TILE_N)
     if first >= last:
         return  # more programs than tiles
-    middle = tl.minimum(tl.maximum(first, (first_position + 1) // TILE_N), last)
+    # Only in the first and in the last few tiles of keys does it matter who sees what: the plain
+    # ones between them begin where the last query's window does, and end at the first query.
+    plain_first = first
+    plain_last = tl.minimum(tl.maximum(first, (first_position + 1) // TILE_N), last)
+    if sliding_window is not None:
+        plain_first = tl.maximum(first, tl.cdiv(num_keys - sliding_window, TILE_N))
+        plain_first = tl.minimum(plain_first, plain_last)
+    num_plain = plain_last - plain_first
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM_PADDED)
@@ -317,32 +345,48 @@ def paged_attention_kernel(
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(DOT_DTYPE)
 
     position = first_position + token
+    if sliding_window is not None:  # so that rows of no token, too, see some key
+        position = tl.minimum(position, num_keys - 1)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # Of several queries, a later one's window may begin behind the first tile: there, its scores
+    # are -inf only. With a finite maximum they weigh exp2(-inf) = 0; with -inf it would be NaN.
+    # In the end every row has seen a key: its own, and in a split, of one query, one in each tile.
+    row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with
-        for n_tile in range(middle if MASKED else first, last if MASKED else middle):
+        begin = first + num_plain if MASKED else plain_first
+        end = last if MASKED else plain_last
+        for i in range(begin, end):
+            n_tile = i
+            if MASKED and sliding_window is not None:  # first the tiles before the plain ones
+                n_tile = tl.where(i < plain_last, i - num_plain, i)
             key = n_tile * TILE_N + tl.arange(0, TILE_N)
             # A mask that is true everywhere costs nothing: the compiler drops it.
-            in_context = tl.full([TILE_N], True, tl.int1)
-            if MASKED:  # table columns and slots beyond the context hold anything, even NaN
-                in_context = key < context_len
-            kv_mask = in_context[:, None] & tl.full([TILE_N, HEAD_DIM_PADDED], True, tl.int1)
+            is_seen = tl.full([TILE_N], True, tl.int1)
+            if MASKED:  # other table columns and slots hold anything, even NaN
+                is_seen = key < context_len
+                if sliding_window is not None:
+                    is_seen &= key > first_position - sliding_window
+            kv_mask = is_seen[:, None] & tl.full([TILE_N, HEAD_DIM_PADDED], True, tl.int1)
             if HEAD_DIM < HEAD_DIM_PADDED:
                 kv_mask &= (d < HEAD_DIM)[None, :]
-            block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=in_context, other=0)
+            block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
             kv_offsets = slot[:, None] + d[None, :]
             k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
             v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
 
             scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+            if soft_cap is not None:
+                scores = _soft_capped(scores, soft_cap)
             if MASKED:
-                scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-            # Never -inf: the first tile of a share has a key that every query sees.
+                visible = key[None, :] <= position[:, None]
+                if sliding_window is not None:
+                    visible &= key[None, :] > position[:, None] - sliding_window
+                scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             rescale = tl.exp2(row_max - new_max)
             weights = tl.exp2(scores - new_max[:, None])
@@ -381,8 +425,27 @@ def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _tiles_per_split(num_keys, num_splits, TILE_N: tl.constexpr):
-    return tl.cdiv(tl.cdiv(num_keys, TILE_N), num_splits)
+def _share(split, num_splits, first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
+    """Of the tiles of keys that queries from `first_position` on see: from where, and to where.
+
+    Where the first is not before the last, nothing is left for this split.
+    """
+    first_seen = 0
+    if sliding_window is not None:
+        first_seen = tl.maximum(first_position + 1 - sliding_window, 0) // TILE_N
+    end = tl.cdiv(num_keys, TILE_N)
+    tiles_per_split = tl.cdiv(end - first_seen, num_splits)
+    first = first_seen + split * tiles_per_split
+    return first, tl.minimum(first + tiles_per_split, end)
+
+
+@triton.jit
+def _soft_capped(scores, cap):
+    """cap * tanh(scores / cap), from tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    # tanh is 1, to the last bit of a float32, long before the power of 2 overflows.
+    power = tl.minimum(scores * (2 * LOG2_E / cap), 64.0)
+    return cap * (1 - 2 / (tl.exp2(power) + 1))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -392,6 +455,7 @@ def merge_splits_kernel(
     lse_ptr,  # float32 [num_tokens, num_heads, num_splits]
     context_lens_ptr,
     num_splits,
+    sliding_window,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -403,7 +467,9 @@ def merge_splits_kernel(
     split, d = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)
     context_len = tl.load(context_lens_ptr + head // NUM_HEADS)
     # The programs whose share was empty have written nothing, nor have those that do not exist.
-    written = split * _tiles_per_split(context_len, num_splits, TILE_N) * TILE_N < context_len
+    # All others have: a decode row has one query, and it sees a key of every tile of its share.
+    first, _ = _share(split, num_splits, context_len - 1, context_len, sliding_window, TILE_N)
+    written = first * TILE_N < context_len
     lse_ptrs = lse_ptr + head * num_splits + split
     lse = tl.load(lse_ptrs, mask=written, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))

@@ -104,9 +104,6 @@ def choose_attention_backend(
         )
     if name in ("triton", "flash_attn") and find_spec("triton") is None:
         raise ValueError(f"attention_backend={name!r} needs the package triton")
-    has_windows = any(model_config.sliding_windows) or model_config.attention_soft_cap
-    if name in ("triton", "flash_attn") and has_windows:
-        raise ValueError(f"attention_backend={name!r} has no sliding windows and no soft caps yet")
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
 
