@@ -1,11 +1,9 @@
 """What a checkpoint says of its model: `ModelConfig`, made from its `config.json` alone.
 
 It imports neither torch nor transformers: the brain reads it, and data types travel as names
-("bfloat16"). This file and `nanoserve.rope_config` are the only places that know that transformers
-4 and 5 write `config.json` differently.
+("bfloat16"). How the file is read is in `nanoserve.config_file`.
 """
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,60 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import DTYPES, check_choice, check_int, require
+from nanoserve.config_file import ConfigFile, architecture_of, read_json
 from nanoserve.rope_config import RopeConfig
-
-# The settings that transformers reads, with its values for files that leave them out (None: there
-# is no such value, or it follows from others). What is not listed for an architecture has no effect
-# on it there, and so has none here.
-_COMMON: dict[str, Any] = {
-    **{"vocab_size": None, "hidden_size": None, "intermediate_size": None, "head_dim": None},
-    **{"num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None},
-    **{"max_position_embeddings": None, "rms_norm_eps": None, "hidden_act": "silu"},
-    **{"tie_word_embeddings": False, "rope_theta": None},
-}
-_QWEN_WINDOWS = {
-    **{"use_sliding_window": False, "sliding_window": 4096},
-    **{"max_window_layers": 28, "layer_types": None},
-}
-_GEMMA = {
-    **{"attention_bias": False, "tie_word_embeddings": True, "head_dim": 256},
-    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
-    **{"sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False},
-}
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0},
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "MixtralForCausalLM": {
-        **{"sliding_window": None, "num_experts": 8, "num_local_experts": None},
-        **{"num_experts_per_tok": 2},
-    },
-    "Qwen2ForCausalLM": _QWEN_WINDOWS,
-    "Qwen3ForCausalLM": {"attention_bias": False, "head_dim": 128, **_QWEN_WINDOWS},
-    "Qwen3MoeForCausalLM": {
-        **{"attention_bias": False, "use_sliding_window": False, "sliding_window": 4096},
-        **{"num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8},
-        **{"moe_intermediate_size": 768},
-        **{"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None},
-    },
-    "Phi3ForCausalLM": {"sliding_window": None},
-    "Gemma2ForCausalLM": {
-        **_GEMMA,
-        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        **{"rope_theta": 10_000.0},
-    },
-    # Its files have an attn_logit_softcapping too, which its attention does not read.
-    "Gemma3ForCausalLM": {
-        **_GEMMA,
-        **{"final_logit_softcapping": None, "sliding_window_pattern": 6},
-        **{"rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
-    },
-    "MiniCPMForCausalLM": {
-        **{"attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0},
-        **{"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None},
-    },
-}
-# A model of the user's own may read whatever some other model reads, but nothing is implied.
-_OWN_MODEL = {n: None for settings in _SETTINGS.values() for n in settings if n not in _COMMON}
 
 
 @dataclass(frozen=True)
@@ -132,14 +78,14 @@ class ModelConfig:
         """
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} is no checkpoint: it has no config.json")
-        raw = _read_json(path / "config.json")
-        architecture = _architecture(raw)
+        raw = read_json(path / "config.json")
+        architecture = architecture_of(raw)
         require(
             supported is None or architecture in supported,
             f"architecture {architecture!r} is not supported; supported: {supported}",
         )
         generation_path = path / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        generation = read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_hf(raw, generation, dtype)
 
     @classmethod
@@ -147,7 +93,7 @@ class ModelConfig:
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any], dtype: str = "auto"
     ) -> "ModelConfig":
         """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
-        file = _File(raw)
+        file = ConfigFile(raw)
         quantization = raw.get("quantization_config")
         require(not quantization, f"quantization_config={quantization} is not implemented")
         for name in ("sparse_config", "use_bidirectional_attention"):
@@ -155,8 +101,8 @@ class ModelConfig:
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         check_choice("dtype", dtype, DTYPES)
-        head_dim, max_positions = _head_dim(file), file.size("max_position_embeddings")
-        rope, local_rope = _ropes(file, head_dim, max_positions)
+        head_dim, max_positions = file.head_dim(), file.size("max_position_embeddings")
+        rope, local_rope = file.ropes(head_dim, max_positions)
         config = cls(
             architecture=file.architecture,
             vocab_size=file.size("vocab_size"),
@@ -175,8 +121,8 @@ class ModelConfig:
             qkv_bias=bool(file.get("attention_bias")) or file.architecture == "Qwen2ForCausalLM",
             o_bias=bool(file.get("attention_bias")),
             mlp_bias=bool(file.get("mlp_bias")),
-            hidden_act=_activation(file),
-            sliding_windows=_sliding_windows(file),
+            hidden_act=file.activation(),
+            sliding_windows=file.sliding_windows(),
             **_scales(file, head_dim),
             moe=_moe(file),
             dtype=dtype,
@@ -206,117 +152,7 @@ class ModelConfig:
         )
 
 
-class _File:
-    """`config.json` as its architecture reads it: see `_SETTINGS`."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw, self.architecture = raw, _architecture(raw)
-        self.implied = _COMMON | _SETTINGS.get(self.architecture, _OWN_MODEL)
-
-    def get(self, name: str) -> Any:
-        """A setting; None if the architecture has no such setting, or the file says null."""
-        return self.raw.get(name, self.implied[name]) if name in self.implied else None
-
-    def has(self, name: str) -> bool:
-        """Whether there must be a value: the file gives one, or the architecture implies one."""
-        return self.get(name) is not None or self.implied.get(name) is not None
-
-    def size(self, name: str, default: str | None = None) -> int:
-        if default is not None and self.get(name) is None:
-            name = default
-        require(self.get(name) is not None, f"config.json has no {name!r}")
-        check_int(name, self.get(name), minimum=1)
-        return self.get(name)
-
-    def positive(self, name: str) -> float:
-        value = self.get(name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        require(
-            is_number and 0 < value < math.inf,
-            f"config.json: {name}={value!r} must be a positive number",
-        )
-        return float(value)
-
-
-def _head_dim(file: _File) -> int:
-    if file.has("head_dim"):
-        return file.size("head_dim")
-    return file.size("hidden_size") // file.size("num_attention_heads")
-
-
-def _activation(file: _File) -> str:
-    """Gemma calls it by another name, and has the usual one beside it, without effect."""
-    name = "hidden_activation" if file.has("hidden_activation") else "hidden_act"
-    check_choice(name, file.get(name), ("silu", "gelu_pytorch_tanh"))
-    return file.get(name)
-
-
-def _sliding_windows(file: _File) -> tuple[int | None, ...]:
-    """Which layers have a window: what `layer_types` says, or the rule of the architecture."""
-    num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
-    if "use_sliding_window" in file.implied and not file.get("use_sliding_window"):
-        window = None
-    if window is not None or file.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
-        check_int("sliding_window", window, minimum=1)
-    types = file.get("layer_types")
-    if types is None:
-        return tuple(window if _is_windowed(file, i) else None for i in range(num_layers))
-    require(
-        isinstance(types, list) and set(types) <= {"full_attention", "sliding_attention"},
-        f"layer_types={types!r} are not implemented, only 'full_attention', 'sliding_attention'",
-    )
-    require(
-        len(types) == num_layers and (window is not None or "sliding_attention" not in types),
-        f"layer_types={types!r} do not fit num_hidden_layers={num_layers}, "
-        f"sliding_window={file.get('sliding_window')} and "
-        f"use_sliding_window={file.get('use_sliding_window')}",
-    )
-    return tuple(window if name == "sliding_attention" else None for name in types)
-
-
-def _is_windowed(file: _File, layer: int) -> bool:
-    if file.architecture == "Gemma2ForCausalLM":
-        return layer % 2 == 0
-    if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
-        return (layer + 1) % file.size("sliding_window_pattern") != 0
-    if file.get("max_window_layers") is not None:
-        check_int("max_window_layers", file.get("max_window_layers"), minimum=0)
-        return layer >= file.get("max_window_layers")
-    return True
-
-
-def _ropes(file: _File, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """Of all layers, or of those that see everything and of those that have a window (Gemma 3)."""
-    if file.has("rope_local_base_freq"):
-        return _ropes_by_type(file, head_dim, max_positions)
-    is_silent = not any(file.raw.get(name) for name in ("rope_parameters", "rope_scaling"))
-    raw = {"rope_theta": file.implied["rope_theta"] if is_silent else None} | file.raw
-    return RopeConfig.from_hf(raw, head_dim, max_positions), None
-
-
-def _ropes_by_type(file: _File, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of Gemma 3, whose transformers 4 form has no object of its own for layers with a window."""
-    by_type, scaling = _object(file.raw, "rope_parameters"), _object(file.raw, "rope_scaling")
-    require(
-        "type" not in scaling or "rope_type" in scaling,
-        f"config.json: rope_scaling={scaling} has effect in transformers 4, but not in 5, which "
-        f"wants it to say 'rope_type'",
-    )
-    full = {"rope_theta": file.get("rope_theta")} | _object(by_type, "full_attention") | scaling
-    local = {"rope_theta": file.get("rope_local_base_freq")}
-    local |= _object(by_type, "sliding_attention")
-    share = file.raw.get("partial_rotary_factor")
-    ropes = ({"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local))
-    return tuple(RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
-
-
-def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = parent.get(name) or {}
-    require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
-    return value
-
-
-def _scales(file: _File, head_dim: int) -> dict[str, float | None]:
+def _scales(file: ConfigFile, head_dim: int) -> dict[str, float | None]:
     """The factors and soft caps of Gemma and MiniCPM."""
     scales: dict[str, float | None] = {"attention_scale": head_dim**-0.5}
     if file.has("query_pre_attn_scalar"):
@@ -333,7 +169,7 @@ def _scales(file: _File, head_dim: int) -> dict[str, float | None]:
     return scales
 
 
-def _moe(file: _File) -> MoEConfig | None:
+def _moe(file: ConfigFile) -> MoEConfig | None:
     """Mixtral knows less than Qwen3-MoE: it has no dense layers, and its weights sum to one."""
     if not file.has("num_experts_per_tok"):
         return None
@@ -355,26 +191,12 @@ def _moe(file: _File) -> MoEConfig | None:
     )
 
 
-def _num_experts(file: _File) -> int:
+def _num_experts(file: ConfigFile) -> int:
     """transformers 4 wrote "num_experts" for Qwen3-MoE; 5 reads either name for any model."""
     names = [name for name in ("num_experts", "num_local_experts") if name in file.raw]
     counts = {name: file.size(name) for name in names or ["num_experts"]}
     require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")
     return counts.popitem()[1]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    require(isinstance(content, dict), f"{path} holds no JSON object")
-    return content
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or [None]
-    return str(names[0] if isinstance(names, list) else names)
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:

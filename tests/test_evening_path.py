@@ -18,6 +18,7 @@ SUPPORT = {
     "nanoserve/__init__.py",
     "nanoserve/config.py",
     "nanoserve/hub.py",
+    "nanoserve/config_file.py",
     "nanoserve/model_config.py",
     "nanoserve/rope_config.py",
     "nanoserve/sampling_params.py",
