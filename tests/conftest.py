@@ -21,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for a GPU, because the tests measure its memory."""
+    return 0 if config.option.markexpr.strip() == "gpu" else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """`pytest -m gpu` runs on the GPU, and only what is made for it; all else runs without one.
 

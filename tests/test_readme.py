@@ -19,7 +19,7 @@ def test_the_options_table_names_real_options_and_defaults() -> None:
     from nanoserve.config import EngineConfig
 
     defaults = EngineConfig("none")
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", README.read_text("utf-8"), re.M)
+    rows = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| ([^|]+) \|", README.read_text("utf-8"), re.M)
     assert len(rows) >= 10
     for names, shown in rows:
         for name in re.findall(r"\w+", names):

@@ -35,14 +35,18 @@ def make_llm(path: Path, **options: Any) -> LLM:
     return LLM(path, **common | options)
 
 
+# In the environment of all that a test starts, so that tests of other processes are not seen.
+MARK = f"NANOSERVE_TESTED_BY={os.getpid()}"
+
+
 def workers() -> set[int]:
-    """Processes of any engine's workers on this machine."""
+    """Processes of any engine's workers that these tests have started."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and b"nanoserve.worker.tp_worker" in (
-                entry / "cmdline"
-            ).read_bytes().split(b"\0"):
+            command, environment = (entry / "cmdline").read_bytes(), entry / "environ"
+            is_worker = b"nanoserve.worker.tp_worker" in command.split(b"\0")
+            if is_worker and MARK.encode() in environment.read_bytes().split(b"\0"):
                 found.add(int(entry.name))
         except OSError:
             continue  # it has ended meanwhile
@@ -63,7 +67,8 @@ def tell_time(start: float, limit: float = SOON) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(*MARK.split("="))
     before, files = workers(), set(os.listdir("/dev/shm"))
     threads = torch.get_num_threads()
     yield
