@@ -19,7 +19,8 @@ def test_the_options_table_names_real_options_and_defaults() -> None:
     from nanoserve.config import EngineConfig
 
     defaults = EngineConfig("none")
-    rows = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| ([^|]+) \|", README.read_text("utf-8"), re.M)
+    table = r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| ([^|]+) \|"
+    rows = re.findall(table, README.read_text("utf-8"), re.M)
     assert len(rows) >= 10
     for names, shown in rows:
         for name in re.findall(r"\w+", names):
