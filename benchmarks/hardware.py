@@ -1,13 +1,15 @@
-"""What a measurement was made on: the machine's name, and the speed of its memory."""
+"""What a measurement was made on: the machine's name, its memory's speed and its matrix rate."""
 
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 _COPIES = 8  # in a row, so that starting and waiting weigh little
+_LONG_ENOUGH = 0.05  # seconds of one product: what surrounds it weighs nothing then
 
 
 def choose_device(asked: str) -> str:
@@ -20,15 +22,39 @@ def choose_device(asked: str) -> str:
 def copy_bandwidth(device: str, num_bytes: int = 2**28) -> float:
     """Bytes per second that a large copy reads and writes, median of five."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(6):  # the first one sets up
+    target = torch.empty_like(source)
+    times = _times(lambda: target.copy_(source), device, _COPIES)
+    return _COPIES * 2 * num_bytes / statistics.median(times)
+
+
+def read_bandwidth(device: str, num_bytes: int = 2**28) -> float:
+    """Bytes per second that a large sum reads, median of five: weights and KV are mostly read."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return _COPIES * num_bytes / statistics.median(_times(lambda: source.sum(), device, _COPIES))
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations per second of large matrix products: the best over growing sizes."""
+    best, n, seconds = 0.0, 512, 0.0
+    while seconds < _LONG_ENOUGH and n < 8192:
+        n *= 2
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        seconds = min(_times(lambda a=a, b=b: a @ b, device, 1))
+        best = max(best, 2 * n**3 / seconds)
+    return best
+
+
+def _times(run: Callable[[], object], device: str, repeats: int) -> list[float]:
+    """Seconds of `repeats` runs in a row, five times over; another one before sets up."""
+    times = []
+    for _ in range(6):
         start = time.perf_counter()
-        for _ in range(_COPIES):
-            target.copy_(source)
+        for _ in range(repeats):
+            run()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return _COPIES * 2 * num_bytes / statistics.median(times[1:])
+    return times[1:]
 
 
 def describe(device: str) -> str:

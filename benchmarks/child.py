@@ -1,0 +1,146 @@
+"""One measurement, in a process of its own: bench.py starts it for each engine and each run.
+
+    python benchmarks/child.py JOB SPEC.json RESULT.json
+
+JOB is "probe" (the machine), "weights" (write random ones) or an engine's name. This file and the
+peers' import nothing of nanoserve, so they run in an environment that does not have it.
+"""
+
+import json
+import resource
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engines import Engine, Tokens, engine_class, missing_packages
+from latency import latencies, serve
+
+Generate = Callable[[Tokens, list[int]], Tokens]
+_DEFAULT_BATCH = 256  # nanoserve's max_num_seqs, and vLLM's
+
+
+def probe(spec: Namespace) -> dict[str, Any]:
+    """The device that `--device` means, its name, how fast it is, and how many threads it gets."""
+    import torch
+    from hardware import choose_device, copy_bandwidth, describe, matmul_rate, read_bandwidth
+
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    device = choose_device(spec.device)
+    return {
+        "device": device,
+        "hardware": describe(device),
+        "threads": torch.get_num_threads(),
+        "bandwidth": max(copy_bandwidth(device), read_bandwidth(device)),
+        "matmul_rate": matmul_rate(device, getattr(torch, spec.dtype)),
+    }
+
+
+def weights(spec: Namespace) -> dict[str, Any]:
+    from engines.hugging_face import write_weights
+
+    return write_weights(spec)
+
+
+def measure(name: str, spec: Namespace) -> dict[str, Any]:
+    """Load, warm up, run the workload: the whole work of an engine's process."""
+    missing = missing_packages(name)
+    if missing:
+        return {"missing": f"no package {', '.join(missing)} in {sys.executable}"}
+    chosen = engine_class(name)
+    if spec.arrivals and not chosen.is_online:
+        return {"missing": "offline only: it cannot take requests while others run"}
+    chosen.prepare(spec)
+    started = time.perf_counter()
+    engine = chosen(spec, spec.options)
+    loaded = time.perf_counter()
+    engine.generate([[1] * 8, [2] * 4], [4, 4])  # what is set up on first use is set up now
+    run = run_online(engine, spec) if spec.arrivals else run_offline(engine, spec)
+    if [len(tokens) for tokens in run["outputs"]] != spec.output_lens:
+        raise RuntimeError("an output has not the length that was asked for")
+    run |= {"load": loaded - started, "versions": engine.versions, "facts": engine.facts()}
+    run |= {"step_times": engine.step_times(), **peak_memory(spec.device)}
+    engine.close()
+    return run
+
+
+def run_offline(engine: Engine, spec: Namespace) -> dict[str, Any]:
+    generate, run = engine.generate, {}
+    if spec.batching == "static":
+        generate = in_static_batches(generate, spec.max_num_seqs or _DEFAULT_BATCH)
+    if len(spec.prompts) == 1:  # a single stream: what its first token takes is not decoding
+        turned = [spec.prompts[0][1:] + spec.prompts[0][:1]]  # not in any prefix cache
+        start = time.perf_counter()
+        generate(turned, [1])
+        run["first_token"] = time.perf_counter() - start
+    engine.begin()
+    start = time.perf_counter()
+    run["outputs"] = generate(spec.prompts, spec.output_lens)
+    run["seconds"] = time.perf_counter() - start
+    return run
+
+
+def in_static_batches(generate: Generate, size: int) -> Generate:
+    """Static batching: the next `size` requests start when the last of those before is done.
+
+    The engine is the same, and so is the order. Only nobody may join a batch that runs.
+    """
+
+    def generate_batches(prompts: Tokens, output_lens: list[int]) -> Tokens:
+        outputs: Tokens = []
+        for start in range(0, len(prompts), size):
+            batch = slice(start, start + size)
+            outputs += generate(prompts[batch], output_lens[batch])
+        return outputs
+
+    return generate_batches
+
+
+def run_online(engine: Engine, spec: Namespace) -> dict[str, Any]:
+    engine.begin()
+    outputs, token_times = serve(engine, spec.prompts, spec.output_lens, spec.arrivals)
+    return {
+        "outputs": outputs,
+        "seconds": max(times[-1] for times in token_times),
+        "latencies": latencies(spec.arrivals, token_times, spec.slo_ttft, spec.slo_itl),
+    }
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """Of this process and of those that it has started; a GPU's as torch knows it here."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    mib = own / (2**20 if sys.platform == "darwin" else 2**10)  # bytes or KiB
+    mib += sum(map(_peak_mib, _descendants("self")))
+    torch = sys.modules.get("torch")
+    gpu_mib = torch.cuda.max_memory_reserved() / 2**20 if device == "cuda" and torch else 0
+    return {"mib": mib} | ({"gpu_mib": gpu_mib} if gpu_mib else {})
+
+
+def _descendants(process: str) -> list[str]:
+    """Ids of all processes below one, where /proc tells (Linux)."""
+    children = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in file.read_text().split():
+            children += [child, *_descendants(child)]
+    return children
+
+
+def _peak_mib(process: str) -> float:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    return sum(peaks) / 2**10
+
+
+def main() -> None:
+    job, spec_file, result_file = sys.argv[1:]
+    spec = Namespace(**json.loads(Path(spec_file).read_text()))
+    jobs = {"probe": probe, "weights": weights}
+    result = jobs[job](spec) if job in jobs else measure(job, spec)
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""transformers: its `generate` in static batches, and its continuous batching.
+
+Options of these engines go to `from_pretrained`, for instance attn_implementation.
+"""
+
+import shutil
+from argparse import Namespace
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from engines import Engine, Tokens, total_lens
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager
+
+_BLOCK = 256  # tokens: transformers' own choice for its KV blocks
+_BATCH_TOKENS = 8192  # and for a step
+_STATIC_BATCH = 16
+
+
+def write_weights(spec: Namespace) -> dict[str, Any]:
+    """Fill the folder `spec.model`, which has a config.json, with random weights.
+
+    And with the tokenizer of the bundled model: no engine uses it, but some want to see one.
+    """
+    torch.manual_seed(0)
+    dtype = getattr(torch, spec.dtype)
+    config = AutoConfig.from_pretrained(spec.model)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(spec.model)
+    for file in Path(spec.tokenizer).glob("tokenizer*.json"):
+        shutil.copy(file, spec.model)
+    return {}
+
+
+class _TransformersEngine(Engine):
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        torch.set_num_threads(spec.threads)
+        dtype = getattr(torch, spec.dtype)
+        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **options)
+        self.model, self.spec = model.to(spec.device), spec
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        # In place of the checkpoint's own settings, whose EOS would end outputs.
+        sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0}
+        self.generation_config = GenerationConfig(
+            eos_token_id=None, pad_token_id=0, **(sampling if spec.temperature else {})
+        )
+
+
+class StaticBatches(_TransformersEngine):
+    """transformers' `generate` at the best that static batches allow: sorted by output length.
+
+    A batch runs until its longest output is complete. What the other rows generate meanwhile was
+    not asked for and does not count: that is what static batching costs. Sorting, for which one
+    must know every length in advance, keeps the cost as small as it can be.
+    """
+
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        super().__init__(spec, options)
+        self.num_generated = 0
+        self.model.generation_config = self.generation_config
+        self.batch_size = spec.hf_batch_size or spec.max_num_seqs or _STATIC_BATCH
+
+    def begin(self) -> None:
+        self.num_generated = 0
+
+    def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
+        order = sorted(range(len(prompts)), key=output_lens.__getitem__)
+        outputs, size = [[]] * len(prompts), self.batch_size
+        for batch in (order[start : start + size] for start in range(0, len(order), size)):
+            longest_output = output_lens[batch[-1]]
+            rows = [torch.tensor(prompts[i]) for i in batch]
+            # Left padding, so that all rows go on at the same column; positions count the mask.
+            ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+            ids = ids.to(self.spec.device)
+            inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
+            tokens = self.model.generate(**inputs, max_new_tokens=longest_output)
+            self.num_generated += len(batch) * longest_output
+            for i, row in zip(batch, tokens[:, ids.shape[1] :].tolist(), strict=True):
+                outputs[i] = row[: output_lens[i]]
+        return outputs
+
+    def facts(self) -> dict[str, Any]:
+        return {"static batches of": self.batch_size, "tokens generated": self.num_generated}
+
+
+class ContinuousBatches(_TransformersEngine):
+    """transformers' continuous batching, with KV blocks enough for all sequences at once.
+
+    `generate_batch` knows one output length for all requests; its manager takes one for each. The
+    manager is kept from the warm-up to the measured run, and with it its cache and CUDA graphs.
+    """
+
+    is_online = True
+
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        super().__init__(spec, options)
+        self.generation_config.eos_token_id = -1  # which it takes for none
+        self.batch_tokens = spec.max_num_batched_tokens or _BATCH_TOKENS
+        num_blocks = sum(-(-n // _BLOCK) for n in total_lens(spec))
+        # It admits nobody while less than 15 % of the blocks are free; it warms up with a full step.
+        self.num_blocks = 5 * num_blocks // 4 + 2 * -(-self.batch_tokens // _BLOCK)
+        self._online = ExitStack()
+        self._manager: ContinuousBatchingManager | None = None
+        self._num_seen: dict[int, int] = {}
+
+    def begin(self) -> None:
+        if self.spec.arrivals:  # its thread runs from now on, as a server's does
+            self._manager = self._online.enter_context(self._session())
+
+    def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
+        outputs: Tokens = [[] for _ in prompts]
+        with self._session() as manager:
+            for i, (prompt, n) in enumerate(zip(prompts, output_lens, strict=True)):
+                manager.add_request(prompt, request_id=str(i), max_new_tokens=n)
+            num_finished = 0
+            while num_finished < len(prompts):
+                result = self._next_result(manager, 1.0)
+                if result is not None and result.is_finished():
+                    outputs[int(result.request_id)] = result.generated_tokens
+                    num_finished += 1
+        return outputs
+
+    def add(self, index: int, prompt: list[int], output_len: int) -> None:
+        self._num_seen[index] = 0
+        self._manager.add_request(
+            prompt, request_id=str(index), max_new_tokens=output_len, streaming=True
+        )
+
+    def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
+        result = self._next_result(self._manager, seconds)
+        if result is None:
+            return []
+        index, tokens = int(result.request_id), list(result.generated_tokens)
+        new_tokens, self._num_seen[index] = tokens[self._num_seen[index] :], len(tokens)
+        return [(index, new_tokens)]
+
+    def close(self) -> None:
+        self._online.close()
+
+    def facts(self) -> dict[str, Any]:
+        attention = self.model.config._attn_implementation
+        blocks = f"{self.num_blocks} of {_BLOCK} tokens"
+        return {"KV blocks": blocks, "tokens a step": self.batch_tokens, "attention": attention}
+
+    def _session(self) -> Any:
+        config = transformers.ContinuousBatchingConfig(
+            num_blocks=self.num_blocks,
+            max_batch_tokens=self.batch_tokens,
+            max_requests_per_batch=self.spec.max_num_seqs,
+        )
+        return self.model.continuous_batching_context_manager(
+            self.generation_config, continuous_batching_config=config, persistent_manager=True
+        )
+
+    def _next_result(self, manager: "ContinuousBatchingManager", seconds: float) -> Any:
+        result = manager.get_result(timeout=max(1e-4, seconds))
+        if result is None and not manager.is_running():
+            raise RuntimeError("the generation thread has ended")
+        if result is not None and result.error is not None:
+            raise RuntimeError(f"request {result.request_id}: {result.error}")
+        return result

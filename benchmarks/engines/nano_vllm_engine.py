@@ -1,0 +1,49 @@
+"""nano-vllm (github.com/GeeeekExplorer/nano-vllm). It needs an NVIDIA GPU and flash-attn.
+
+It samples only: give a temperature above zero. Its step says nothing of a sequence before its end,
+so there is no latency to measure. Options of this engine go to `nanovllm.LLM`.
+
+Written from its public interface, and not run yet.
+"""
+
+from argparse import Namespace
+from importlib.metadata import version
+from typing import Any
+
+from engines import Engine, Tokens, total_lens
+
+
+class NanoVllmEngine(Engine):
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        import nanovllm
+        import torch
+
+        if not spec.temperature:
+            raise ValueError("nano-vllm does not do greedy decoding: give --temperature")
+        if spec.device != "cuda":
+            raise ValueError(f"nano-vllm runs on an NVIDIA GPU, not on {spec.device}")
+        # It takes no budget that is smaller than its longest sequence.
+        longest = spec.max_model_len or max(16, *total_lens(spec))
+        chosen = {
+            "max_model_len": longest,
+            "max_num_batched_tokens": spec.max_num_batched_tokens,
+            "max_num_seqs": spec.max_num_seqs,
+            "enforce_eager": spec.enforce_eager,
+        }
+        self.options = {name: value for name, value in chosen.items() if value is not None}
+        self.options |= options
+        self.llm = nanovllm.LLM(spec.model, **self.options)
+        self.params_class = nanovllm.SamplingParams
+        self.temperature = spec.temperature
+        self.versions = {"nano-vllm": version("nano-vllm"), "torch": torch.__version__}
+
+    def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
+        params = [
+            self.params_class(temperature=self.temperature, max_tokens=n, ignore_eos=True)
+            for n in output_lens
+        ]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        return self.options

@@ -1,0 +1,82 @@
+"""nanoserve, through its front door; request by request through the engine underneath."""
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from engines import Engine, Tokens
+
+_COMMON = (
+    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "attention_backend"),
+    *("enforce_eager", "enable_prefix_caching"),
+)
+
+
+class NanoserveEngine(Engine):
+    is_online = True
+
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        os.environ["NUMBA_NUM_THREADS"] = str(spec.threads)  # read when numba is imported
+        import torch
+
+        import nanoserve
+
+        torch.set_num_threads(spec.threads)
+        chosen = {name: getattr(spec, name) for name in _COMMON}
+        self.options = {name: value for name, value in chosen.items() if value is not None}
+        self.options |= options
+        common = {"dtype": spec.dtype, "device": spec.device, "skip_tokenizer_init": True}
+        self.llm = nanoserve.LLM(spec.model, **common | self.options)
+        self.versions = {"nanoserve": nanoserve.__version__, "torch": torch.__version__}
+        self.temperature, self.timer = spec.temperature, None
+        if spec.plot:
+            from steps import StepTimer
+
+            self.timer = StepTimer(self.llm.engine)
+        self.begin()
+
+    def begin(self) -> None:
+        self._before = vars(self.llm.stats)
+        if self.timer is not None:
+            self.timer.steps.clear()
+
+    def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
+        params = [self._params(n) for n in output_lens]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def add(self, index: int, prompt: list[int], output_len: int) -> None:
+        from nanoserve import RequestOutputKind
+
+        params = self._params(output_len)
+        params.output_kind = RequestOutputKind.DELTA
+        self.llm.engine.add_request(str(index), prompt, params)
+
+    def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
+        outputs = self.llm.engine.step()
+        return [(int(output.request_id), output.outputs[0].token_ids) for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        now = vars(self.llm.stats)
+        did = {name: total - self._before[name] for name, total in now.items()}
+        queries, hits = did["prefix_cache_queries"], did["prefix_cache_hits"]
+        return {
+            "KV blocks": self.llm.engine.executor.num_kv_blocks,
+            "steps": did["num_steps"],
+            "preemptions": did["num_preemptions"],
+            "prefix-cache hit rate": f"{hits / queries:.1%}" if queries else "none",
+            **self.options,
+        }
+
+    def step_times(self) -> dict[str, float] | None:
+        if self.timer is None or not self.timer.steps:
+            return None
+        from steps import PARTS
+
+        steps = self.timer.steps
+        return {part: sum(getattr(step, part) for step in steps) / len(steps) for part in PARTS}
+
+    def _params(self, output_len: int) -> Any:
+        from nanoserve import SamplingParams
+
+        return SamplingParams(max_tokens=output_len, temperature=self.temperature, ignore_eos=True)

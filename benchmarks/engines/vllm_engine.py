@@ -1,0 +1,77 @@
+"""vLLM, offline through its `LLM`, request by request through the engine underneath.
+
+Its build for CPUs is a package of its own and lives in an environment of its own: see
+`--python` of bench.py. Options of this engine go to `vllm.LLM`.
+"""
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from engines import Engine, Tokens, total_lens
+
+_WARM_UP = 16  # tokens that a sequence has at least
+
+
+class VllmEngine(Engine):
+    is_online = True
+
+    def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
+        _set_environment(spec)
+        import torch
+        import vllm
+
+        chosen = {
+            "max_model_len": spec.max_model_len or max(_WARM_UP, *total_lens(spec)),
+            "max_num_batched_tokens": spec.max_num_batched_tokens,
+            "max_num_seqs": spec.max_num_seqs,
+            "enforce_eager": spec.enforce_eager,
+            "enable_prefix_caching": spec.enable_prefix_caching,
+        }
+        self.options = {name: value for name, value in chosen.items() if value is not None}
+        self.options |= options
+        self.llm = vllm.LLM(
+            spec.model, dtype=spec.dtype, skip_tokenizer_init=True, seed=0, **self.options
+        )
+        self.params_class = vllm.SamplingParams
+        self.delta = vllm.sampling_params.RequestOutputKind.DELTA
+        self.temperature = spec.temperature
+        self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+
+    def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = [self._params(n) for n in output_lens]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def add(self, index: int, prompt: list[int], output_len: int) -> None:
+        params = self._params(output_len, output_kind=self.delta)
+        self.llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+
+    def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
+        outputs = self.llm.llm_engine.step()
+        return [(int(output.request_id), list(output.outputs[0].token_ids)) for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        blocks = f"{cache.num_gpu_blocks} of {cache.block_size} tokens"
+        return {"KV blocks": blocks, **self.options}
+
+    def _params(self, output_len: int, **more: Any) -> Any:
+        return self.params_class(
+            max_tokens=output_len,
+            temperature=self.temperature,
+            ignore_eos=True,
+            detokenize=False,
+            **more,
+        )
+
+
+def _set_environment(spec: Namespace) -> None:
+    """What vLLM reads from the environment when it is imported; what is set already wins."""
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if spec.device == "cpu":
+        settings["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB; nanoserve's default
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{spec.threads - 1}"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)

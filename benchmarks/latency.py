@@ -1,0 +1,86 @@
+"""Requests that arrive one by one: when they come, how they are served, how long they waited.
+
+TTFT, the time to first token, counts from the moment at which a request was due to arrive. An
+engine that is busy when it comes, and takes it only after its step, does not get that time for
+free (the "coordinated omission" of careless benchmarks).
+"""
+
+import time
+from itertools import pairwise
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+Tokens = list[list[int]]
+
+
+class OnlineEngine(Protocol):
+    """An engine that takes requests while others run."""
+
+    def add(self, index: int, prompt: list[int], output_len: int) -> None: ...
+
+    def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
+        """New tokens, by request. It may return none, after about `seconds` at most.
+
+        An engine that is driven step by step does one step instead, however long that takes.
+        """
+        ...
+
+
+def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[float]:
+    """Seconds at which requests arrive: `rate` a second on average, independent of each other.
+
+    With one seed, another rate stretches the same pattern.
+    """
+    rng, now, arrivals = Random(seed), 0.0, []
+    for _ in range(num_requests):
+        now += rng.expovariate(1.0) / rate
+        arrivals.append(now)
+    return arrivals
+
+
+def serve(
+    engine: OnlineEngine, prompts: Tokens, output_lens: list[int], arrivals: list[float]
+) -> tuple[Tokens, list[list[float]]]:
+    """Every request's tokens, and the seconds after the start at which each of them was there."""
+    outputs: Tokens = [[] for _ in prompts]
+    token_times: list[list[float]] = [[] for _ in prompts]
+    num_added = num_finished = 0
+    start = time.perf_counter()
+    while num_finished < len(prompts):
+        now = time.perf_counter() - start
+        while num_added < len(prompts) and arrivals[num_added] <= now:
+            engine.add(num_added, prompts[num_added], output_lens[num_added])
+            num_added += 1
+        until_next = arrivals[num_added] - now if num_added < len(prompts) else 1.0
+        if num_added == num_finished:
+            time.sleep(until_next)
+            continue
+        new_tokens = engine.poll(until_next)
+        now = time.perf_counter() - start
+        for index, token_ids in new_tokens:
+            outputs[index] += token_ids
+            token_times[index] += [now] * len(token_ids)
+            num_finished += len(outputs[index]) >= output_lens[index]
+    return outputs, token_times
+
+
+def latencies(
+    arrivals: list[float], token_times: list[list[float]], slo_ttft: float, slo_itl: float
+) -> dict[str, float]:
+    """Percentiles in milliseconds, and rates per second, of one served trace.
+
+    Goodput (Zhong et al. 2024, arXiv 2401.09670) is the rate of the requests that met both
+    objectives: the first token within `slo_ttft` seconds, and then one every `slo_itl` on average.
+    """
+    ttfts = [times[0] - arrival for arrival, times in zip(arrivals, token_times, strict=True)]
+    gaps = [later - earlier for times in token_times for earlier, later in pairwise(times)]
+    means = [(times[-1] - times[0]) / max(1, len(times) - 1) for times in token_times]
+    met = [ttft <= slo_ttft and m <= slo_itl for ttft, m in zip(ttfts, means, strict=True)]
+    seconds = max(times[-1] for times in token_times)
+    found = {"request_rate": len(arrivals) / seconds, "goodput": sum(met) / seconds}
+    for name, values in (("ttft", ttfts), ("itl", gaps or [0.0])):
+        found |= {f"{name}_p{p}": 1000 * float(np.percentile(values, p)) for p in PERCENTILES}
+    return found

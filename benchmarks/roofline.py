@@ -1,0 +1,138 @@
+"""The roofline (Williams et al. 2009): the least time that a workload can take on this machine.
+
+A step must read the weights and the KV of its sequences, and it must do its matrix products and its
+attention; the slower of the two bounds it. How many steps a workload needs, and who shares one, is
+what the engine's own scheduler says, without a model: so the limit is the same for every engine.
+
+Counted is what no implementation can save. Norms, rotations, activations and sampling are left out:
+they are some thousandths. Caches do not appear: a model that fits into one may beat the limit.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.sequence import Sequence
+from nanoserve.model_config import ModelConfig
+from nanoserve.sampling_params import SamplingParams
+
+_NO_WINDOW = 2**31 - 1  # longer than any context
+
+
+class Step(NamedTuple):
+    """Of each of its rows: new tokens, and tokens attended to with the new ones [num_rows]."""
+
+    query_lens: np.ndarray
+    context_lens: np.ndarray
+    num_logits: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a workload needs, and the seconds that this takes at the very least."""
+
+    seconds: float
+    num_bytes: float
+    num_operations: float
+    num_steps: int
+
+
+class Need:
+    """What a step of a model needs. A product of matrices is two operations per weight and row."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.item = 4 if config.dtype == "float32" else 2
+        self.windows = Counter(window or _NO_WINDOW for window in config.sliding_windows)
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
+        self.head = hidden * config.vocab_size  # the embedding, too, where they are tied
+        # Weights that all tokens use; a mixture of experts comes on top.
+        self.dense = config.num_hidden_layers * attention
+        self.num_moe_layers, self.expert = 0, 0
+        if config.moe is not None:
+            self.num_moe_layers = config.num_hidden_layers - len(config.moe.dense_layers)
+            self.expert = 3 * hidden * config.moe.intermediate_size
+            self.dense += self.num_moe_layers * hidden * config.moe.num_experts  # the router
+        num_dense_layers = config.num_hidden_layers - self.num_moe_layers
+        self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
+
+    def bytes(self, step: Step) -> float:
+        """Read: weights, embedding rows, cached KV. Written: the new tokens' KV."""
+        num_tokens = int(step.query_lens.sum())
+        weights = self.dense + self._experts_used(num_tokens) * self.expert
+        weights += self.head if step.num_logits else 0
+        embedding = num_tokens * self.config.hidden_size
+        kv_per_layer = 2 * self.config.num_key_value_heads * self.config.head_dim
+        seen = sum(
+            num_layers * int(np.minimum(step.context_lens, window + step.query_lens - 1).sum())
+            for window, num_layers in self.windows.items()
+        )
+        return self.item * (weights + embedding + seen * kv_per_layer)
+
+    def operations(self, step: Step) -> float:
+        """Products with the weights, and two per layer for each query and each key it sees."""
+        num_tokens = int(step.query_lens.sum())
+        per_token = self.dense
+        if self.config.moe is not None:
+            per_token += self.num_moe_layers * self.config.moe.num_experts_per_tok * self.expert
+        pairs = sum(
+            num_layers * int(_pairs_seen(step.query_lens, step.context_lens, window).sum())
+            for window, num_layers in self.windows.items()
+        )
+        attention = 2 * pairs * self.config.num_attention_heads * self.config.head_dim
+        return 2.0 * (num_tokens * per_token + attention + step.num_logits * self.head)
+
+    def _experts_used(self, num_tokens: int) -> float:
+        """Over all layers, how many experts some token is expected to choose, if all are alike."""
+        if self.config.moe is None:
+            return 0
+        share = self.config.moe.num_experts_per_tok / self.config.moe.num_experts
+        return self.num_moe_layers * self.config.moe.num_experts * (1 - (1 - share) ** num_tokens)
+
+
+def _pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:
+    """Query-key pairs of each row: a query sees itself and at most `window - 1` before it."""
+
+    def up_to(n: np.ndarray) -> np.ndarray:
+        n = n.astype(np.int64)
+        short = np.minimum(n, window)
+        return short * (short + 1) // 2 + (n - short) * window
+
+    return up_to(context_lens) - up_to(context_lens - query_lens)
+
+
+def planned_steps(
+    config: EngineConfig, prompts: list[list[int]], output_lens: list[int]
+) -> Iterator[Step]:
+    """The steps of an engine whose pool holds all sequences at once; no model is run."""
+    totals = [len(prompt) + n for prompt, n in zip(prompts, output_lens, strict=True)]
+    num_blocks = sum(-(-total // config.block_size) for total in totals)
+    scheduler = Scheduler(config, num_blocks, max(totals))
+    for i, (prompt, n) in enumerate(zip(prompts, output_lens, strict=True)):
+        params = SamplingParams(max_tokens=n, ignore_eos=True)
+        scheduler.add(Sequence(str(i), list(prompt), params, max(totals), arrival=i))
+    while scheduler.has_unfinished():
+        plan = Plan()
+        scheduler.schedule(plan)
+        query_lens = np.array(list(plan.num_new_tokens.values()))
+        computed = np.array([seq.num_computed_tokens for seq in plan.num_new_tokens])
+        num_logits = len(list(plan.caught_up()))
+        scheduler.update(plan, [0] * num_logits)
+        yield Step(query_lens, computed + query_lens, num_logits)
+
+
+def limit(
+    model_config: ModelConfig, steps: Iterator[Step], bandwidth: float, matmul_rate: float
+) -> Limit:
+    """At `bandwidth` bytes and `matmul_rate` operations per second."""
+    need = Need(model_config)
+    bytes_and_operations = [(need.bytes(step), need.operations(step)) for step in steps]
+    seconds = sum(max(b / bandwidth, ops / matmul_rate) for b, ops in bytes_and_operations)
+    num_bytes, num_operations = (sum(column) for column in zip(*bytes_and_operations, strict=True))
+    return Limit(seconds, num_bytes, num_operations, len(bytes_and_operations))

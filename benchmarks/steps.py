@@ -1,0 +1,240 @@
+"""Where the time of a step goes: schedule, pack, model, sample, update; over sequences and context.
+
+    python benchmarks/steps.py --shape qwen3-0.6b                        on its own, as Markdown
+    python benchmarks/steps.py --shape tiny --seqs 1,8,64 --plot steps.png
+
+Every point is a pure decode step: so many running sequences, each with so long a context. Prompts
+are not computed: the scheduler and the block manager do their part, but while a step has a prompt
+in it the model is left out and its tokens are made up, because with random weights the content of
+the KV cache changes no time. Points whose KV does not fit into `--kv-gib` are named and left out.
+
+The engine's own share is everything but the model (the transformer and its LM head).
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hardware import choose_device, describe
+from shapes import SHAPES
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.config import DTYPES, EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import Executor, StepResult
+from nanoserve.engine.llm_engine import LLMEngine, StepTimes
+from nanoserve.engine.scheduler import Plan
+from nanoserve.model_config import ModelConfig
+from nanoserve.sampling_params import SlotParams
+
+PARTS = ("schedule", "pack", "model", "sample", "update")
+
+
+class StepParts(NamedTuple):
+    """Seconds of one step. `between` is what lies outside of all parts, up to the step before."""
+
+    num_rows: int
+    context: float  # mean over the rows
+    is_decode: bool
+    schedule: float
+    pack: float
+    model: float
+    sample: float
+    update: float
+    between: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part) for part in PARTS) + self.between
+
+    @property
+    def own_share(self) -> float:
+        return 1 - self.model / self.total
+
+
+class StepTimer:
+    """Notes every step of `engine` in `steps` from now on.
+
+    The engine times its own parts; the time of the sampler is taken out of the executor's. On a
+    GPU the sampler only launches work, so there it is the time between two events.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.steps: list[StepParts] = []
+        self._sampling, self._events, self._last_end = 0.0, None, None
+        sampler = getattr(engine.executor, "sampler", None)
+        if sampler is not None:  # with tensor parallelism it is out of reach, part of the model
+            self._sample, sampler.sample = sampler.sample, self._timed_sample
+            if engine.executor.context.device.type == "cuda":
+                self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        engine.observers.append(self._observe)
+
+    def _timed_sample(self, *args: Any) -> Any:
+        if self._events is not None:
+            self._events[0].record()
+            result = self._sample(*args)
+            self._events[1].record()
+            self._sampling = None  # known when the step is over
+            return result
+        start = time.perf_counter()
+        result = self._sample(*args)
+        self._sampling = time.perf_counter() - start
+        return result
+
+    def _observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        end = time.perf_counter()
+        if self._sampling is None:
+            self._sampling = self._events[0].elapsed_time(self._events[1]) / 1000
+        sample, self._sampling = self._sampling, 0.0
+        inside = times.schedule + times.pack + times.execute + times.update
+        between = 0.0 if self._last_end is None else max(0.0, end - self._last_end - inside)
+        header = batch.header_dict()
+        num_rows = header["num_rows"]
+        context, is_decode = batch.context_lens[:num_rows].mean(), header["max_query_len"] == 1
+        model = times.execute - sample
+        parts = (times.schedule, times.pack, model, sample, times.update, between)
+        self.steps.append(StepParts(num_rows, float(context), is_decode, *parts))
+        self._last_end = time.perf_counter()
+
+
+class PromptSkipper:
+    """The executor behind it, but steps with prompts in them are not run: their tokens are 7."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._changes = executor, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Any:
+        self._changes += sampling
+        header = batch.header_dict()
+        if header["max_query_len"] > 1:
+            return StepResult([7] * header["num_sampled_rows"])
+        changes, self._changes = self._changes, []
+        return self._executor.submit(batch, changes)
+
+    def collect(self, handle: Any) -> StepResult:
+        return handle if isinstance(handle, StepResult) else self._executor.collect(handle)
+
+
+def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
+    """The engine, with random weights unless a checkpoint is given; its prompts will be skipped."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+    model = bundled_checkpoint(args.model or "") or Path(args.model or folder)
+    longest = longest_sequence(max(args.seqs), max(args.contexts), args.steps)
+    limit = ModelConfig.from_checkpoint(model).max_position_embeddings
+    options = {"max_num_seqs": max(args.seqs), "max_model_len": min(longest, limit)}
+    options |= {"dtype": args.dtype, "device": args.device, "skip_tokenizer_init": True}
+    options["load_format"] = "auto" if args.model else "dummy"
+    if args.kv_gib:
+        options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
+    if args.attention_backend:
+        options["attention_backend"] = args.attention_backend
+    llm = LLM(model, **options)
+    # Memory that was never written is a single page behind the scenes, and fast to read.
+    llm.engine.executor.kv_cache.fill_(0.01)
+    timer = StepTimer(llm.engine)
+    llm.engine.executor = PromptSkipper(llm.engine.executor)
+    return llm, timer
+
+
+def longest_sequence(num_seqs: int, context: int, num_steps: int) -> int:
+    """A context grows while the prompts of others are scheduled, and by each measured step."""
+    return context + num_seqs * context // EngineConfig.max_num_batched_tokens + num_steps + 8
+
+
+def fits(llm: LLM, num_seqs: int, context: int, num_steps: int) -> bool:
+    """Whether no sequence of this point is refused or preempted."""
+    executor, block_size = llm.engine.executor, llm.engine.config.block_size
+    length = longest_sequence(num_seqs, context, num_steps)
+    blocks = num_seqs * -(-length // block_size)
+    return length <= executor.max_model_len and blocks <= executor.num_kv_blocks
+
+
+def measure(llm: LLM, timer: StepTimer, num_seqs: int, context: int, num_steps: int) -> StepParts:
+    """Medians, part by part, over decode steps of `num_seqs` sequences around `context` tokens."""
+    engine = llm.engine
+    params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    timer.steps.clear()
+    for i in range(num_seqs):
+        prompt = [(i + token) % engine.model_config.vocab_size for token in range(context)]
+        engine.add_request(f"{num_seqs}-{context}-{i}", prompt, params)
+    while not (timer.steps and timer.steps[-1].is_decode and timer.steps[-1].num_rows == num_seqs):
+        engine.step()
+    for _ in range(num_steps + 1):  # and the first one sets up
+        engine.step()
+    for request_id in list(engine.output_processor.requests):
+        engine.abort_request(request_id)
+    return StepParts(*map(statistics.median, zip(*timer.steps[-num_steps:], strict=True)))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def parse_args() -> Namespace:
+    parser = ArgumentParser(description="Time per step, by part.")
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="qwen3-0.6b-8l", help="random weights (%(default)s)")
+    add("--model", help="a checkpoint, instead of random weights")
+    add("--seqs", type=numbers, default="1,4,16,64,256", help="%(default)s")
+    add("--contexts", type=numbers, default="64,256,1024,4096", help="%(default)s")
+    add("--steps", type=int, default=20, help="measured at each point (%(default)s)")
+    add("--kv-gib", type=float, help="the KV pool; if not given, the engine chooses")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
+    add("--threads", type=int, help="if not given, torch chooses")
+    add("--attention-backend", metavar="NAME", help="if not given, the engine chooses")
+    add("--json", metavar="FILE", help="every point, in seconds")
+    add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        os.environ["NUMBA_NUM_THREADS"] = str(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        llm, timer = load(args, Path(folder))
+    device = choose_device(args.device)
+    print(f"{describe(device)}, torch {torch.__version__}, threads {torch.get_num_threads()}")
+    print(
+        f"{args.model or args.shape}, {args.dtype}, {llm.engine.executor.num_kv_blocks} KV blocks"
+    )
+    titles = ["sequences", "context", *(f"{part} us" for part in (*PARTS, "between", "total"))]
+    print(f"\n| {' | '.join(titles)} | own share |\n{'|---' * (len(titles) + 1)}|")
+    points, left_out = [], []
+    for num_seqs in args.seqs:
+        for context in args.contexts:
+            if not fits(llm, num_seqs, context, args.steps):
+                left_out.append(f"{num_seqs} x {context}")
+                continue
+            point = measure(llm, timer, num_seqs, context, args.steps)
+            points.append(point)
+            seconds = [*(getattr(point, part) for part in (*PARTS, "between")), point.total]
+            cells = " | ".join(f"{1e6 * s:.0f}" for s in seconds)
+            print(
+                f"| {num_seqs} | {point.context:.0f} | {cells} | {point.own_share:.1%} |",
+                flush=True,
+            )
+    if left_out:
+        print(f"\nNot measured, they do not fit: {', '.join(left_out)} (sequences x context)")
+    if args.json:
+        Path(args.json).write_text(json.dumps([point._asdict() for point in points], indent=1))
+    if args.plot:
+        from plots import plot_steps
+
+        plot_steps([(f"{p.num_rows} x {p.context:.0f}", p._asdict()) for p in points], args.plot)
+
+
+if __name__ == "__main__":
+    main()
