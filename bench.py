@@ -152,13 +152,17 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
     return spec
 
 
-def limit_of(spec: dict[str, Any], max_num_seqs: int | None) -> roofline.Limit:
-    chosen = {"max_num_seqs": max_num_seqs} | {name: spec[name] for name in COMMON[2:3]}
-    options = {name: value for name, value in chosen.items() if value}
-    steps = roofline.planned_steps(
-        EngineConfig("none", **options), spec["prompts"], spec["output_lens"]
-    )
-    model_config = ModelConfig.from_checkpoint(Path(spec["model"]), spec["dtype"])
+def limit_of(spec: dict[str, Any], max_num_seqs: int | None) -> roofline.Limit | None:
+    """The workload's roofline in so large batches; None for a model that nanoserve refuses."""
+    budget = spec["max_num_batched_tokens"]
+    chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    try:
+        config = EngineConfig("none", **{name: n for name, n in chosen.items() if n is not None})
+        model_config = ModelConfig.from_checkpoint(Path(spec["model"]), spec["dtype"])
+    except ValueError as error:
+        print(f"no roofline: {error}")
+        return None
+    steps = roofline.planned_steps(config, spec["prompts"], spec["output_lens"])
     return roofline.limit(model_config, steps, spec["bandwidth"], spec["matmul_rate"])
 
 
@@ -174,7 +178,7 @@ def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[
                 print(f"{label} FAILED: {run['failed']}", flush=True)
             else:
                 told = f"not measured: {run['missing']}" if "missing" in run else ""
-                print(f"run {number}, {label}: {told or run['seconds']}", flush=True)
+                print(f"run {number}, {label}: {told or round(run['seconds'], 3)}", flush=True)
     return runs
 
 

@@ -4,7 +4,8 @@ matplotlib comes with the extra `bench`; nothing else imports this module.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -25,72 +26,78 @@ def plot_points(points: list[Point], num_output_tokens: int, file: str) -> None:
         (f"{label}\n{point.title()}", runs[-1]["step_times"])
         for point in points
         for label, runs in point.done().items()
-        if runs[-1].get("step_times")
+        if runs[-1]["step_times"]
     ]
-    panels = [
-        *([lambda axes: draw_throughput(axes, offline, num_output_tokens)] if offline else []),
-        *([lambda axes: draw_latency(axes, online)] if online else []),
-        *([lambda axes: draw_steps(axes, steps)] if steps else []),
-    ]
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
-    for draw, axes in zip(panels, all_axes[0], strict=True):
-        draw(axes)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    panels: list[Callable[[Axes], None]] = []
+    if offline:
+        panels.append(partial(draw_throughput, points=offline, num_output_tokens=num_output_tokens))
+    if online:
+        panels += [partial(draw_latency, points=online, name=name) for name in ("ttft", "itl")]
+    if steps:
+        panels.append(partial(draw_steps, steps=steps))
+    draw_all(panels, file)
 
 
 def plot_steps(steps: list[tuple[str, Mapping[str, float]]], file: str) -> None:
-    """Two panels: all parts, and without the model, which hides what is the engine's own."""
-    figure, (whole, own) = plt.subplots(2, 1, figsize=(max(6, 0.5 * len(steps)), 8), sharex=True)
-    draw_steps(whole, steps)
-    draw_steps(own, steps, without=("model",))
+    """All parts, and then all but the model, which hides what is the engine's own."""
+    own = partial(draw_steps, steps=steps, parts=[part for part in PARTS if part != "model"])
+    draw_all([partial(draw_steps, steps=steps), own], file)
+
+
+def draw_all(panels: list[Callable[[Axes], None]], file: str) -> None:
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
+    for draw, axes in zip(panels, all_axes[0], strict=True):
+        draw(axes)
+        axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
 
 def draw_throughput(axes: Axes, points: list[Point], num_output_tokens: int) -> None:
+    """Medians, and from the slowest to the fastest run."""
     for label in points[0].runs:
         at = [point for point in points if label in point.done()]
-        speeds = [
-            [num_output_tokens / run["seconds"] for run in point.done()[label]] for point in at
-        ]
-        sizes = [str(point.max_num_seqs or "default") for point in at]
+        speeds = [[num_output_tokens / run["seconds"] for run in p.done()[label]] for p in at]
         middle = [statistics.median(s) for s in speeds]
         below = [m - min(s) for m, s in zip(middle, speeds, strict=True)]
         above = [max(s) - m for m, s in zip(middle, speeds, strict=True)]
-        axes.errorbar(sizes, middle, yerr=[below, above], marker="o", capsize=3, label=label)
-    limits = [num_output_tokens / point.limit.seconds for point in points]
-    sizes = [str(point.max_num_seqs or "default") for point in points]
-    axes.plot(sizes, limits, "k--", label="roofline")
-    axes.set(xlabel="max_num_seqs", ylabel="output tokens/s", title="Throughput", ylim=(0, None))
-    axes.legend()
+        if at:
+            sizes = [_size(point) for point in at]
+            axes.errorbar(sizes, middle, yerr=[below, above], marker="o", capsize=3, label=label)
+    limited = [point for point in points if point.limit is not None]
+    limits = [num_output_tokens / point.limit.seconds for point in limited]
+    axes.plot([_size(point) for point in limited], limits, "k--", label="roofline")
+    axes.set(xlabel="max_num_seqs", ylabel="output tokens/s", title="Throughput", yscale="log")
 
 
-def draw_latency(axes: Axes, points: list[Point]) -> None:
-    for label in points[0].runs:
+def draw_latency(axes: Axes, points: list[Point], name: str) -> None:
+    """The median as a line, the 99th percentile dashed in the same colour."""
+    for number, label in enumerate(points[0].runs):
         at = [point for point in points if label in point.done()]
         rates = [point.request_rate for point in at]
-        for name, style in (("ttft_p50", "-"), ("ttft_p99", "--"), ("itl_p50", ":")):
+        for percentile, style in ((50, "-"), (99, "--")) if at else ():
             values = [
-                statistics.median(run["latencies"][name] for run in point.done()[label])
-                for point in at
+                statistics.median(run["latencies"][f"{name}_p{percentile}"] for run in runs)
+                for runs in (point.done()[label] for point in at)
             ]
-            axes.plot(rates, values, style, marker="o", label=f"{label} {name}")
-    axes.set(xlabel="requests/s", ylabel="ms", title="Latency", yscale="log")
-    axes.legend()
+            shown = f"{label} p{percentile}"
+            axes.plot(rates, values, style, color=f"C{number}", marker="o", label=shown)
+    titles = {"ttft": "Time to first token", "itl": "Inter-token latency"}
+    axes.set(xlabel="requests/s", ylabel="ms", title=titles[name], yscale="log")
 
 
 def draw_steps(
-    axes: Axes, steps: list[tuple[str, Mapping[str, Any]]], without: tuple[str, ...] = ()
+    axes: Axes, steps: list[tuple[str, Mapping[str, Any]]], parts: Sequence[str] = PARTS
 ) -> None:
     labels, bottom = [label for label, _ in steps], [0.0] * len(steps)
-    for part in (part for part in PARTS if part not in without):
+    for part in parts:
         heights = [1000 * times[part] for _, times in steps]
-        axes.bar(labels, heights, bottom=bottom, label=part)
+        axes.bar(labels, heights, bottom=bottom, label=part, color=f"C{PARTS.index(part)}")
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    what = f"Step without {', '.join(without)}" if without else "Step"
-    axes.set(ylabel="ms per step", title=what)
-    axes.tick_params(axis="x", rotation=45)
-    axes.legend()
+    axes.set(ylabel="ms", title="A step" + ("" if "model" in parts else ", without the model"))
+    axes.tick_params(axis="x", rotation=60, labelsize="small")
+
+
+def _size(point: Point) -> str:
+    return str(point.max_num_seqs or "default")

@@ -46,7 +46,7 @@ def print_report(points: list[Point], spec: dict[str, Any]) -> None:
             print(f"{label}: {versions}: {facts}")
         if point.limit is not None:
             print(describe_limit(point.limit, spec))
-        print_table(offline_table(point, spec) if point.limit else online_table(point, spec))
+        print_table((online_table if point.request_rate else offline_table)(point, spec))
         print_comparison(point, spec)
 
 
@@ -71,7 +71,8 @@ def offline_table(point: Point, spec: dict[str, Any]) -> list[dict[str, str]]:
             row["decode tok/s"] = f"{(num_out - 1) / statistics.median(decode):.1f}"
         row["seconds"] = f"{s:.2f}"
         row["from - to"] = f"{min(seconds):.2f} - {max(seconds):.2f}"
-        row["of the limit"] = f"{point.limit.seconds / s:.0%}"
+        if point.limit is not None:
+            row["of the limit"] = f"{point.limit.seconds / s:.0%}"
         rows.append(row | common_columns(runs))
     return rows + missing_rows(point)
 
@@ -124,7 +125,7 @@ def print_comparison(point: Point, spec: dict[str, Any]) -> None:
     done = point.done()
     first = next(iter(point.runs))
     for label in (label for label in done if label != first and first in done):
-        if point.limit is not None:
+        if point.request_rate is None:
             pairs = zip(point.runs[first], point.runs[label], strict=True)
             ratios = [
                 b["seconds"] / a["seconds"] for a, b in pairs if "seconds" in a and "seconds" in b

@@ -4,8 +4,9 @@ A step must read the weights and the KV of its sequences, and it must do its mat
 attention; the slower of the two bounds it. How many steps a workload needs, and who shares one, is
 what the engine's own scheduler says, without a model: so the limit is the same for every engine.
 
-Counted is what no implementation can save. Norms, rotations, activations and sampling are left out:
-they are some thousandths. Caches do not appear: a model that fits into one may beat the limit.
+Norms, rotations, activations and sampling are left out: they are some thousandths. Every sequence
+reads all of its KV, a shared prefix too. Caches do not appear: a model that fits into one, or
+sequences that read the same KV at the same time, may beat the limit.
 """
 
 from collections import Counter

@@ -24,7 +24,7 @@ import torch
 from hardware import choose_device, describe
 from shapes import SHAPES
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
@@ -162,7 +162,9 @@ def fits(llm: LLM, num_seqs: int, context: int, num_steps: int) -> bool:
 def measure(llm: LLM, timer: StepTimer, num_seqs: int, context: int, num_steps: int) -> StepParts:
     """Medians, part by part, over decode steps of `num_seqs` sequences around `context` tokens."""
     engine = llm.engine
-    params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=None, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     timer.steps.clear()
     for i in range(num_seqs):
         prompt = [(i + token) % engine.model_config.vocab_size for token in range(context)]
@@ -213,6 +215,7 @@ def main() -> None:
     titles = ["sequences", "context", *(f"{part} us" for part in (*PARTS, "between", "total"))]
     print(f"\n| {' | '.join(titles)} | own share |\n{'|---' * (len(titles) + 1)}|")
     points, left_out = [], []
+    measure(llm, timer, 1, min(args.contexts), args.steps)  # what is set up on first use
     for num_seqs in args.seqs:
         for context in args.contexts:
             if not fits(llm, num_seqs, context, args.steps):
@@ -233,7 +236,9 @@ def main() -> None:
     if args.plot:
         from plots import plot_steps
 
-        plot_steps([(f"{p.num_rows} x {p.context:.0f}", p._asdict()) for p in points], args.plot)
+        plot_steps(
+            [(f"{p.num_rows:.0f} x {p.context:.0f}", p._asdict()) for p in points], args.plot
+        )
 
 
 if __name__ == "__main__":

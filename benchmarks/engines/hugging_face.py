@@ -103,7 +103,7 @@ class ContinuousBatches(_TransformersEngine):
         self.generation_config.eos_token_id = -1  # which it takes for none
         self.batch_tokens = spec.max_num_batched_tokens or _BATCH_TOKENS
         num_blocks = sum(-(-n // _BLOCK) for n in total_lens(spec))
-        # It admits nobody while less than 15 % of the blocks are free; it warms up with a full step.
+        # It admits nobody while less than 15 % of the blocks are free, and warms up with a step.
         self.num_blocks = 5 * num_blocks // 4 + 2 * -(-self.batch_tokens // _BLOCK)
         self._online = ExitStack()
         self._manager: ContinuousBatchingManager | None = None

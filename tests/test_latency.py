@@ -1,0 +1,78 @@
+"""benchmarks/latency.py: when requests come, and what counts as their waiting."""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from latency import latencies, poisson_arrivals, serve
+
+
+class Slow:
+    """Takes `seconds` for a step, in which every request gets a token."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.left, self.polls = seconds, {}, 0
+
+    def add(self, index: int, prompt: list[int], output_len: int) -> None:
+        self.left[index] = (prompt[0], output_len)
+
+    def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
+        assert self.left, "polled without a request"
+        self.polls += 1
+        time.sleep(self.seconds)
+        new = [(index, [token]) for index, (token, _) in self.left.items()]
+        self.left = {i: (token, n - 1) for i, (token, n) in self.left.items() if n > 1}
+        return new
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    """Gaps are exponential: their mean and their standard deviation are both 1 / rate."""
+    arrivals = np.array(poisson_arrivals(5.0, 20_000))
+    gaps = np.diff(arrivals, prepend=0.0)
+    assert gaps.min() > 0
+    assert gaps.mean() == pytest.approx(1 / 5, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 5, rel=0.03)
+    # Nor does a gap tell anything of the next one.
+    assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 0.03
+
+
+def test_another_rate_stretches_the_same_pattern() -> None:
+    slow, fast = poisson_arrivals(2.0, 50), poisson_arrivals(8.0, 50)
+    assert slow == pytest.approx([4 * arrival for arrival in fast])
+    assert poisson_arrivals(2.0, 50, seed=1) != slow
+
+
+def test_a_request_that_comes_in_the_middle_of_a_step_has_waited_since() -> None:
+    """Not since the engine took it: its step took 0.2 s, of which the request saw half."""
+    engine, arrivals = Slow(0.2), [0.0, 0.1]
+    outputs, token_times = serve(engine, [[5], [6]], [1, 1], arrivals)
+    assert outputs == [[5], [6]]
+    found = latencies(arrivals, token_times, slo_ttft=0.25, slo_itl=1)
+    assert token_times[1][0] >= 0.4
+    assert found["ttft_p99"] >= 295
+    assert found["goodput"] == pytest.approx(found["request_rate"] / 2)
+
+
+def test_an_idle_engine_is_not_driven() -> None:
+    engine = Slow(0.001)
+    outputs, token_times = serve(engine, [[5], [6]], [3, 2], [0.0, 0.15])
+    assert outputs == [[5, 5, 5], [6, 6]]
+    assert engine.polls == 5
+    assert token_times[0][-1] < 0.15 <= token_times[1][0]
+
+
+def test_percentiles_goodput_and_rate() -> None:
+    arrivals = [0.0, 1.0, 2.0]
+    token_times = [[0.1, 0.2, 0.4], [1.3], [2.2, 2.9, 4.0]]
+    found = latencies(arrivals, token_times, slo_ttft=0.25, slo_itl=0.5)
+    assert found["ttft_p50"] == pytest.approx(200)
+    assert found["ttft_p90"] == pytest.approx(280)  # between 200 and 300 ms
+    assert found["itl_p50"] == pytest.approx(450)  # gaps of 100, 200, 700 and 1100 ms
+    assert found["itl_p99"] == pytest.approx(1088)
+    assert found["request_rate"] == pytest.approx(3 / 4)
+    # The second misses the first objective, the third, with 900 ms a token, the other one.
+    assert found["goodput"] == pytest.approx(1 / 4)
