@@ -24,18 +24,18 @@ _DEFAULT_BATCH = 256  # nanoserve's max_num_seqs, and vLLM's
 
 def probe(spec: Namespace) -> dict[str, Any]:
     """The device that `--device` means, its name, how fast it is, and how many threads it gets."""
+    import hardware
     import torch
-    from hardware import choose_device, copy_bandwidth, describe, matmul_rate, read_bandwidth
 
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-    device = choose_device(spec.device)
+    hardware.set_threads(spec.threads)
+    device = hardware.choose_device(spec.device)
+    copying, reading = hardware.copy_bandwidth(device, 2**29), hardware.read_bandwidth(device)
     return {
         "device": device,
-        "hardware": describe(device),
+        "hardware": hardware.describe(device),
         "threads": torch.get_num_threads(),
-        "bandwidth": max(copy_bandwidth(device), read_bandwidth(device)),
-        "matmul_rate": matmul_rate(device, getattr(torch, spec.dtype)),
+        "bandwidth": max(copying, reading),
+        "matmul_rate": hardware.matmul_rate(device, getattr(torch, spec.dtype)),
     }
 
 

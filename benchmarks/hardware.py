@@ -2,13 +2,14 @@
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-_COPIES = 8  # in a row, so that starting and waiting weigh little
+_IN_A_ROW = 8  # on a GPU, so that starting and waiting weigh little
 _LONG_ENOUGH = 0.05  # seconds of one product: what surrounds it weighs nothing then
 
 
@@ -23,14 +24,19 @@ def copy_bandwidth(device: str, num_bytes: int = 2**28) -> float:
     """Bytes per second that a large copy reads and writes, median of five."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = _times(lambda: target.copy_(source), device, _COPIES)
-    return _COPIES * 2 * num_bytes / statistics.median(times)
+    return 2 * num_bytes / statistics.median(_times(lambda: target.copy_(source), device))
 
 
-def read_bandwidth(device: str, num_bytes: int = 2**28) -> float:
-    """Bytes per second that a large sum reads, median of five: weights and KV are mostly read."""
-    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return _COPIES * num_bytes / statistics.median(_times(lambda: source.sum(), device, _COPIES))
+def read_bandwidth(device: str, num_bytes: int = 2**30) -> float:
+    """Bytes per second at which a matrix is read to be multiplied by a vector, or summed up.
+
+    Weights and KV are mostly read, and a limit is not to be beaten: hence the best that was seen,
+    and a matrix that no cache holds.
+    """
+    matrix = torch.ones(num_bytes // 4 // 4096, 4096, dtype=torch.float32, device=device)
+    vector = matrix[0].clone()
+    ways: tuple[Callable[[], object], ...] = (lambda: matrix @ vector, matrix.sum)
+    return num_bytes / min(min(_times(way, device)) for way in ways)
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -39,22 +45,31 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     while seconds < _LONG_ENOUGH and n < 8192:
         n *= 2
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        seconds = min(_times(lambda a=a, b=b: a @ b, device, 1))
+        seconds = min(_times(lambda a=a, b=b: a @ b, device))
         best = max(best, 2 * n**3 / seconds)
     return best
 
 
-def _times(run: Callable[[], object], device: str, repeats: int) -> list[float]:
-    """Seconds of `repeats` runs in a row, five times over; another one before sets up."""
-    times = []
+def _times(run: Callable[[], object], device: str) -> list[float]:
+    """Seconds of one run, five times over; another one before sets up."""
+    repeats, times = 1 if device == "cpu" else _IN_A_ROW, []
     for _ in range(6):
         start = time.perf_counter()
         for _ in range(repeats):
             run()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / repeats)
     return times[1:]
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Of torch, and of numba if it is imported: call it again after what may import it."""
+    if num_threads:
+        torch.set_num_threads(num_threads)
+        if "numba" in sys.modules:
+            numba = sys.modules["numba"]
+            numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def describe(device: str) -> str:

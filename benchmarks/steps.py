@@ -12,7 +12,6 @@ The engine's own share is everything but the model (the transformer and its LM h
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hardware import choose_device, describe
+from hardware import choose_device, describe, set_threads
 from shapes import SHAPES
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
@@ -202,11 +201,10 @@ def parse_args() -> Namespace:
 
 def main() -> None:
     args = parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-        os.environ["NUMBA_NUM_THREADS"] = str(args.threads)
+    set_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         llm, timer = load(args, Path(folder))
+    set_threads(args.threads)
     device = choose_device(args.device)
     print(f"{describe(device)}, torch {torch.__version__}, threads {torch.get_num_threads()}")
     print(

@@ -4,12 +4,16 @@ import os
 # that is busy they wait for each other. Set before torch is imported, and inherited by children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# It is no package: what is in it is imported as its own files import each other.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

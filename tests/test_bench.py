@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import transformers
+from child import measure
+from report import Point, agreement, offline_table, print_comparison
+from roofline import Limit
 from tiny_checkpoints import edit_json, make_qwen3
 
 BENCH = Path(__file__).parents[1] / "bench.py"
-bench = runpy.run_path(str(BENCH))  # which puts benchmarks/ on the path
-from child import measure  # noqa: E402
-from report import Point, agreement, offline_table, print_comparison  # noqa: E402
-from roofline import Limit  # noqa: E402
+bench = runpy.run_path(str(BENCH))
 
 draw_workload, parse_engine = bench["draw_workload"], bench["parse_engine"]
 # On a CPU, older ones ask psutil how much memory there is, and have none without it.
@@ -129,9 +129,8 @@ def test_peers_run_where_nanoserve_is_not_installed() -> None:
 
 
 def test_an_engine_gives_the_same_tokens_offline_in_batches_and_one_by_one(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
 ) -> None:
-    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")  # which the engine sets, and this puts back
     arrivals = {"arrivals": [0.0, 0.01, 0.02]}
     ways = ({}, {"batching": "static", "max_num_seqs": 2}, arrivals, {"plot": "x.png"})
     runs = [measure("nanoserve", make_spec(checkpoint, **way)) for way in ways]
@@ -142,10 +141,7 @@ def test_an_engine_gives_the_same_tokens_offline_in_batches_and_one_by_one(
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_peer_agrees_with_nanoserve(
-    peer: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
+def test_a_peer_agrees_with_nanoserve(peer: str, checkpoint: Path) -> None:
     ours, theirs = (measure(name, make_spec(checkpoint)) for name in ("nanoserve", peer))
     assert theirs["outputs"] == ours["outputs"]
     told = agreement(ours["outputs"], theirs["outputs"])
@@ -158,9 +154,8 @@ def test_a_peer_agrees_with_nanoserve(
 
 
 def test_a_single_stream_has_a_decode_speed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
 ) -> None:
-    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
     prompt = list(range(40))
     run = measure("nanoserve", make_spec(checkpoint, prompts=[prompt], output_lens=[8]))
     assert 0 < run["first_token"] < run["seconds"]

@@ -1,13 +1,9 @@
 """benchmarks/latency.py: when requests come, and what counts as their waiting."""
 
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from latency import latencies, poisson_arrivals, serve
 
 

@@ -1,17 +1,14 @@
 """benchmarks/roofline.py: the limit counts what a step must read and compute, no more."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from roofline import Need, Step, limit, planned_steps
+from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.model_config import ModelConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from roofline import Need, Step, limit, planned_steps
-from shapes import SHAPES
 
 # As their makers say.
 BILLIONS = {"qwen3-0.6b": 0.6, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19}

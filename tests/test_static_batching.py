@@ -3,16 +3,11 @@
 Three slots, prompts of one token, so that n output tokens take n steps. No model is run.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
+from child import in_static_batches
 from counting_executor import make_engine, run
 
 from nanoserve import SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from child import in_static_batches
 
 Span = tuple[int, int]
 

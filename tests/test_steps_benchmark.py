@@ -1,15 +1,12 @@
 """benchmarks/steps.py: every step's time is split into parts, and no prompt is computed."""
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from steps import PARTS, StepTimer, fits, load, measure
 
 from nanoserve import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from steps import PARTS, StepTimer, fits, load, measure
 
 ARGS = Namespace(
     **{"shape": "tiny", "model": None, "seqs": [1, 5], "contexts": [64, 96], "steps": 3},

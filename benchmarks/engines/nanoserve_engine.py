@@ -1,10 +1,15 @@
 """nanoserve, through its front door; request by request through the engine underneath."""
 
-import os
 from argparse import Namespace
 from typing import Any
 
+import torch
+from hardware import set_threads
+from steps import PARTS, StepTimer
+
+import nanoserve
 from engines import Engine, Tokens
+from nanoserve import RequestOutputKind, SamplingParams
 
 _COMMON = (
     *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "attention_backend"),
@@ -16,22 +21,16 @@ class NanoserveEngine(Engine):
     is_online = True
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
-        os.environ["NUMBA_NUM_THREADS"] = str(spec.threads)  # read when numba is imported
-        import torch
-
-        import nanoserve
-
-        torch.set_num_threads(spec.threads)
+        set_threads(spec.threads)
         chosen = {name: getattr(spec, name) for name in _COMMON}
         self.options = {name: value for name, value in chosen.items() if value is not None}
         self.options |= options
         common = {"dtype": spec.dtype, "device": spec.device, "skip_tokenizer_init": True}
         self.llm = nanoserve.LLM(spec.model, **common | self.options)
+        set_threads(spec.threads)
         self.versions = {"nanoserve": nanoserve.__version__, "torch": torch.__version__}
         self.temperature, self.timer = spec.temperature, None
         if spec.plot:
-            from steps import StepTimer
-
             self.timer = StepTimer(self.llm.engine)
         self.begin()
 
@@ -46,8 +45,6 @@ class NanoserveEngine(Engine):
         return [output.outputs[0].token_ids for output in outputs]
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None:
-        from nanoserve import RequestOutputKind
-
         params = self._params(output_len)
         params.output_kind = RequestOutputKind.DELTA
         self.llm.engine.add_request(str(index), prompt, params)
@@ -71,12 +68,8 @@ class NanoserveEngine(Engine):
     def step_times(self) -> dict[str, float] | None:
         if self.timer is None or not self.timer.steps:
             return None
-        from steps import PARTS
-
         steps = self.timer.steps
         return {part: sum(getattr(step, part) for step in steps) / len(steps) for part in PARTS}
 
-    def _params(self, output_len: int) -> Any:
-        from nanoserve import SamplingParams
-
+    def _params(self, output_len: int) -> SamplingParams:
         return SamplingParams(max_tokens=output_len, temperature=self.temperature, ignore_eos=True)
