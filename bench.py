@@ -143,12 +143,12 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
         spec |= run_child("weights", spec)
     if "failed" in spec:
         raise SystemExit(spec["failed"])
-    rates = f"{spec['bandwidth'] / 1e9:.1f} GB/s, {spec['matmul_rate'] / 1e12:.2f} TFLOP/s"
-    print(f"{spec['hardware']}; {rates} in {args.dtype}; Python {sys.version.split()[0]}")
-    print(f"{title}, {args.dtype}, temperature {args.temperature}, on {spec['device']}, ", end="")
-    print(f"threads {spec['threads']}")
-    counts = f"{sum(map(len, prompts))} prompt tokens, {sum(lens)} output tokens"
-    print(f"{args.num_seqs} sequences, {counts}", flush=True)
+    speeds = f"{spec['bandwidth'] / 1e9:.1f} GB/s, {spec['matmul_rate'] / 1e12:.2f} TFLOP/s"
+    print(f"{spec['hardware']}; {speeds} in {args.dtype}; Python {sys.version.split()[0]}")
+    where = f"on {spec['device']}, threads {spec['threads']}"
+    print(f"{title}, {args.dtype}, temperature {args.temperature}, {where}")
+    tokens = f"{sum(map(len, prompts))} prompt tokens, {sum(lens)} output tokens"
+    print(f"{args.num_seqs} sequences, {tokens}", flush=True)
     return spec
 
 
@@ -226,17 +226,23 @@ def parse_args() -> Namespace:
     add("--engine", default="nanoserve,transformers", help=engines)
     python = "run that engine with another interpreter, whose environment has it"
     add("--python", action="append", default=[], metavar="NAME=PATH", help=python)
-    add("--model", help="a checkpoint (the bundled tiny-qwen3)")
+    add("--model", help="a checkpoint's folder (the bundled tiny-qwen3)")
     add("--shape", choices=SHAPES, help="random weights of that shape, instead")
-    add("--workload", choices=WORKLOADS, default="random", help="defaults for what follows")
-    add("--num-seqs", type=int, help="prompts")
-    add("--input-len", type=length_range, metavar="LO-HI")
-    add("--output-len", type=length_range, metavar="LO-HI")
+    add("--workload", choices=WORKLOADS, default="random", help="sets the defaults of what follows")
+    add("--num-seqs", type=int, metavar="N", help="prompts (%(default)s)")
+    add("--input-len", type=length_range, metavar="LO-HI", help="tokens of a prompt (%(default)s)")
+    add("--output-len", type=length_range, metavar="LO-HI", help="%(default)s")
     add("--shared-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
     add("--turns", type=int, default=1, metavar="N", help="of a conversation, that repeat it")
     add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
     add("--request-rate", type=rates, default=[None], metavar="R,...", help="requests a second")
-    add("--slo-ttft", type=milliseconds, default="1000", metavar="MS", help="%(default)s")
+    add(
+        "--slo-ttft",
+        type=milliseconds,
+        default="1000",
+        metavar="MS",
+        help="goodput's (%(default)s)",
+    )
     add("--slo-itl", type=milliseconds, default="100", metavar="MS", help="%(default)s")
     add("--batching", choices=("continuous", "static"), default="continuous", help="%(default)s")
     add("--max-num-seqs", type=counts, default=[None], metavar="N,...", help="batch sizes")
@@ -248,7 +254,7 @@ def parse_args() -> Namespace:
     add("--hf-batch-size", type=int, metavar="N", help="transformers' static batch (16)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
-    add("--threads", type=int, help="if not given, torch chooses")
+    add("--threads", type=int, help="if not given, torch chooses; 1 for the bundled model")
     add("--repeat", type=int, default=1, help="runs of each engine (%(default)s)")
     add("--json", metavar="FILE", help="all that was measured")
     add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
@@ -256,6 +262,8 @@ def parse_args() -> Namespace:
     args = parser.parse_args()
     args.model = args.model or (None if args.shape else "tiny-qwen3")
     args.shape = None if args.model else args.shape
+    if args.threads is None and args.model == "tiny-qwen3":
+        args.threads = 1  # so small a model gains nothing from more, and loses on a busy machine
     args.engine = args.engine.split(",")
     args.python = dict(pair.split("=", 1) for pair in args.python)
     for label in args.engine:

@@ -57,14 +57,15 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     engine = chosen(spec, spec.options)
     loaded = time.perf_counter()
-    engine.generate([[1] * 8, [2] * 4], [4, 4])  # what is set up on first use is set up now
-    run = run_online(engine, spec) if spec.arrivals else run_offline(engine, spec)
-    if [len(tokens) for tokens in run["outputs"]] != spec.output_lens:
-        raise RuntimeError("an output has not the length that was asked for")
-    run |= {"load": loaded - started, "versions": engine.versions, "facts": engine.facts()}
-    run |= {"step_times": engine.step_times(), **peak_memory(spec.device)}
-    engine.close()
-    return run
+    try:
+        engine.generate([[1] * 8, [2] * 4], [4, 4])  # what is set up on first use is set up now
+        run = run_online(engine, spec) if spec.arrivals else run_offline(engine, spec)
+        if [len(tokens) for tokens in run["outputs"]] != spec.output_lens:
+            raise RuntimeError("an output has not the length that was asked for")
+        run |= {"load": loaded - started, "versions": engine.versions, "facts": engine.facts()}
+        return run | {"step_times": engine.step_times(), **peak_memory(spec.device)}
+    finally:
+        engine.close()
 
 
 def run_offline(engine: Engine, spec: Namespace) -> dict[str, Any]:
@@ -121,17 +122,24 @@ def peak_memory(device: str) -> dict[str, float]:
 
 def _descendants(process: str) -> list[str]:
     """Ids of all processes below one, where /proc tells (Linux)."""
-    children = []
+    found = []
     for file in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in file.read_text().split():
-            children += [child, *_descendants(child)]
-    return children
+        for child in _read(file).split():
+            found += [child, *_descendants(child)]
+    return found
 
 
 def _peak_mib(process: str) -> float:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-    return sum(peaks) / 2**10
+    lines = _read(Path(f"/proc/{process}/status")).splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
+
+
+def _read(file: Path) -> str:
+    """Nothing, if the process has just ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def main() -> None:

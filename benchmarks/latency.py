@@ -63,7 +63,9 @@ def serve(
         for index, token_ids in new_tokens:
             outputs[index] += token_ids
             token_times[index] += [now] * len(token_ids)
-            num_finished += len(outputs[index]) >= output_lens[index]
+            if len(outputs[index]) > output_lens[index]:
+                raise RuntimeError(f"request {index} got more tokens than {output_lens[index]}")
+            num_finished += len(token_ids) > 0 and len(outputs[index]) == output_lens[index]
     return outputs, token_times
 
 

@@ -44,6 +44,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3
     | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
     | {"num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": _QWEN3
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen2.5-0.5b": _QWEN25
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     | {"num_attention_heads": 14, "num_key_value_heads": 2},

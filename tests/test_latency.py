@@ -61,6 +61,13 @@ def test_an_idle_engine_is_not_driven() -> None:
     assert token_times[0][-1] < 0.15 <= token_times[1][0]
 
 
+def test_an_engine_that_goes_on_is_stopped() -> None:
+    engine = Slow(0.001)
+    engine.add = lambda index, prompt, output_len: Slow.add(engine, index, prompt, 9)
+    with pytest.raises(RuntimeError, match="request 0 got more tokens than 1"):
+        serve(engine, [[5], [6]], [1, 2], [0.0, 0.0])
+
+
 def test_percentiles_goodput_and_rate() -> None:
     arrivals = [0.0, 1.0, 2.0]
     token_times = [[0.1, 0.2, 0.4], [1.3], [2.2, 2.9, 4.0]]
