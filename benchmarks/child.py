@@ -49,7 +49,7 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
     """Load, warm up, run the workload: the whole work of an engine's process."""
     missing = missing_packages(name)
     if missing:
-        return {"missing": f"no package {', '.join(missing)} in {sys.executable}"}
+        return {"missing": f"not installed: no package {', '.join(missing)}"}
     chosen = engine_class(name)
     if spec.arrivals and not chosen.is_online:
         return {"missing": "offline only: it cannot take requests while others run"}

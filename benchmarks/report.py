@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from latency import PERCENTILES
@@ -26,8 +27,13 @@ class Point:
         return {label: runs for label, runs in done.items() if runs}
 
     def missing(self) -> dict[str, str]:
-        told = {label: [run.get("missing") for run in runs] for label, runs in self.runs.items()}
-        return {label: reasons[0] for label, reasons in told.items() if reasons[0]}
+        """Why there is not a single figure, for the engines of which there is none."""
+        without = self.runs.keys() - self.done().keys()
+        reasons = {label: runs[-1] for label, runs in self.runs.items() if label in without}
+        return {
+            label: run["missing"] if "missing" in run else f"failed: {run['failed']}"
+            for label, run in reasons.items()
+        }
 
     def title(self) -> str:
         parts = [f"max_num_seqs {self.max_num_seqs}"] if self.max_num_seqs else []
@@ -104,16 +110,17 @@ def common_columns(runs: list[Run]) -> dict[str, str]:
 
 
 def missing_rows(point: Point) -> list[dict[str, str]]:
-    return [{"engine": label, "": why} for label, why in point.missing().items()]
+    return [{"engine": label, "reason": why} for label, why in point.missing().items()]
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
     """An engine that has no figures stands in its row all the same, with the reason."""
-    titles = list(dict.fromkeys(title for row in rows for title in row if title))
+    measured = dict.fromkeys(title for row in rows for title in row if title != "reason")
+    titles = [*measured] if len(measured) > 1 else ["engine", "reason"]
     print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for row in rows:
-        if "" in row:
-            cells = [row["engine"], f"not measured: {row['']}", *[""] * (len(titles) - 2)]
+        if "reason" in row:
+            cells = [row["engine"], row["reason"], *[""] * (len(titles) - 2)]
         else:
             cells = [row.get(title, "") for title in titles]
         print(f"| {' | '.join(cells)} |")
@@ -150,8 +157,10 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 def as_json(points: list[Point], spec: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the tokens."""
-    kept = {name: value for name, value in spec.items() if name not in ("prompts", "output_lens")}
+    """Everything but the tokens, and where things lie on this machine."""
+    left_out = ("prompts", "output_lens", "scratch", "tokenizer", "python", "json", "plot")
+    kept = {name: value for name, value in spec.items() if name not in left_out}
+    kept["model"] = spec["shape"] or Path(spec["model"]).name
     kept["num_prompt_tokens"] = sum(map(len, spec["prompts"]))
     kept["num_output_tokens"] = sum(spec["output_lens"])
     results = []

@@ -192,7 +192,7 @@ def test_all_engines_run_and_are_compared(tmp_path: Path) -> None:
     lines = [line.split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")]
     rows = {cells[0].strip("| "): cells[1:] for cells in lines[1:]}
     assert rows.keys() == {"nanoserve", static, "transformers", "nanovllm"}
-    assert rows.pop("nanovllm")[0].startswith("not measured: no package nanovllm in ")
+    assert rows.pop("nanovllm")[0] == "not installed: no package nanovllm"
     for output_speed, total_speed, seconds, *_ in rows.values():
         # Both speeds are of the tokens asked for, so both give the same time.
         assert abs(num_out / float(output_speed) - float(seconds)) < 0.05 * float(seconds) + 0.01
@@ -205,7 +205,9 @@ def test_all_engines_run_and_are_compared(tmp_path: Path) -> None:
     assert "max_model_len 32, max_num_batched_tokens 64, max_num_seqs 3" in shown.stdout
     assert re.search(r"^roofline: .* GB/s and .* TFLOP/s, in \d+ steps$", shown.stdout, re.M)
     report = json.loads(written.read_text())
-    assert report["spec"]["threads"] == 1 and report["spec"]["num_output_tokens"] == num_out
+    assert report["spec"]["model"] == "tiny" and report["spec"]["threads"] == 1
+    assert str(tmp_path) not in written.read_text() and "scratch" not in report["spec"]
+    assert report["spec"]["num_output_tokens"] == num_out
     (point,) = report["points"]
     assert point["runs"]["nanoserve"][0]["versions"]["nanoserve"]
     assert point["limit"]["seconds"] > 0
@@ -220,3 +222,4 @@ def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
     assert "no roofline: hidden_act='gelu'" in shown.stdout
     assert "nanoserve FAILED: ValueError: hidden_act='gelu'" in shown.stdout
     assert re.search("vllm FAILED: .*no-such-python", shown.stdout)
+    assert "| nanoserve | failed: ValueError: hidden_act='gelu'" in shown.stdout
