@@ -43,22 +43,22 @@ def test_another_rate_stretches_the_same_pattern() -> None:
 
 
 def test_a_request_that_comes_in_the_middle_of_a_step_has_waited_since() -> None:
-    """Not since the engine took it: its step took 0.2 s, of which the request saw half."""
-    engine, arrivals = Slow(0.2), [0.0, 0.1]
+    """Not since the engine took it: its step took 0.3 s, of which the request saw half."""
+    engine, arrivals = Slow(0.3), [0.0, 0.15]
     outputs, token_times = serve(engine, [[5], [6]], [1, 1], arrivals)
     assert outputs == [[5], [6]]
-    found = latencies(arrivals, token_times, slo_ttft=0.25, slo_itl=1)
-    assert token_times[1][0] >= 0.4
-    assert found["ttft_p99"] >= 295
+    found = latencies(arrivals, token_times, slo_ttft=0.44, slo_itl=1)
+    assert token_times[1][0] >= 0.6
+    assert found["ttft_p99"] >= 445
     assert found["goodput"] == pytest.approx(found["request_rate"] / 2)
 
 
 def test_an_idle_engine_is_not_driven() -> None:
     engine = Slow(0.001)
-    outputs, token_times = serve(engine, [[5], [6]], [3, 2], [0.0, 0.15])
+    outputs, token_times = serve(engine, [[5], [6]], [3, 2], [0.0, 0.4])
     assert outputs == [[5, 5, 5], [6, 6]]
     assert engine.polls == 5
-    assert token_times[0][-1] < 0.15 <= token_times[1][0]
+    assert token_times[0][-1] < 0.4 <= token_times[1][0]
 
 
 def test_an_engine_that_goes_on_is_stopped() -> None:
