@@ -185,6 +185,7 @@ def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None
 
 def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> None:
     """The fixture compares them."""
+    before = torch.get_num_threads()
     torch.set_num_threads(4)
     first, second = make_llm(checkpoint), make_llm(checkpoint)
     shared = torch.get_num_threads()
@@ -192,7 +193,7 @@ def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> 
     assert torch.get_num_threads() == shared < 4
     second.close()
     assert torch.get_num_threads() == 4
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------- whole scripts
