@@ -106,12 +106,12 @@ def _rms_norm(hidden: int, dtype: torch.dtype) -> None:
 
 def _small_cases() -> list[tuple[str, Callable[[], None]]]:
     cases: list[tuple[str, Callable[[], None]]] = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for hidden in (192, 1024, 4096, 16384):
+    for dtype in (torch.bfloat16, torch.float32):  # float16 takes what bfloat16 takes
+        for hidden in (192, 1024, 16384):
             case = partial(_add_rms_norm, hidden, dtype)
             cases.append((f"add_rms_norm {dtype} hidden={hidden}", case))
-            case = partial(_rms_norm, hidden, dtype)
-            cases.append((f"rms_norm {dtype} hidden={hidden}, float32 weight", case))
+        case = partial(_rms_norm, 4096, dtype)
+        cases.append((f"rms_norm {dtype} hidden=4096, float32 weight", case))
         for size, activation in product((448, 3072), ACTIVATIONS):
             case = partial(act_and_mul, torch.zeros(4, 2 * size, dtype=dtype), activation)
             cases.append((f"act_and_mul {dtype} size={size} {activation}", case))

@@ -87,6 +87,11 @@ CASES = {
     ),
 }
 
+VARIANTS = {  # of architectures that have another case
+    *("llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope"),
+    *("qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied"),
+}
+
 
 def make(case: str, path: Path) -> PreTrainedModel:
     architecture, overrides = CASES[case]
@@ -124,7 +129,8 @@ def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> Non
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 50}
-    check(make(case, tmp_path), tmp_path, 100, attention_backend="torch", **options)
+    count = 30 if case in VARIANTS else 100
+    check(make(case, tmp_path), tmp_path, count, attention_backend="torch", **options)
 
 
 @pytest.mark.parametrize("case", CASES)
