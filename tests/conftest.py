@@ -4,6 +4,7 @@ import os
 # that is busy they wait for each other. Set before torch is imported, and inherited by children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The kernels then run in Triton's interpreter, which must be chosen before they are imported.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # So a shell starts what it puts in the background; tests of Ctrl-C would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr.strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
