@@ -12,6 +12,7 @@ import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -130,7 +131,7 @@ class ShadowRun:
                 for other in self.live:
                     if other.request_id == seq.request_id:
                         self.scheduler.finish(other, "abort")
-            self.scheduler.check()
+            check_invariants(self.scheduler)
 
     def _step(self, step: int) -> None:
         scheduler = self.scheduler
@@ -144,7 +145,7 @@ class ShadowRun:
             self._store_and_attend(plan)
             sampled = [self.rng.randrange(self.vocab) for _ in plan.caught_up()]
             scheduler.update(plan, sampled)
-        scheduler.check()
+        check_invariants(scheduler)
 
     def _check_limits(self, plan: Plan) -> None:
         counts = list(plan.num_new_tokens.values())

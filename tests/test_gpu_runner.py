@@ -17,6 +17,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.config import EngineConfig
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
@@ -116,7 +117,7 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
             assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
     replayed = {event for event in cuda.events if event.startswith("replay")}
     assert bool(replayed) is not options.get("enforce_eager", False)
-    engine.scheduler.check()
+    check_invariants(engine.scheduler)
 
 
 def test_with_its_own_kernels_it_gives_what_the_cpu_gives(checkpoint: Path) -> None:

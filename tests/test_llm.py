@@ -11,6 +11,7 @@ from tiny_checkpoints import make_qwen3
 
 import nanoserve
 from nanoserve import LLM, RequestOutput, SamplingParams
+from nanoserve.engine.invariants import check_invariants
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -22,7 +23,7 @@ def llm(checkpoint: Path):
 
 
 def is_idle(llm: LLM) -> bool:
-    llm.engine.scheduler.check()
+    check_invariants(llm.engine.scheduler)
     manager = llm.engine.scheduler.block_manager
     return not llm.engine.has_unfinished_requests() and manager.num_free_blocks == 100
 

@@ -6,6 +6,7 @@ import pytest
 from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -111,7 +112,7 @@ def test_a_failing_step_is_undone_and_the_request_goes_on() -> None:
     engine.executor.fail_next = True
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
-    engine.scheduler.check()
+    check_invariants(engine.scheduler)
     output = run(engine)["a"]
     assert output.outputs[0].token_ids == list(range(2, 32))
     assert output.metrics.num_preemptions == 1
@@ -201,7 +202,7 @@ def test_an_exception_anywhere_in_a_step_undoes_it(where: str, monkeypatch) -> N
         patched.setattr(engine.scheduler, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    engine.scheduler.check()
+    check_invariants(engine.scheduler)
     assert not engine.scheduler.block_manager._block_of
     assert run(engine)["a"].outputs[0].token_ids[-1] in (42, 43)
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks

@@ -20,6 +20,7 @@ import triton.language as tl
 
 import nanoserve.kernels.paged_attention as kernels
 from nanoserve.kernels.paged_attention import paged_attention, tile_config
+from nanoserve.kernels.paged_attention_kernels import _share
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -279,9 +280,7 @@ def test_a_window_that_holds_the_context_changes_nothing() -> None:
 @triton.jit
 def share_kernel(shares_ptr, first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
     split = tl.program_id(0)
-    share = kernels._share(
-        split, tl.num_programs(0), first_position, num_keys, sliding_window, TILE_N
-    )
+    share = _share(split, tl.num_programs(0), first_position, num_keys, sliding_window, TILE_N)
     tl.store(shares_ptr + 2 * split, share[0])
     tl.store(shares_ptr + 2 * split + 1, share[1])
 

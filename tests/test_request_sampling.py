@@ -12,6 +12,7 @@ from counting_executor import make_engine
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -274,7 +275,7 @@ def step(scheduler: Scheduler, token_of: dict[Sequence, int] | None = None) -> d
     plan = Plan()
     scheduler.schedule(plan)
     scheduler.update(plan, [(token_of or {}).get(seq, 100) for seq in plan.caught_up()])
-    scheduler.check()
+    check_invariants(scheduler)
     return plan.num_new_tokens
 
 
@@ -288,7 +289,7 @@ def finish_all(scheduler: Scheduler) -> None:
 
 
 def assert_nothing_leaked(scheduler: Scheduler) -> None:
-    scheduler.check()
+    check_invariants(scheduler)
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
     assert not scheduler._needing_prompt_logits
 
@@ -359,7 +360,7 @@ def test_a_first_that_is_preempted_holds_its_siblings_only_if_they_lack_the_prom
     if then == "abort":
         for seq in group.sequences:
             scheduler.finish(seq, "abort")
-            scheduler.check()
+            check_invariants(scheduler)
     while in_prompt and then == "go on" and not first.output_token_ids:
         assert group.are(SequenceStatus.HELD)
         step(scheduler)
@@ -423,7 +424,7 @@ def test_abort_in_any_state_frees_what_a_group_holds(
     group, others = bring_into(scheduler, state, prompt_logprobs)
     for seq in [*group.sequences, *others]:
         scheduler.finish(seq, "abort")
-        scheduler.check()
+        check_invariants(scheduler)
     assert not scheduler.has_unfinished()
     assert_nothing_leaked(scheduler)
     assert all(seq.finished for seq in group.sequences)
@@ -436,7 +437,7 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
     finished = {}
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
-        engine.scheduler.check()
+        check_invariants(engine.scheduler)
     return finished
 
 
@@ -489,7 +490,7 @@ def test_a_step_that_raises_costs_a_group_nothing_but_time(num_steps: int, cachi
     engine.executor.fail_next = True
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
-    engine.scheduler.check()
+    check_invariants(engine.scheduler)
     output = run(engine)["a"]
     assert tokens_of(output) == [[40, 41, 42, 43, 44]] * 3
     assert output.metrics.num_preemptions == (1 if num_steps < 3 else 3 if num_steps < 7 else 2)

@@ -3,6 +3,7 @@
 import pytest
 
 from nanoserve.config import EngineConfig
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ def planned(scheduler: Scheduler) -> Plan:
 def step(scheduler: Scheduler) -> dict[Sequence, int]:
     plan = planned(scheduler)
     scheduler.update(plan, [7 for _ in plan.caught_up()])
-    scheduler.check()
+    check_invariants(scheduler)
     return plan.num_new_tokens
 
 
@@ -113,7 +114,7 @@ def test_fcfs_preempts_the_last_of_running_and_puts_it_at_the_head() -> None:
     assert list(scheduler.waiting) == [c, waiting]  # and nothing is admitted in this step
     assert c.status is SequenceStatus.WAITING and c.num_computed_tokens == 0
     assert c.slot == -1 and c.num_tokens == 17  # its sampled token is kept
-    scheduler.check()
+    check_invariants(scheduler)
 
 
 def test_priority_preempts_the_least_urgent_even_if_it_was_planned_already() -> None:
@@ -124,7 +125,7 @@ def test_priority_preempts_the_least_urgent_even_if_it_was_planned_already() -> 
     plan = planned(scheduler)
     assert plan.preempted == [low] and plan.num_new_tokens == {high: 1}
     scheduler.update(plan, [7])
-    scheduler.check()
+    check_invariants(scheduler)
 
 
 def test_priority_orders_waiting_by_value_then_arrival() -> None:
@@ -192,7 +193,7 @@ def test_abort_in_any_state_frees_everything(state: str) -> None:
     scheduler.finish(seq, "abort")  # twice is once
     for other in others:
         scheduler.finish(other, "abort")
-    scheduler.check()
+    check_invariants(scheduler)
     assert not scheduler.has_unfinished()
     assert scheduler.block_manager.num_free_blocks == 6
     assert seq.finish_reason == ("length" if state == "finished" else "abort")
@@ -204,7 +205,7 @@ def test_a_step_that_raised_is_undone() -> None:
     a, b = requests.add(40), requests.add(20)
     plan = planned(scheduler)
     scheduler.rollback(plan)
-    scheduler.check()
+    check_invariants(scheduler)
     assert list(scheduler.waiting) == [a, b] and not scheduler.running
     assert scheduler.block_manager.lookup(a) == []  # nothing was computed, nothing is offered
     assert step(scheduler) == {a: 40, b: 20}

@@ -15,6 +15,7 @@ from counting_executor import CountingExecutor, byte_tokenizer, make_engine
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
 from nanoserve.sampling_params import RequestOutputKind, SlotParams
@@ -32,6 +33,7 @@ TOKEN_BYTES = (
     + [word.encode() for word in WORDS]
     + [b" \xf0\x9f"]
 )
+
 CHARACTERS = [*"abab \n中文的测试。", "é", "e\u0301", "n\u0303", "👍🏽", "☀\ufe0f", "👩‍💻", "🇨🇳"]
 BROKEN = [b"\xff", b"\xc3", b"\xe4\xb8", b"\x80", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xef\xbf\xbd"]
 
@@ -218,7 +220,7 @@ def run_cases(engine: LLMEngine, cases: list[Case]) -> None:
                     receive(cases, output)
         for output in engine.step():
             receive(cases, output)
-        engine.scheduler.check()
+        check_invariants(engine.scheduler)
         clock += 1
 
 
@@ -388,7 +390,7 @@ def read(stream: Iterator[RequestOutput]) -> tuple[str, list[int]]:
 
 
 def is_idle(llm: LLM) -> bool:
-    llm.engine.scheduler.check()
+    check_invariants(llm.engine.scheduler)
     no_requests = not llm.engine.has_unfinished_requests() and not llm._streams
     everything_free = llm.engine.scheduler.block_manager.num_free_blocks == POOL
     return no_requests and everything_free and not llm.engine.output_processor.requests

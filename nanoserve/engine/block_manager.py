@@ -178,25 +178,3 @@ class BlockManager:
         for start in range(0, len(token_ids), size):
             parent = hashes[-1] if hashes else self._root_for(seq)
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
-
-    def check(self, sequences: list[Sequence]) -> None:
-        """Raise `RuntimeError` unless the pool is consistent with the tables of `sequences`.
-
-        For tests and debugging: O(pool + tables).
-        """
-        expected = [0] * (self.num_blocks + 1)
-        for seq in sequences:
-            for block in seq.block_table:
-                expected[block] += 1
-        used = sum(count > 0 for count in self._ref_counts)
-        problems = {
-            "reference counts differ from the tables": expected != self._ref_counts,
-            "the dummy block was given out": self._ref_counts[0] != 0,
-            "free + used != num_blocks": len(self._free) + used != self.num_blocks,
-            "a free block is in use": any(self._ref_counts[block] for block in self._free),
-            "hash and block maps disagree": self._block_of
-            != {h: block for block, h in enumerate(self._hash_of) if h is not None},
-        }
-        found = [problem for problem, is_there in problems.items() if is_there]
-        if found:
-            raise RuntimeError(f"the block pool is inconsistent: {found}")

@@ -138,30 +138,6 @@ class Scheduler:
             if seq in plan.num_new_tokens:
                 self._preempt(seq)
 
-    def check(self) -> None:
-        """Raise `RuntimeError` if what this class promises does not hold. For tests."""
-        sequences = [*self.running, *self.waiting]
-        self.block_manager.check(sequences)
-        slots = sorted([*self._free_slots, *(seq.slot for seq in self.running)])
-        rows_agree = all(
-            self.block_tables[seq.slot, : len(seq.block_table)].tolist() == seq.block_table
-            for seq in self.running
-        )
-        in_order = all(
-            self._order(a) < self._order(b)
-            for a, b in zip(self.waiting, list(self.waiting)[1:], strict=False)
-        )
-        problems = {
-            "slots were lost or given out twice": slots != list(range(self.max_num_seqs)),
-            "a row of block_tables differs from its sequence": not rows_agree,
-            "waiting is out of order": not in_order,
-            "a sequence is queued twice": len(set(map(id, sequences))) != len(sequences),
-            "a waiting sequence holds blocks": any(seq.block_table for seq in self.waiting),
-        }
-        found = [problem for problem, is_there in problems.items() if is_there]
-        if found:
-            raise RuntimeError(f"the scheduler is inconsistent: {found}")
-
     def _schedule_running(self, plan: Plan) -> int:
         """Give each running sequence its tokens, preempting for blocks; returns the budget left."""
         budget = self.max_num_batched_tokens

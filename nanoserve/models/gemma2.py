@@ -73,13 +73,9 @@ class Gemma2Model(Qwen3Model):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     model_class, layer_class, norm_class = Gemma2Model, Gemma2DecoderLayer, GemmaRMSNorm
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
-        self.soft_cap = config.logits_soft_cap
-
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        logits = super().compute_logits(hidden)
-        if logits is None or self.soft_cap is None:
+        logits, soft_cap = super().compute_logits(hidden), self.config.logits_soft_cap
+        if logits is None or soft_cap is None:
             return logits
         # In place: a vocabulary of 256,000 makes large copies.
-        return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits.div_(soft_cap).tanh_().mul_(soft_cap)

@@ -8,56 +8,28 @@ has for long contexts is not here: a config.json that asks for it is refused.
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.llama import LlamaForCausalLM
-from nanoserve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
+from nanoserve.models.qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
 
 class MiniCPMAttention(Qwen3Attention):
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        rotary: RotaryEmbedding,
-        context: LayerContext,
-        parts: type[Qwen3ForCausalLM],
-    ) -> None:
-        super().__init__(config, index, rotary, context, parts)
-        self.residual_scale = config.residual_scale
-
     def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return super().forward(hidden, kv_cache, metadata) * self.residual_scale
+        return super().forward(hidden, kv_cache, metadata) * self.config.residual_scale
 
 
 class MiniCPMMLP(Qwen3MLP):
-    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
-        super().__init__(config, index, context)
-        self.residual_scale = config.residual_scale
-
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * self.residual_scale
+        return super().forward(hidden) * self.config.residual_scale
 
 
 class MiniCPMModel(Qwen3Model):
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
-    ) -> None:
-        super().__init__(config, context, parts)
-        self.embedding_scale = config.embedding_scale
-
     def embed(self, input_ids: Tensor) -> Tensor:
-        return super().embed(input_ids) * self.embedding_scale
+        return super().embed(input_ids) * self.config.embedding_scale
 
 
 class MiniCPMForCausalLM(LlamaForCausalLM):
     model_class = MiniCPMModel
     attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
-        self.logits_scale = config.logits_scale
-
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        return super().compute_logits(hidden * self.logits_scale)
+        return super().compute_logits(hidden * self.config.logits_scale)

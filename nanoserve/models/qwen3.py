@@ -29,7 +29,7 @@ class Qwen3Attention(nn.Module):
         parts: "type[Qwen3ForCausalLM]",
     ) -> None:
         super().__init__()
-        tp, head_dim = context.tp, config.head_dim
+        self.config, tp, head_dim = config, context.tp, config.head_dim
         num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
         # With fewer KV heads than ranks, ranks keep copies of the same head.
         kv_slices = tp.slices(config.num_key_value_heads, "num_key_value_heads")
@@ -70,10 +70,11 @@ class Qwen3MLP(nn.Module):
         outputs = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, outputs, context, bias=bias)
         self.down_proj = RowParallelLinear(size, config.hidden_size, context, bias=bias)
-        self.ops, self.activation = context.ops, config.hidden_act
+        self.ops, self.config = context.ops, config
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
+        gate_up = self.gate_up_proj(hidden)
+        return self.down_proj(self.ops.act_and_mul(gate_up, self.config.hidden_act))
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -106,6 +107,7 @@ class Qwen3Model(nn.Module):
         self, config: ModelConfig, context: LayerContext, parts: "type[Qwen3ForCausalLM]"
     ) -> None:
         super().__init__()
+        self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
@@ -139,6 +141,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
+        self.config = config
         self.model = self.model_class(config, context, type(self))
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
         # Tied checkpoints often store the head all the same; it must be the embedding, read once.

@@ -9,6 +9,8 @@ multiply-xorshift finaliser, because 64-bit integer products cost a CPU five tim
 import numpy as np
 import torch
 
+from nanoserve.sampling.sampler import best_tokens
+
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
 _LAST_SHIFT = 16
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over all bits
@@ -59,7 +61,7 @@ class ExponentialRace:
         for start in range(0, vocab_size, width):
             part = logits[:, start : start + width]
             part -= self._log_exponential(row_keys, start, part.shape[1])
-        return logits.argmax(dim=-1)
+        return best_tokens(logits)
 
     def _log_exponential(self, row_keys: torch.Tensor, start: int, width: int) -> torch.Tensor:
         """log of Exp(1) noise [num_rows, width] for token ids from `start` on, in place."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
+from nanoserve.sampling.sampler import best_tokens
 from nanoserve.sampling_params import SlotParams
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class SpecialRows:
         index = torch.from_numpy(rows).to(logits.device)
         changed = self._process(logits[index].float(), slots[rows])
         token_ids = chosen.clone()
-        token_ids[index] = changed.argmax(dim=-1)
+        token_ids[index] = best_tokens(changed)
         drawn = np.flatnonzero(at_random[rows])
         if len(drawn):
             part = torch.from_numpy(drawn).to(logits.device)
