@@ -113,7 +113,7 @@ def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     weight = norm(size, [dtype, torch.float32][size % 2]).weight.data
     ours, theirs = NumbaOps(), TorchOps()
     with torch.inference_mode():
-        normed, added = ours.add_rms_norm(x, residual, weight, 1e-2)
+        normed, added = ours.add_rms_norm(x.clone(), residual.clone(), weight, 1e-2)
         assert torch.equal(added, x + residual)
         wanted = theirs.rms_norm(added.float(), weight.float(), 1e-2).to(dtype)
         assert_close(normed, wanted)
@@ -158,7 +158,7 @@ def test_every_bfloat16_comes_back_and_halves_round_to_even() -> None:
     ops, one = NumbaOps(), torch.zeros(1, len(finite), dtype=torch.bfloat16)
     weight = torch.ones(len(finite), dtype=torch.bfloat16)
     with torch.inference_mode():
-        same = ops.add_rms_norm(finite[None], one, weight, 1.0)[1][0]
+        same = ops.add_rms_norm(finite[None].clone(), one, weight, 1.0)[1][0]
         assert torch.equal(same, finite + 0)
         # 256 + 1 lies between two numbers of 8 bits, 258 + 1 as well: both go to the even one.
         halves = torch.tensor([[256.0, 258.0, 1.0, 1.0]], dtype=torch.bfloat16)

@@ -4,7 +4,8 @@ A decode row reads the K and V of its whole context to compute a single token, s
 that every value is read once, in order, and that nothing is written in between. torch has no
 operator that reads a paged cache: it must gather the blocks into a copy first. Here a task is a row
 and a range of KV heads. It walks over the row's blocks where they lie; the heads of a block are
-neighbours in memory, so a block is one long run for the processor to fetch ahead.
+neighbours in memory, so a block is one long run. The processor fetches ahead within a page of
+memory only, so a task also asks for the next head's K or V while it computes with this one's.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.kernels.numba_values import FAST, as_numpy, exp, store, to_float
+from nanoserve.kernels.numba_values import FAST, as_numpy, exp, prefetch, store, to_float
 
 
 class NumbaAttention(TorchAttention):
@@ -86,10 +87,12 @@ def _add_scores(queries, k_cache, blocks, kv_heads, first, length, scores):
         low, high = max(first - start, 0), min(length - start, block_size)
         for kv_head in range(kv_heads[0], kv_heads[1]):
             k = k_cache[blocks[i], kv_head]
+            following = _following(k_cache, blocks, i, kv_head, kv_heads, length)
             head, end = (kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group
             while head + 2 <= end:
                 t = low
                 while t + 4 <= high:
+                    prefetch(following[t : t + 4])
                     _dot_2x4(queries, head, k, t, scores, start + t)
                     t += 4
                 while t < high:
@@ -100,6 +103,15 @@ def _add_scores(queries, k_cache, blocks, kv_heads, first, length, scores):
             if head < end:
                 for t in range(low, high):
                     scores[head, start + t] = _dot(queries[head], k[t])
+
+
+@njit(**FAST)
+def _following(cache, blocks, i, kv_head, kv_heads, length):
+    """[block_size, head_dim]: what is read after `kv_head` of block i."""
+    if kv_head + 1 < kv_heads[1]:
+        return cache[blocks[i], kv_head + 1]
+    block_size = cache.shape[2]
+    return cache[blocks[min(i + 1, (length - 1) // block_size)], kv_heads[0]]
 
 
 @njit(**FAST)
@@ -140,10 +152,12 @@ def _add_values(weights, v_cache, blocks, kv_heads, first, length, sums):
         low, high = max(first - start, 0), min(length - start, block_size)
         for kv_head in range(kv_heads[0], kv_heads[1]):
             v = v_cache[blocks[i], kv_head]
+            following = _following(v_cache, blocks, i, kv_head, kv_heads, length)
             head, end = (kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group
             while head + 2 <= end:
                 t = low
                 while t + 4 <= high:
+                    prefetch(following[t : t + 4])
                     _add_2x4(weights, head, v, t, sums, start + t)
                     t += 4
                 while t < high:

@@ -33,11 +33,9 @@ class NumbaOps(TorchOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        added, out = torch.empty_like(x), torch.empty_like(x)
-        arrays = (as_numpy(tensor) for tensor in (x, residual, added, out, weight))
         add_rms_norm = _add_rms_norm if x.numel() <= _FEW else _add_rms_norm_parallel
-        add_rms_norm(*arrays, np.float32(eps))
-        return out, added
+        add_rms_norm(as_numpy(x), as_numpy(residual), as_numpy(weight), np.float32(eps))
+        return x, residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         if activation != "silu":
@@ -101,22 +99,22 @@ def _rms_norm_parallel(x, out, weight, eps):
 
 
 @njit(**FAST)
-def _add_and_normalise(x, residual, added, out, weight, eps):
+def _add_and_normalise(x, residual, weight, eps):
     for i in range(len(x)):
-        store(added, i, to_float(x[i]) + to_float(residual[i]))
-    _normalise(added, weight, eps, out)
+        store(residual, i, to_float(x[i]) + to_float(residual[i]))
+    _normalise(residual, weight, eps, x)
 
 
 @njit(**FAST)
-def _add_rms_norm(x, residual, added, out, weight, eps):
+def _add_rms_norm(x, residual, weight, eps):
     for row in range(len(x)):
-        _add_and_normalise(x[row], residual[row], added[row], out[row], weight, eps)
+        _add_and_normalise(x[row], residual[row], weight, eps)
 
 
 @njit(parallel=True, **FAST)
-def _add_rms_norm_parallel(x, residual, added, out, weight, eps):
+def _add_rms_norm_parallel(x, residual, weight, eps):
     for row in prange(len(x)):
-        _add_and_normalise(x[row], residual[row], added[row], out[row], weight, eps)
+        _add_and_normalise(x[row], residual[row], weight, eps)
 
 
 @njit(parallel=True, **FAST)

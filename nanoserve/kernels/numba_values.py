@@ -1,4 +1,4 @@
-"""What the CPU kernels compute with: elements of float32 and bfloat16 arrays, and e^x.
+"""What the CPU kernels compute with: elements of float32 and bfloat16 arrays, e^x, prefetches.
 
 bfloat16 has no type in numba. It is the upper half of a float32, so its bits, shifted, are one.
 """
@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 # Sums may be reordered, which is what makes vectors of them; infinities and NaN stay what they are.
@@ -66,3 +68,26 @@ def exp(x):
     p = p * f + np.float32(6.9315308e-1)
     p = p * f + np.float32(9.9999994e-1)
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@intrinsic
+def _prefetch_line(typing_context, address):
+    """Ask for the 64 bytes at `address`, to read them, in the cache of second level."""
+
+    def generate(context, builder, signature, args):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        is_write, locality, is_data = number(0), number(2), number(1)
+        address = builder.inttoptr(args[0], pointer)
+        builder.call(function, [address, is_write, locality, is_data])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
+@njit(**FAST)
+def prefetch(x):
+    """Ask for a contiguous array, without waiting for it."""
+    for offset in range(0, x.nbytes, 64):
+        _prefetch_line(np.uintp(x.ctypes.data + offset))

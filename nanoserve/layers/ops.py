@@ -27,7 +27,10 @@ class TorchOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Add `x` to the residual stream, and normalise the sum: (normalised, sum)."""
+        """Add `x` to the residual stream, and normalise the sum: (normalised, sum).
+
+        The results may lie where the arguments were; callers have no use for those any more.
+        """
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
