@@ -123,8 +123,8 @@ def allocate_kv_cache(
 
     Zeroed, because masked positions of a padded batch are multiplied by weight 0, and 0 x NaN is
     NaN. On a CPU the memory comes straight from the system, which maps a page when it is first
-    used: an ample pool costs nothing until then, where torch.zeros would write all of it now. Large
-    pages, where the system has them, make the reading of scattered blocks a tenth faster.
+    used: an ample pool costs nothing until then. Large pages, where the system has them, make the
+    reading of scattered blocks an eighth faster.
     """
     num_kv_heads = model_config.num_key_value_heads
     num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
@@ -134,11 +134,18 @@ def allocate_kv_cache(
     shape, dtype = (model_config.num_hidden_layers, *shape), context.dtype
     if context.device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=context.device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return _map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _map_zeros(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], zero, of which a page is mapped when it is first used."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    # Private: by default Python maps shared memory, which Linux hardly ever puts on large pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _physical_memory_bytes() -> int:

@@ -129,6 +129,8 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             self.model_config, self.num_kv_blocks, block_size, self.context
         )
+        if self.config.num_kv_blocks or self.config.kv_cache_memory_bytes:
+            self.kv_cache.zero_()  # asked for, so taken now: no step waits for the system
         pool = self.kv_cache.nbytes / 2**30
         logger.info(
             f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
