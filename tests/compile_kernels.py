@@ -1,6 +1,6 @@
 """Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
 
-    python tests/compile_kernels.py 90
+    python tests/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
 
 Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
 compute capability. A launch then ends after compilation, so what is compiled is what would run:
@@ -190,7 +190,7 @@ class _AbsentGPU(DriverBase):
         raise NotImplementedError("there is no GPU to measure")
 
 
-def compile_cases(capability: int) -> None:
+def compile_cases(capability: int, wanted: str) -> None:
     launch, compiled = JITFunction.run, []
     logs: dict[int, str] = {}  # kernel -> what ptxas said; cases may share a kernel
 
@@ -206,6 +206,8 @@ def compile_cases(capability: int) -> None:
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     JITFunction.run = compile_only
     for label, call in CASES:
+        if not re.search(wanted, label):
+            continue
         case = {"arch": f"sm_{capability}", "case": label}
         compiled.clear()
         try:
@@ -233,4 +235,4 @@ if __name__ == "__main__":
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
     with tempfile.TemporaryDirectory() as cache:  # a stale cache must not pass for a compilation
         triton.knobs.cache.dir = cache
-        compile_cases(int(sys.argv[1]))
+        compile_cases(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
