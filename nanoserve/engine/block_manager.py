@@ -49,7 +49,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         if prefix_cache_seed is None:
-            # Unpredictable, so that nobody can craft a prompt whose hash collides with another's.
+            # Unpredictable, so that two prompts made to collide elsewhere do not collide here.
             prefix_cache_seed = secrets.randbits(64)
         self._root = chain_hash(str(prefix_cache_seed).encode(), np.empty(0))
         self._ref_counts = [0] * (num_blocks + 1)  # by block id; entry 0 is the dummy block
