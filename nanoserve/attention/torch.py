@@ -71,6 +71,8 @@ class TorchAttention(AttentionBackend):
         scores = _cap(torch.bmm(q, k.transpose(1, 2)).float(), layer.soft_cap)
         scores = scores.view(num_rows, num_kv_heads, -1, k.shape[1])
         masked = group.masked(layer.sliding_window)
+        # What nobody sees may be another sequence's, even NaN, and 0 x NaN is NaN.
+        v.view(num_rows, num_kv_heads, -1, layer.head_dim).masked_fill_(masked.mT, 0)
         weights = scores.masked_fill_(masked, -torch.inf).softmax(dim=-1)
         weights = weights.to(v.dtype).view(num_rows * num_kv_heads, -1, k.shape[1])
         return torch.bmm(weights, v).view(num_rows, layer.num_heads, layer.head_dim)

@@ -121,10 +121,10 @@ def allocate_kv_cache(
 ) -> torch.Tensor:
     """One tensor [num_layers, *attention.kv_cache_shape()], zeroed.
 
-    Zeroed, because masked positions of a padded batch are multiplied by weight 0, and 0 x NaN is
-    NaN. On a CPU the memory comes straight from the system, which maps a page when it is first
-    used: an ample pool costs nothing until then. Large pages, where the system has them, make the
-    reading of scattered blocks an eighth faster.
+    Zeroed, because rows that only fill up a batch read the dummy block. On a CPU the memory comes
+    straight from the system, which maps a page when it is first used: an ample pool costs nothing
+    until then. Large pages, where the system has them, make the reading of scattered blocks an
+    eighth faster.
     """
     num_kv_heads = model_config.num_key_value_heads
     num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
