@@ -18,7 +18,7 @@ MINUTES_PER_QUOTE = 3
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 QUOTE = re.compile(r"^ *::: ([\w.]+)$", re.M)
-FENCE = re.compile(r"^ *(`{3,})(.*?)\n(.*?)^ *\1 *$", re.M | re.S)
+FENCE = re.compile(r"^ *(`{3,})([^\n]*)\n(.*?)^ *\1 *$", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Chapter:
         """The first sentence: what one will be able to explain."""
         (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.text, re.M | re.S)
         sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraph.split()))[0]
-        return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", sentence)  # links lead from there, not from here
+        return re.sub(
+            r"\[([^\]]+)\]\([^)]+\)", r"\1", sentence
+        )  # links lead from there, not from here
 
     @property
     def quotes(self) -> list[str]:

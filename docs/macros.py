@@ -22,8 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 DOCS = Path(__file__).parent
 if str(DOCS) not in sys.path:
     sys.path.append(str(DOCS))
-for _stale in [name for name in sys.modules if name.split(".")[0] in ("worked", "house")]:
-    del sys.modules[_stale]  # `mkdocs serve` loads this file again after every change
 
 import house  # noqa: E402
 from trace_pages import scenarios, trace_page  # noqa: E402
@@ -36,6 +34,9 @@ _shown: set[str] = set()  # scenarios of this build; mkdocs-macros loads this fi
 
 def define_env(env: Any) -> None:
     """Give the names to mkdocs-macros; `env` is its plugin."""
+    for stale in [name for name in sys.modules if name.startswith("worked.")]:
+        del sys.modules[stale]  # `mkdocs serve` calls this again after every change
+
     def trace(name: str) -> str:
         _shown.add(name)
         return trace_frame(name, env.page.url)
@@ -64,7 +65,9 @@ def names() -> dict[str, Any]:
 def worked() -> SimpleNamespace:
     """The modules of `worked/`."""
     topics = [path.stem for path in sorted((DOCS / "worked").glob("*.py"))]
-    return SimpleNamespace(**{topic: importlib.import_module(f"worked.{topic}") for topic in topics})
+    return SimpleNamespace(
+        **{topic: importlib.import_module(f"worked.{topic}") for topic in topics}
+    )
 
 
 def trace_frame(name: str, page_url: str) -> str:
