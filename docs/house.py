@@ -1,6 +1,6 @@
 """What pages and tests say about the source and the course is read from them, here.
 
-Files and their lines, the stops of the README's evening path, and the chapters with what they quote.
+Files and their lines, the stops of the README's evening path, the chapters with what they quote.
 """
 
 import ast

@@ -10,6 +10,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from nanoserve.trace.page import make_page
+from nanoserve.trace.reader import read_trace
+
 FOLDER = Path(__file__).parent / "scenarios"
 
 
@@ -33,13 +36,10 @@ def trace_page(name: str) -> str:
 
 @cache
 def _run(name: str, path: Path, source: str) -> str:
-    module = importlib.util.module_from_spec(
-        spec := importlib.util.spec_from_file_location(path.stem, path)
-    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from nanoserve.trace.page import page  # with it comes torch, which pages without runs need not
-
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run.jsonl"
         getattr(module, name)(run)
-        return page(run)
+        return make_page(read_trace(run))

@@ -213,9 +213,9 @@ def test_the_map_is_that_of_the_readme() -> None:
     table = macros.reading_order()
     for stop in stops:
         assert all(f"`{file}`" in table for file in stop.files)
-    assert {"front_door --> engine", "worker --> engine"} <= set(
+    assert {"front_door --> engine", "worker --> engine"} <= {
         line.strip() for line in macros.house_map().splitlines()
-    )
+    }
     assert "engine --> worker" not in macros.house_map()
 
 

@@ -242,7 +242,7 @@ def transformers_generate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the checkpoint: weights in bf16, configuration, tokenizer with its chat template, terms.
+    """Write the checkpoint: weights in bf16, configuration, tokenizer, chat template, terms.
 
     generation_config.json says ``do_sample: false``, so that an engine which takes its defaults
     from there decodes greedily: an oracle should. transformers refuses to save a temperature of 0
