@@ -45,6 +45,14 @@ def define_env(env: Any) -> None:
     env.macro(trace)
 
 
+def on_pre_page_macros(env: Any) -> None:
+    """Number the title of a chapter as its file is numbered."""
+    number = re.match(r"chapters/0*(\d+)-", env.page.file.src_uri)
+    if number:
+        title = f"# {number[1]}. "
+        env.markdown = re.sub(r"^# (?:\d+\. )?", title, env.markdown, count=1, flags=re.M)
+
+
 def on_post_build(env: Any) -> None:
     """Run the scenarios that pages show, and put their pages beside those of the course."""
     folder = Path(env.conf["site_dir"]) / "traces"
