@@ -192,14 +192,35 @@ def functions_of(folder: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("topic", "function"), functions_of("worked"), ids=lambda part: part)
-def test_a_worked_example_is_tested_and_used(topic: str, function: str) -> None:
+def reached(topic: str, texts: list[str]) -> set[str]:
+    """What of a worked example these texts use: what they name, and what that uses in turn."""
+    source = (house.DOCS / "worked" / f"{topic}.py").read_text(encoding="utf-8")
+    uses: dict[str, set[str]] = {}
+    for node in ast.parse(source).body:
+        inside = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        targets = getattr(node, "targets", [getattr(node, "target", node)])
+        uses |= {getattr(each, "id", getattr(each, "name", "")): inside for each in targets}
+    waiting = [each for each in uses if any(re.search(rf"\b{each}\b", text) for text in texts)]
+    found: set[str] = set()
+    while waiting:
+        if (each := waiting.pop()) not in found:
+            found.add(each)
+            waiting += uses[each] & uses.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "topic", [path.stem for path in sorted((house.DOCS / "worked").glob("*.py"))]
+)
+def test_worked_examples_are_tested_and_used(topic: str) -> None:
+    functions = {function for module, function in functions_of("worked") if module == topic}
     tests = [path.read_text("utf-8") for path in Path(__file__).parent.glob("test_worked_*.py")]
-    assert any(
-        re.search(rf"\b{topic}\b", test) and re.search(rf"\b{function}\b", test) for test in tests
+    tests = [text for text in tests if re.search(rf"\b{topic}\b", text)]
+    assert functions - reached(topic, tests) == set()
+    calls = [call for page in PAGES for call in re.findall(r"{{.*?}}", written(page), re.S)]
+    assert (
+        functions - reached(topic, [call for call in calls if f"worked.{topic}." in call]) == set()
     )
-    expressions = [found for page in PAGES for found in re.findall(r"{{.*?}}", written(page), re.S)]
-    assert any(f"worked.{topic}.{function}(" in expression for expression in expressions)
 
 
 @pytest.mark.parametrize(("module", "scenario"), functions_of("scenarios"), ids=lambda part: part)
