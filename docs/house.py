@@ -58,9 +58,8 @@ class Chapter:
         """The first sentence: what one will be able to explain."""
         (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.text, re.M | re.S)
         sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraph.split()))[0]
-        return re.sub(
-            r"\[([^\]]+)\]\([^)]+\)", r"\1", sentence
-        )  # links lead from there, not from here
+        # A link would lead from where the chapter lies, not from where this is shown.
+        return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", sentence)
 
     @property
     def quotes(self) -> list[str]:

@@ -21,8 +21,8 @@ every_exercise = pytest.mark.parametrize("slug", SLUGS)
 def run(*options: str) -> tuple[int, dict[str, list[str]]]:
     """pytest's exit status, and for each exercise what its tests said: "" if they passed."""
     # As the reader has it: without what this suite's conftest sets for itself.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment.pop("PYTEST_ADDOPTS", None)
+    own = ("PYTEST_", "TRITON_INTERPRET")
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
