@@ -44,7 +44,8 @@ def test_undone_exercises_fail_and_are_no_broken_files() -> None:
 @every_exercise
 def test_an_undone_exercise_fails(slug: str) -> None:
     said = run()[1][slug]
-    assert said and all("NotImplementedError" in message for message in said), said
+    assert said and all(said), said  # a test that passes asks nothing of the reader
+    assert any("NotImplementedError" in message for message in said), said
 
 
 @every_exercise
