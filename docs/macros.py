@@ -161,8 +161,9 @@ def stops(*numbers: int) -> str:
         chapter = by_number[number]
         tests = ", ".join(f"`{slug}`" for slug in chapter.exercises)
         title = f"[{number}. {chapter.title}]({chapter.name})"
-        rows.append((title, chapter.promise, f"{chapter.minutes} min", tests))
-    return table(("chapter", "what for", "to read", "exercise"), rows)
+        promise = chapter.promise.removeprefix("After this chapter you can ")
+        rows.append((title, promise, f"{chapter.minutes} min", tests))
+    return table(("chapter", "afterwards you can", "to read", "exercise"), rows)
 
 
 def hours(*numbers: int) -> str:
