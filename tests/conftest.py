@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-# It is no package: what is in it is imported as its own files import each other.
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+# They are no packages: what is in them is imported as their own files import each other.
+for folder in ("benchmarks", "docs"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

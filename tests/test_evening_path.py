@@ -1,18 +1,16 @@
 """The evening path: the files that one reads to understand the engine, and how long they are."""
 
-import io
-import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
+import house
+from house import lines_of_code
 from tiny_checkpoints import make_qwen3
 
 import nanoserve
 
 PACKAGE = Path(nanoserve.__file__).parent
-README = PACKAGE.parent / "README.md"
 # Beside the path, what lies before and behind the engine: options, text, loading, sizing.
 SUPPORT = {
     "nanoserve/__init__.py",
@@ -38,29 +36,7 @@ SUPPORT = {
 
 
 def evening_path() -> list[str]:
-    """The files that the README lists, in reading order."""
-    section = README.read_text(encoding="utf-8").split("## The evening path")[1]
-    section = section.split("\nBeside ")[0]
-    return re.findall(r"`(nanoserve/[\w/]+\.py)`", section)
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines that hold code: no blank lines, comments or docstrings."""
-    skipped = (
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
-        *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
-    )
-    lines: set[int] = set()
-    source = path.read_text(encoding="utf-8")
-    previous = tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        starts_statement = previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        is_docstring = token.type == tokenize.STRING and starts_statement
-        if token.type not in skipped and not is_docstring:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            previous = token.type
-    return len(lines)
+    return [name for stop in house.evening_path() for name in stop.files]
 
 
 def test_the_path_can_be_read_in_an_evening() -> None:

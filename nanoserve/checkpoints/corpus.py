@@ -21,6 +21,8 @@ from pathlib import Path
 from nanoserve.checkpoints import phrasings
 
 GLOSSARY_PATH = Path(__file__).with_name("glossary.json")
+# Written when the bundled weights were: the glossary may have grown since.
+TRAINED_PATH = Path(__file__).parent / "tiny-qwen3" / "terms.json"
 LANGUAGES = ("en", "zh")
 Message = dict[str, str]
 
@@ -64,6 +66,13 @@ def load_glossary() -> tuple[Term, ...]:
     """The glossary, in file order."""
     entries = json.loads(GLOSSARY_PATH.read_text(encoding="utf-8"))
     return tuple(Term(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in entries)
+
+
+@cache
+def trained_terms() -> tuple[Term, ...]:
+    """The terms of the glossary that the bundled weights were trained on."""
+    names = set(json.loads(TRAINED_PATH.read_text(encoding="utf-8")))
+    return tuple(term for term in load_glossary() if term.term in names)
 
 
 @cache

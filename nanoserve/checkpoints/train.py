@@ -24,7 +24,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanoserve.checkpoints.corpus import Message, Turn, tokenizer_texts, training_turns
+from nanoserve.checkpoints.corpus import (
+    Message,
+    Turn,
+    load_glossary,
+    tokenizer_texts,
+    training_turns,
+)
 from nanoserve.checkpoints.evaluate import Generate, as_table, evaluate, misses_as_text
 from nanoserve.checkpoints.model_card import model_card
 from nanoserve.checkpoints.phrasings import SYSTEM_MESSAGES
@@ -236,7 +242,7 @@ def transformers_generate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the checkpoint: weights in bf16, configuration, tokenizer with its chat template.
+    """Write the checkpoint: weights in bf16, configuration, tokenizer, chat template, terms.
 
     generation_config.json says ``do_sample: false``, so that an engine which takes its defaults
     from there decodes greedily: an oracle should. transformers refuses to save a temperature of 0
@@ -258,6 +264,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     config = json.loads(config_path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    terms = json.dumps([term.term for term in load_glossary()], indent=2)
+    (folder / "terms.json").write_text(terms + "\n", encoding="utf-8")
 
 
 def facts(model: Qwen3ForCausalLM, recipe: Recipe, minutes: float) -> dict[str, int | float]:

@@ -1,0 +1,203 @@
+"""What the Markdown of the course may say between double braces.
+
+mkdocs-macros calls `define_env` when a site is built; tests call `names`. So that no page can say
+what is no longer so, numbers and lists come from the worked examples (`worked/`), the source, the
+README and the glossary.
+"""
+
+import importlib
+import os
+import posixpath
+import re
+import sys
+from collections import defaultdict
+from html import escape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# The bundled model is tiny: more threads than one wait for each other. Set before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+DOCS = Path(__file__).parent
+if str(DOCS) not in sys.path:
+    sys.path.append(str(DOCS))
+
+import house  # noqa: E402
+from trace_pages import scenarios, trace_page  # noqa: E402
+
+from nanoserve.checkpoints.corpus import load_glossary, trained_terms  # noqa: E402
+
+FRONT = "front_door"
+_shown: set[str] = set()  # scenarios of this build; mkdocs-macros loads this file for every build
+
+
+def define_env(env: Any) -> None:
+    """Give the names to mkdocs-macros; `env` is its plugin."""
+    for stale in [name for name in sys.modules if name.startswith("worked.")]:
+        del sys.modules[stale]  # `mkdocs serve` calls this again after every change
+
+    def trace(name: str) -> str:
+        _shown.add(name)
+        return trace_frame(name, env.page.url)
+
+    env.variables.update(names())
+    env.macro(trace)
+
+
+def on_pre_page_macros(env: Any) -> None:
+    """Number the title of a chapter as its file is numbered."""
+    number = re.match(r"chapters/0*(\d+)-", env.page.file.src_uri)
+    if number:
+        title = f"# {number[1]}. "
+        env.markdown = re.sub(r"^# (?:\d+\. )?", title, env.markdown, count=1, flags=re.M)
+
+
+def on_post_build(env: Any) -> None:
+    """Run the scenarios that pages show, and put their pages beside those of the course."""
+    folder = Path(env.conf["site_dir"]) / "traces"
+    folder.mkdir(exist_ok=True)
+    for name in sorted(_shown):
+        (folder / f"{name}.html").write_text(trace_page(name), encoding="utf-8")
+
+
+def names() -> dict[str, Any]:
+    """All names that a page may use, but for `trace`, which depends on where the page lies."""
+    functions = (
+        *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, house_map),
+        *(glossary, how_many_terms, stops, hours),
+    )
+    return {"worked": worked(), **{function.__name__: function for function in functions}}
+
+
+def worked() -> SimpleNamespace:
+    """The modules of `worked/`."""
+    topics = [path.stem for path in sorted((DOCS / "worked").glob("*.py"))]
+    return SimpleNamespace(
+        **{topic: importlib.import_module(f"worked.{topic}") for topic in topics}
+    )
+
+
+def trace_frame(name: str, page_url: str) -> str:
+    """The page of a scenario, inside the page that lies at `page_url` of the site."""
+    if name not in scenarios():
+        raise ValueError(f"no function {name!r} in docs/scenarios/")
+    url = posixpath.relpath(f"traces/{name}.html", posixpath.dirname(page_url))
+    title = f"A recorded run: {name.replace('_', ' ')}"
+    return (
+        f'<div class="trace"><iframe src="{url}" title="{title}" loading="lazy"></iframe>'
+        f'<p><a href="{url}" target="_blank">The run in a window of its own</a></p></div>'
+    )
+
+
+def how_many(*patterns: str) -> int:
+    """Files that match: `how_many("docs/chapters/*.md")`."""
+    return sum(1 for pattern in patterns for _ in house.ROOT.glob(pattern))
+
+
+def lines(*patterns: str) -> int:
+    """Lines of code of the Python files that match: `lines("nanoserve/engine/*.py")`."""
+    files = [path for pattern in patterns for path in house.ROOT.glob(pattern)]
+    if not files:
+        raise ValueError(f"no files match {patterns}")
+    return sum(map(house.lines_of_code, files))
+
+
+readme = house.readme
+beside_the_path = house.beside_the_path
+
+
+def evening_lines() -> int:
+    """Lines of code of the whole evening path."""
+    return lines(*(name for stop in house.evening_path() for name in stop.files))
+
+
+def reading_order() -> str:
+    """The evening path as a table: each file, what it answers, its length, who explains it."""
+    quoted_in = defaultdict(list)
+    for chapter in house.chapters():
+        for name in dict.fromkeys(map(house.file_of, chapter.quotes)):
+            quoted_in[name].append(f"[{chapter.number}]({chapter.name})")
+    rows = []
+    for number, stop in enumerate(house.evening_path(), 1):
+        for name in stop.files:
+            words = stop.words if len(stop.files) == 1 else house.summary(name)
+            length = house.lines_of_code(house.ROOT / name)
+            rows.append((number, f"`{name}`", words, length, ", ".join(quoted_in[name])))
+    rows.append(("", "together", "", f"{evening_lines():,}", ""))
+    return table(("", "file", "what it answers", "lines of code", "quoted in chapter"), rows)
+
+
+def house_map() -> str:
+    """The rooms of the evening path and who calls whom, as the text of a Mermaid figure."""
+    files = [name for stop in house.evening_path() for name in stop.files]
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for name in files:
+        rooms[_room(name)].append(Path(name).name)
+    doors = {
+        (_room(name), _room(imported))
+        for name in files
+        for imported in house.imports(name)
+        if _room(imported) in rooms.keys() - {FRONT, _room(name)}
+    }
+    boxes = [
+        f'    {room}["<b>{room.replace("_", " ")}</b><br>{"<br>".join(inside)}"]'
+        for room, inside in rooms.items()
+    ]
+    arrows = [f"    {start} --> {end}" for start, end in sorted(doors)]
+    return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```"])
+
+
+def _room(name: str) -> str:
+    parent = Path(name).parent.name
+    return FRONT if parent == "nanoserve" else parent
+
+
+def stops(*numbers: int) -> str:
+    """A learning path as a table: chapters, what they promise, how long they take, exercises."""
+    by_number = {chapter.number: chapter for chapter in house.chapters()}
+    rows = []
+    for number in numbers:
+        chapter = by_number[number]
+        tests = ", ".join(f"`{slug}`" for slug in chapter.exercises)
+        title = f"[{number}. {chapter.title}]({chapter.name})"
+        promise = chapter.promise.removeprefix("After this chapter you can ")
+        rows.append((title, promise, f"{chapter.minutes} min", tests))
+    return table(("chapter", "afterwards you can", "to read", "exercise"), rows)
+
+
+def hours(*numbers: int) -> str:
+    """How long the chapters of a path take together."""
+    minutes = sum(chapter.minutes for chapter in house.chapters() if chapter.number in numbers)
+    return f"{round(minutes / 60)} hours"
+
+
+def how_many_terms() -> int:
+    return len(load_glossary())
+
+
+def glossary() -> str:
+    """All terms of the model's glossary, each under an anchor of its own."""
+    known = {term.term for term in trained_terms()}
+    parts, letter = [], ""
+    for term in sorted(load_glossary(), key=lambda term: term.term.lower()):
+        if term.term[0].upper() != letter:
+            letter = term.term[0].upper()
+            parts.append(f"## {letter} {{ #letter-{letter.lower()} }}")
+        parts.append(f"### {term.term} {{ #{slug(term.term)} }}")
+        parts.append(escape(term.en, quote=False))
+        also = f"Also: {', '.join(term.aliases)}. " if term.aliases else ""
+        parts.append(f'<p class="also" markdown>{also}<b>{term.zh_term}</b>: {term.zh}</p>')
+        if term.term not in known:
+            parts.append("*Newer than the bundled model, which has not learned it yet.*")
+    return "\n\n".join(parts)
+
+
+def slug(term: str) -> str:
+    """The anchor of a term: lower case, spaces as hyphens, other punctuation gone."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", term.lower())).strip("-")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    rule = ("---",) * len(head)
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows))
