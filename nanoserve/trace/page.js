@@ -361,7 +361,8 @@ function storyOf(step) {
   if (step.preempted.length) told.push(`No block was free: ${names(step.preempted)} gave way.`);
   for (const row of step.rows.filter((row) => step.admitted.includes(row.seq))) {
     const hits = row.hits ? `, ${plural(row.hits * blockSize, "token")} of it from the prefix cache` : "";
-    told.push(`#${row.seq} begins${hits}.`);
+    const again = phases[row.seq].some((span) => span.phase === "preempted" && span.first <= current);
+    told.push(`#${row.seq} begins${again ? " again" : ""}${hits}.`);
   }
   told.push(`${count("decode")} decode, ${count("prefill")} prefill.`);
   if (step.evicted.length) told.push(`Evicted from the cache: ${plural(step.evicted.length, "block")}.`);
@@ -518,7 +519,6 @@ function playOn() {
 function go(i) {
   play(false);
   show(i);
-  history.replaceState(null, "", `#step=${steps[current].step}`);
 }
 
 function goToNextEvent() {
