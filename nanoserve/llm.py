@@ -145,7 +145,7 @@ class LLM:
         return self.engine.stats
 
     def close(self) -> None:
-        """Release weights and KV cache, end the trace. Idempotent; so does leaving a `with` block."""
+        """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
         self.engine.close()
         self._trace.close()
 

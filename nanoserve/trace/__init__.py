@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 
 def start_trace(engine: "LLMEngine") -> ExitStack:
-    """Record the steps of `engine` to `config.trace` until what is returned is closed.
+    """Record the steps of `engine` in `config.trace` until what is returned is closed.
 
-    Without that option nothing is recorded, imported or observed.
+    An earlier file of that name is replaced. Without that option nothing is imported or observed.
     """
-    closing = ExitStack()
-    if engine.config.trace is not None:
-        from nanoserve.trace.recorder import TraceRecorder
+    with ExitStack() as closing:  # closes the file if its header cannot be written
+        if engine.config.trace is not None:
+            from nanoserve.trace.recorder import TraceRecorder
 
-        recorder = TraceRecorder(engine, engine.config.trace)
-        engine.observers.append(recorder.observe)
-        closing.callback(recorder.close)
-    return closing
+            # A request id may hold half a surrogate pair: as an escape, JSON reads it back.
+            settings = {"encoding": "utf-8", "errors": "backslashreplace"}
+            file = closing.enter_context(open(engine.config.trace, "w", **settings))
+            recorder = TraceRecorder(engine, file)
+            engine.observers.append(recorder.observe)
+            closing.callback(recorder.end)
+        return closing.pop_all()

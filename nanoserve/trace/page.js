@@ -1,5 +1,3 @@
-"use strict";
-
 // A trace holds what changed in each step. Here the state of any step is rebuilt from the changes,
 // and drawn. Below: the run, its state, its drawings, the hints, the controls.
 
@@ -10,10 +8,9 @@ const { header, steps, phases, chrome, closed, cut_off_line: cutOffLine } = JSON
 );
 const blockSize = header.block_size;
 const PARTS = ["schedule", "pack", "execute", "update"];
-// Okabe and Ito's colours, each with the text colour that can be read on it.
+// Paul Tol's light colours: told apart with any colour vision, and black text is legible on them.
 const PALETTE = [
-  ["#e69f00", "#000"], ["#56b4e9", "#000"], ["#009e73", "#000"], ["#f0e442", "#000"],
-  ["#0072b2", "#fff"], ["#d55e00", "#000"], ["#cc79a7", "#000"],
+  "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#44bb99", "#bbcc33", "#99ddff", "#aaaa00",
 ];
 
 // By arrival number: the prompt, the tokens that came, and how it ended.
@@ -129,9 +126,7 @@ function element(tag, className = "", text = "") {
 }
 
 function colour(made, seq) {
-  const [owner, onOwner] = PALETTE[(seq - 1) % PALETTE.length];
-  made.style.setProperty("--owner", owner);
-  made.style.setProperty("--on-owner", onOwner);
+  made.style.setProperty("--owner", PALETTE[(seq - 1) % PALETTE.length]);
   return made;
 }
 
@@ -194,7 +189,6 @@ function drawChart(title, layers, limit) {
 }
 
 function drawCharts() {
-  byId("charts").append(element("div", "cursor"));
   const blocks = [{ name: "decode", values: numUsed }, { name: "line", values: numCached }];
   drawChart("blocks", blocks, Math.min(header.num_kv_blocks, numBlocksShown()));
   const times = PARTS.map((name) => ({ name, values: steps.map((step) => step.times[name]) }));
@@ -275,10 +269,11 @@ function drawBatch(step) {
 
 function drawRow(row) {
   const made = colour(element("div", "row"), row.seq);
-  const title = element("b", "", `#${row.seq} ${row.kind}${row.new > 1 ? ` ${row.new}` : ""}`);
+  const end = row.computed + row.new;
+  const what = row.kind === "decode" ? "decode" : `prefill ${row.new}`;
+  const title = element("b", "", `#${row.seq} ${what}, context ${end}`);
   title.dataset.seq = row.seq;
   made.append(title);
-  const end = row.computed + row.new;
   const numLast = row.new > MOST_TOKENS ? 8 : 0;
   const cut = Math.min(end, row.computed + MOST_TOKENS - numLast);
   for (let position = row.computed; position < cut; position++) {
@@ -384,7 +379,7 @@ function show(i) {
   drawQueues(step);
   drawTimes(step);
   followLanes(step);
-  hideHint();
+  refreshHint();
 }
 
 // Keep the lanes of what runs in sight.
@@ -397,9 +392,10 @@ function followLanes(step) {
     if (runs) first ??= lane;
   }
   const scroll = document.querySelector(".scroll");
+  const height = scroll.clientHeight - byId("charts").offsetHeight; // the charts stay in sight
   const isSeen =
     first.offsetTop >= scroll.scrollTop &&
-    first.offsetTop + first.offsetHeight <= scroll.scrollTop + scroll.clientHeight;
+    first.offsetTop + first.offsetHeight <= scroll.scrollTop + height;
   if (!isSeen) scroll.scrollTop = first.offsetTop - first.offsetHeight;
 }
 
@@ -471,26 +467,27 @@ function hintFor(target) {
   return describeSequence(Number(seq));
 }
 
+let hinted = null; // what the pointer is on
+
 function showHint(event) {
-  const target = event.target.closest?.("[data-block], [data-of], [data-yielded], [data-seq]");
-  hideHint();
-  if (!target) return;
-  const hint = byId("hint");
-  hint.textContent = hintFor(target);
-  hint.hidden = false;
-  if (target.dataset.seq) chooseBlocks(state.tables.get(Number(target.dataset.seq)) ?? []);
+  hinted = event.target.closest?.("[data-block], [data-of], [data-yielded], [data-seq]");
+  refreshHint();
+  if (!hinted) return;
   // Beside the pointer, but within the window.
-  const { width, height } = hint.getBoundingClientRect();
-  const right = event.clientX + 14;
+  const { width, height } = byId("hint").getBoundingClientRect();
   const below = event.clientY + 14;
   const isLow = below + height > innerHeight;
-  hint.style.left = `${Math.max(4, Math.min(right, innerWidth - width - 4))}px`;
-  hint.style.top = `${isLow ? Math.max(4, event.clientY - height - 10) : below}px`;
+  const left = Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 4));
+  byId("hint").style.left = `${left}px`;
+  byId("hint").style.top = `${isLow ? Math.max(4, event.clientY - height - 10) : below}px`;
 }
 
-function hideHint() {
-  byId("hint").hidden = true;
-  chooseBlocks([]);
+// Also when the step changes under a pointer that rests. Tokens and queues are then new elements.
+function refreshHint() {
+  if (!hinted?.isConnected) hinted = null;
+  byId("hint").hidden = hinted === null;
+  if (hinted) byId("hint").textContent = hintFor(hinted);
+  chooseBlocks(state.tables.get(Number(hinted?.dataset.seq)) ?? []);
 }
 
 function chooseBlocks(blocks) {

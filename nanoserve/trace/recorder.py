@@ -29,8 +29,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.decoders import DecodeStream
@@ -49,12 +48,9 @@ _MOST_HELD = 16  # tokens without text before their bytes are taken for broken
 
 
 class TraceRecorder:
-    """Writes what `engine` does to `path`, where an earlier trace is replaced.
+    """Writes what `engine` does to `file`, every line at once, so that a crash leaves them."""
 
-    Every line is written at once, so that a crash leaves all steps before it.
-    """
-
-    def __init__(self, engine: LLMEngine, path: str | Path) -> None:
+    def __init__(self, engine: LLMEngine, file: TextIO) -> None:
         self._scheduler = engine.scheduler
         self._backend = None if engine.tokenizer is None else engine.tokenizer.backend
         self._block_size = engine.config.block_size
@@ -62,8 +58,7 @@ class TraceRecorder:
         self._tables: dict[Sequence, list[int]] = {}  # of those that run
         self._cached: set[int] = set()
         self._num_preemptions = 0
-        # A request id may hold half a surrogate pair, which becomes an escape that JSON reads back.
-        self._file = open(path, "w", encoding="utf-8", errors="backslashreplace")
+        self._file = file
         self._start = time.perf_counter()
         options = {name: getattr(engine.config, name) for name in _OPTIONS}
         self._write(
@@ -79,7 +74,7 @@ class TraceRecorder:
         parts = asdict(times)
         start = self._seconds(time.perf_counter() - sum(parts.values()))
         arrived = self._introduce(plan)
-        aborted = self._end(seq for seq in self._texts if seq not in plan.num_new_tokens)
+        aborted = self._ended(seq for seq in self._texts if seq not in plan.num_new_tokens)
         undone = self._undone(plan)
         for seq in [*undone, *plan.preempted]:
             self._tables.pop(seq, None)
@@ -100,17 +95,16 @@ class TraceRecorder:
                 "rows": rows,
                 "evicted": evicted,
                 "published": plan.registered_blocks,
-                "finished": self._end(plan.num_new_tokens),
+                "finished": self._ended(plan.num_new_tokens),
                 "waiting": _numbers(self._scheduler.waiting),
                 "running": _numbers(self._scheduler.running),
             }
         )
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Write the last line. The engine is closed already: what was left in it is aborted."""
         now = self._seconds(time.perf_counter())
-        self._write({"closed": now, "aborted": self._end(self._texts)})
-        self._file.close()
+        self._write({"closed": now, "aborted": self._ended(self._texts)})
 
     def _write(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
@@ -140,7 +134,7 @@ class TraceRecorder:
             "texts": [texts.next(token_id) for token_id in prompt],
         }
 
-    def _end(self, sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
+    def _ended(self, sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
         """Forget those of `sequences` that are finished; how each of them ended."""
         ended = [seq for seq in sequences if seq.finished]
         for seq in ended:
