@@ -3,6 +3,8 @@
 python -m nanoserve.trace run.jsonl                    writes run.html, to be opened in a browser
 python -m nanoserve.trace run.jsonl -o page.html       or another file
 python -m nanoserve.trace run.jsonl --chrome run.json  writes a Chrome trace, for ui.perfetto.dev
+
+The address `run.html#step=12` opens the page at that step.
 """
 
 import argparse
