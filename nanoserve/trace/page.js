@@ -171,30 +171,31 @@ function drawLanes() {
   document.body.style.setProperty("--step", 1 / steps.length);
 }
 
-// Layers on top of each other, as areas: each is a name and a value for every step.
-function drawChart(title, layers, limit) {
+// Layers on top of each other, as areas: each is a colour and a value for every step.
+function drawChart(name, title, layers, limit) {
   let below = steps.map(() => 0);
-  const polygons = layers.map(({ name, values }) => {
+  const polygons = layers.map(({ colour, values }) => {
     const above = below.map((value, i) => value + values[i]);
     const y = (value) => (100 * (1 - Math.min(1, value / limit))).toFixed(1);
     const there = above.map((value, i) => `${i},${y(value)} ${i + 1},${y(value)}`);
     const back = below.map((value, i) => `${i + 1},${y(value)} ${i},${y(value)}`).reverse();
     below = above;
-    return `<polygon fill="var(--${name})" points="${there.join(" ")} ${back.join(" ")}"/>`;
+    return `<polygon fill="var(--${colour})" points="${there.join(" ")} ${back.join(" ")}"/>`;
   });
   const chart = element("div", "chart");
   const view = `viewBox="0 0 ${steps.length} 100" preserveAspectRatio="none"`;
-  chart.innerHTML = `<b>${title}</b><svg ${view} class="track">${polygons.join("")}</svg>`;
+  chart.title = title;
+  chart.innerHTML = `<b>${name}</b><svg ${view} class="track">${polygons.join("")}</svg>`;
   byId("charts").append(chart);
 }
 
 function drawCharts() {
-  const blocks = [{ name: "decode", values: numUsed }, { name: "line", values: numCached }];
-  drawChart("blocks", blocks, Math.min(header.num_kv_blocks, numBlocksShown()));
-  const times = PARTS.map((name) => ({ name, values: steps.map((step) => step.times[name]) }));
+  const blocks = [{ colour: "decode", values: numUsed }, { colour: "waiting", values: numCached }];
+  drawChart("blocks", "in use, and free but cached", blocks, numBlocksShown());
+  const times = PARTS.map((part) => ({ colour: part, values: steps.map((step) => step.times[part]) }));
   const totals = steps.map((step) => sum(Object.values(step.times))).sort((a, b) => a - b);
   // A first step that compiles something would hide all others: the highest may be cut.
-  drawChart("time", times, 1.2 * totals[Math.floor(0.97 * (totals.length - 1))]);
+  drawChart("time", PARTS.join(", "), times, 1.2 * totals[Math.floor(0.97 * (totals.length - 1))]);
 }
 
 function sum(values) {
@@ -226,8 +227,7 @@ function drawPool(step) {
   const marks = new Map(step.evicted.map((block) => [block, "evicted"]));
   for (const row of step.rows) {
     row.blocks.forEach((block, i) => {
-      if (i < row.hits) marks.set(block, "hit");
-      else if (!marks.has(block)) marks.set(block, "new");
+      if (!marks.has(block)) marks.set(block, i < row.hits ? "hit" : "new");
     });
   }
   for (const cell of byId("blocks").children) {
