@@ -367,7 +367,6 @@ def busy_trace(path: Path, num_requests: int = 50) -> Trace:
         own = [rng.randrange(256) for _ in range(rng.randint(5, 60))]
         requests.append(ask(common[: rng.randint(10, 60)] + own, max_tokens=rng.randint(10, 80)))
     options = {"block_size": 16, "num_kv_blocks": 40, "max_num_batched_tokens": 48}
-    options["long_prefill_token_threshold"] = 16
     return record(path, *requests, tokenizer=byte_tokenizer(), **options)
 
 
@@ -376,7 +375,7 @@ def test_phases_follow_each_other_from_arrival_to_end(tmp_path: Path) -> None:
     spans_of = phases(trace)
     assert len(spans_of) == trace.num_sequences == 50
     assert {span.phase for spans in spans_of.values() for span in spans} == {
-        *("waiting", "prefill", "decode", "paused", "preempted")
+        *("waiting", "prefill", "decode", "preempted")
     }
     planned = [{row["seq"]: row["kind"] for row in step["rows"]} for step in trace.steps]
     for seq, spans in spans_of.items():
@@ -462,7 +461,7 @@ def test_a_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_the_page_rebuilds_the_same_pool(tmp_path: Path) -> None:
     trace = busy_trace(tmp_path / "run.jsonl")
     page = make_page(trace)
-    (program,) = re.findall(r"<script type="module">\n(.*?)</script>", page, re.S)
+    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
     (tmp_path / "data.json").write_text(data_of(page), encoding="utf-8")
     script = (
         "const text = require('fs').readFileSync('data.json', 'utf8');"

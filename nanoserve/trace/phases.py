@@ -12,8 +12,7 @@ _ENGINE, _REQUESTS = 1, 2  # "processes" of a Chrome trace: each has tracks of i
 class Span:
     """A time in which a sequence did one thing.
 
-    phase: "waiting", "prefill", "decode", "paused" (it runs, but the step's budget was spent on
-        others) or "preempted".
+    phase: "waiting", "prefill", "decode" or "preempted".
     first, last: indices of the first and the last step; last < first if it fell between two steps.
     start, end: in seconds; a span ends where the next one of its sequence starts.
     """
@@ -60,12 +59,8 @@ def phases(trace: Trace) -> dict[int, list[Span]]:
             spans.end(ended["seq"], i - 1, now)
         for seq in [*step["undone"], *step["preempted"]]:
             spans.begin(seq, "preempted", i, now)
-        planned = {row["seq"]: row["kind"] for row in step["rows"]}
-        for seq, kind in planned.items():
-            spans.begin(seq, kind, i, now)
-        for seq in step["running"]:
-            if seq not in planned:
-                spans.begin(seq, "paused", i, now)
+        for row in step["rows"]:
+            spans.begin(row["seq"], row["kind"], i, now)
         for ended in step["finished"]:
             spans.end(ended["seq"], i, step_end(step))
     if trace.steps:
