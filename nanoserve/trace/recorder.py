@@ -17,8 +17,8 @@ says when the engine was closed. A line in between is a step:
     evicted     cached blocks that were taken for something else
     published   blocks that entered the prefix cache
     finished    sequences that ended with this step
-    waiting     the queue behind this step, its head first
-    running     the running sequences behind this step, in order of admission
+    waiting     the queue after this step, its head first
+    running     the running sequences after this step, in order of admission
 
 A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
 row has the blocks that are new in it, after a (new) admission all of them.
