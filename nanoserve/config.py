@@ -1,6 +1,7 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `nanoserve.model_config`."""
 
 import logging
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class EngineConfig:
 
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
+    trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
 
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
     attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
@@ -78,6 +80,8 @@ class EngineConfig:
             value = getattr(self, name)
             is_path = isinstance(value, (str, Path, type(None)))
             require(is_path, f"{name}={value!r} must be a folder")
+        if self.trace is not None:
+            check_output_file("trace", self.trace)
         is_revision = self.revision is None or (isinstance(self.revision, str) and self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
@@ -148,6 +152,17 @@ class EngineConfig:
             f"blocks of {self.block_size} hold {pool_limit} tokens",
         )
         return self.max_model_len
+
+
+def check_output_file(name: str, value: Any) -> None:
+    """A file that can be written, or replaced; it is not touched."""
+    is_path = isinstance(value, (str, Path))
+    require(is_path, f"{name}={value!r} must be the name of a file")
+    path = Path(value)
+    require(path.parent.is_dir(), f"{name}={str(value)!r}: there is no folder {path.parent}")
+    require(not path.is_dir(), f"{name}={str(value)!r} is a folder, not a file")
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    require(is_writable, f"{name}={str(value)!r} cannot be written")
 
 
 def check_int(name: str, value: Any, minimum: int) -> None:

@@ -18,6 +18,7 @@ from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.tokenizer import Message, Tokenizer
+from nanoserve.trace import start_trace
 from nanoserve.worker.device import make_executor
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class LLM:
         fetch_weights(model, path, config)
         executor = make_executor(config, model_config, path)
         self.engine = LLMEngine(config, model_config, executor, tokenizer)
+        self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request: what is not yet read
 
@@ -143,8 +145,9 @@ class LLM:
         return self.engine.stats
 
     def close(self) -> None:
-        """Release weights and KV cache. Idempotent; leaving a `with` block does the same."""
+        """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
         self.engine.close()
+        self._trace.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -26,6 +26,7 @@ SUPPORT = {
     "nanoserve/engine/detokenizer.py",
     "nanoserve/engine/output_processor.py",
     "nanoserve/progress.py",
+    "nanoserve/trace/__init__.py",
     "nanoserve/engine/interrupts.py",
     "nanoserve/checkpoints/__init__.py",
     "nanoserve/models/registry.py",

@@ -135,6 +135,10 @@ class BlockManager:
                 published.append(block)
         return published
 
+    def is_cached(self, block: int) -> bool:
+        """Whether the prefix cache has `block`, in use or free."""
+        return self._hash_of[block] is not None
+
     def forget(self, block: int) -> None:
         """Withdraw a published block, because its content is about to change or never came."""
         block_hash = self._hash_of[block]

@@ -1,0 +1,70 @@
+"""Look at a recorded trace.
+
+python -m nanoserve.trace run.jsonl                    writes run.html, to be opened in a browser
+python -m nanoserve.trace run.jsonl -o page.html       or another file
+python -m nanoserve.trace run.jsonl --chrome run.json  writes a Chrome trace, for ui.perfetto.dev
+
+The address `run.html#step=12` opens the page at that step.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from nanoserve.trace.page import make_page
+from nanoserve.trace.phases import chrome_trace
+from nanoserve.trace.reader import Pool, Trace, read_trace
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanoserve.trace", description="Look at what LLM(..., trace=...) recorded."
+    )
+    parser.add_argument("trace", type=Path, help="what was recorded, as JSON Lines")
+    parser.add_argument("-o", "--output", type=Path, metavar="run.html", help="the page")
+    parser.add_argument("--chrome", type=Path, metavar="run.json", help="a Chrome trace")
+    args = parser.parse_args(arguments)
+    page = args.output
+    if page is None and args.chrome is None:
+        page = args.trace.with_suffix(".html")
+
+    trace = read_trace(args.trace)
+    if trace.cut_off_line is not None:
+        print(f"{args.trace}: line {trace.cut_off_line} was cut off and is left out")
+    if page is not None:
+        _write(page, make_page(trace), args.trace)
+    if args.chrome is not None:
+        _write(args.chrome, json.dumps(chrome_trace(trace)), args.trace)
+    print(summary(trace))
+
+
+def summary(trace: Trace) -> str:
+    """What there is to see, in a line."""
+    pool, most_used = Pool(), 0
+    for step in trace.steps:
+        pool.advance(step)
+        most_used = max(most_used, len(pool.ref_counts()))
+        pool.release(step)
+    preempted, evicted = (
+        sum(len(step[what]) for step in trace.steps) for what in ("preempted", "evicted")
+    )
+    return (
+        f"{len(trace.steps)} steps, {trace.num_sequences} sequences, at most {most_used} of "
+        f"{trace.header['num_kv_blocks']} KV blocks in use, "
+        f"{preempted} preemptions, {evicted} cached blocks evicted"
+    )
+
+
+def _write(path: Path, text: str, source: Path) -> None:
+    if path.resolve() == source.resolve():
+        raise ValueError(f"{path} is the trace itself: write to another file")
+    path.write_text(text, encoding="utf-8")
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a file that is missing, unreadable or no trace
+        sys.exit(f"python -m nanoserve.trace: {error}")

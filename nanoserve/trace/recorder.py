@@ -1,0 +1,253 @@
+"""Every step of the engine as one line of JSON: who ran, on which KV blocks, and what gave way.
+
+The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan and
+its batch, and the engine does not know of it. The first line of a trace is its header, the last one
+says when the engine was closed. A line in between is a step:
+
+    step        number of its batch; a number that is missing is a step that raised and was undone
+    time        seconds from the start of the trace to the start of the step
+    times       of which it spent in each part of the loop
+    arrived     sequences seen for the first time, with their prompts
+    aborted     sequences that ended between the step before and this one
+    undone      sequences that lost their blocks to a step that raised, before this one
+    preempted   sequences that lost their blocks in this one
+    admitted    sequences that began to run, for the first time or again
+    batch       the header of the packed batch
+    rows        its rows, in order; see `TraceRecorder._row`
+    evicted     cached blocks that were taken for something else
+    published   blocks that entered the prefix cache
+    finished    sequences that ended with this step
+    waiting     the queue after this step, its head first
+    running     the running sequences after this step, in order of admission
+
+A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
+row has the blocks that are new in it, after a (new) admission all of them.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, TextIO
+
+from tokenizers import Tokenizer as TokenizerBackend
+from tokenizers.decoders import DecodeStream
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.llm_engine import LLMEngine, StepTimes
+from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+
+FORMAT, VERSION = "nanoserve-trace", 1
+_OPTIONS = (
+    *("model", "block_size", "max_num_seqs", "max_num_batched_tokens"),
+    *("long_prefill_token_threshold", "scheduling_policy", "enable_prefix_caching"),
+)
+_MOST_HELD = 16  # tokens without text before their bytes are taken for broken
+
+
+class TraceRecorder:
+    """Writes what `engine` does to `file`, every line at once, so that a crash leaves them."""
+
+    def __init__(self, engine: LLMEngine, file: TextIO) -> None:
+        self._scheduler = engine.scheduler
+        self._backend = None if engine.tokenizer is None else engine.tokenizer.backend
+        self._block_size = engine.config.block_size
+        self._texts: dict[Sequence, TokenTexts] = {}  # of all sequences that have not ended
+        self._tables: dict[Sequence, list[int]] = {}  # of those that run
+        self._cached: set[int] = set()
+        self._num_preemptions = 0
+        self._file = file
+        self._start = time.perf_counter()
+        options = {name: getattr(engine.config, name) for name in _OPTIONS}
+        self._write(
+            {"format": FORMAT, "version": VERSION}
+            | {"started": datetime.now().astimezone().isoformat(timespec="seconds")}
+            | options
+            | {"num_kv_blocks": engine.executor.num_kv_blocks}
+            | {"max_model_len": engine.executor.max_model_len}
+        )
+
+    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        """Write one step. It is over: what finished has given back its blocks already."""
+        parts = asdict(times)
+        start = self._seconds(time.perf_counter() - sum(parts.values()))
+        arrived = self._introduce(plan)
+        aborted = self._ended(seq for seq in self._texts if seq not in plan.num_new_tokens)
+        undone = self._undone(plan)
+        for seq in [*undone, *plan.preempted]:
+            self._tables.pop(seq, None)
+        rows = self._rows(plan, batch)
+        evicted = self._evict(block for row in rows for block in row["blocks"][row["hits"] :])
+        self._cached.update(plan.registered_blocks)
+        self._write(
+            {
+                "step": int(batch.header[0]),
+                "time": start,
+                "times": {part: round(seconds, 7) for part, seconds in parts.items()},
+                "arrived": arrived,
+                "aborted": aborted,
+                "undone": _numbers(undone),
+                "preempted": _numbers(plan.preempted),
+                "admitted": _numbers(plan.admitted),
+                "batch": batch.header_dict(),
+                "rows": rows,
+                "evicted": evicted,
+                "published": plan.registered_blocks,
+                "finished": self._ended(plan.num_new_tokens),
+                "waiting": _numbers(self._scheduler.waiting),
+                "running": _numbers(self._scheduler.running),
+            }
+        )
+
+    def end(self) -> None:
+        """Write the last line. The engine is closed already: what was left in it is aborted."""
+        now = self._seconds(time.perf_counter())
+        self._write({"closed": now, "aborted": self._ended(self._texts)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def _seconds(self, clock: float) -> float:
+        return round(clock - self._start, 6)
+
+    def _introduce(self, plan: Plan) -> list[dict[str, Any]]:
+        """Sequences that were never seen before. An arrival may run at once, or wait."""
+        seen = {*plan.num_new_tokens, *self._scheduler.waiting}
+        new = sorted(seen.difference(self._texts), key=lambda seq: seq.arrival)
+        return [self._arrival(seq) for seq in new]
+
+    def _arrival(self, seq: Sequence) -> dict[str, Any]:
+        """`texts` are those of the prompt's tokens: together they are its text."""
+        texts = self._texts[seq] = TokenTexts(self._backend)
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        return {
+            "seq": seq.arrival,
+            "request": seq.request_id,
+            "index": seq.index,  # which completion of its prompt
+            "priority": int(seq.priority),
+            "time": self._seconds(seq.metrics.arrival_time),
+            "prompt": prompt,
+            "texts": [texts.next(token_id) for token_id in prompt],
+        }
+
+    def _ended(self, sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
+        """Forget those of `sequences` that are finished; how each of them ended."""
+        ended = [seq for seq in sequences if seq.finished]
+        for seq in ended:
+            del self._texts[seq]
+            self._tables.pop(seq, None)
+        return [
+            {"seq": seq.arrival, "reason": seq.finish_reason, "stop_reason": seq.stop_reason}
+            for seq in ended
+        ]
+
+    def _undone(self, plan: Plan) -> list[Sequence]:
+        """Sequences that no step preempted, and that wait, or had to be admitted once more."""
+        return [
+            seq
+            for seq in self._tables
+            if (seq.status is SequenceStatus.WAITING and seq not in plan.preempted)
+            or seq in plan.admitted
+        ]
+
+    def _rows(self, plan: Plan, batch: Batch) -> list[dict[str, Any]]:
+        last_tokens = (batch.cu_seqlens_q[1 : len(plan.num_new_tokens) + 1] - 1).tolist()
+        sampled = set(batch.logits_rows[: batch.header_dict()["num_sampled_rows"]].tolist())
+        rows = []
+        for i, (seq, n) in enumerate(plan.num_new_tokens.items()):
+            row = self._row(seq, n, batch.block_tables[i].tolist())
+            row["yields"] = last_tokens[i] in sampled
+            if row["yields"]:
+                row["token"] = _yielded(seq)
+                row["text"] = self._texts[seq].next(row["token"])
+            rows.append(row)
+        return rows
+
+    def _row(self, seq: Sequence, n: int, packed_table: list[int]) -> dict[str, Any]:
+        """One sequence in a step. Where it `yields` one, `_rows` adds `token` and its `text`.
+
+        seq: its arrival number.
+        kind: "decode" for a single token of the output, or else "prefill"; so a prompt is computed,
+            and all that is computed again after a preemption.
+        computed, new: tokens whose K and V were in the cache before, and those of this step.
+        hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
+        blocks: what is new in its block table.
+        """
+        computed = seq.num_computed_tokens - n
+        # A table reaches beyond a step that computes a chunk; one that has been given back does
+        # not, because only a sequence that has caught up finishes.
+        num_used = -(-seq.num_computed_tokens // self._block_size)
+        table = list(seq.block_table) or packed_table[:num_used]
+        is_admitted = seq not in self._tables
+        num_known = 0 if is_admitted else len(self._tables[seq])
+        self._tables[seq] = table
+        return {
+            "seq": seq.arrival,
+            "kind": "decode" if n == 1 and computed >= seq.num_prompt_tokens else "prefill",
+            "computed": computed,
+            "new": n,
+            "hits": computed // self._block_size if is_admitted else 0,
+            "blocks": table[num_known:],
+        }
+
+    def _evict(self, taken: Iterable[int]) -> list[int]:
+        """The cached blocks that were lost since the step before; `taken` are new in a table."""
+        evicted = self._cached.intersection(taken)
+        if self._scheduler.num_preemptions != self._num_preemptions:
+            # Some were perhaps taken for a sequence that was then preempted itself, or by a step
+            # that was undone: no table shows them.
+            self._num_preemptions = self._scheduler.num_preemptions
+            is_cached = self._scheduler.block_manager.is_cached
+            evicted.update(block for block in self._cached if not is_cached(block))
+        self._cached -= evicted
+        return sorted(evicted)
+
+
+class TokenTexts:
+    """The texts of a sequence's tokens, one by one; together they are the text of all.
+
+    A token that ends within a character has none: the one that completes the character has it.
+    Without a tokenizer, no token has.
+    """
+
+    def __init__(self, backend: TokenizerBackend | None) -> None:
+        self._backend = backend
+        self._restart()
+
+    def _restart(self) -> None:
+        self._decoder, self._num_held = DecodeStream(skip_special_tokens=False), 0
+
+    def next(self, token_id: int | None) -> str:
+        if self._backend is None or token_id is None:
+            return ""
+        text = self._decoder.step(self._backend, token_id)
+        if text:
+            self._num_held = 0
+            return text
+        self._num_held += 1
+        if self._num_held == _MOST_HELD:  # a decoder decodes all that it holds at every token
+            self._restart()
+            return "\ufffd"
+        return ""
+
+
+def _yielded(seq: Sequence) -> int | None:
+    """The token that a sequence got in the step that is just over.
+
+    A token that ends a sequence does not join it. Then it is the stop token, or the model's EOS;
+    None if the model has several of these.
+    """
+    if seq.num_tokens > seq.num_computed_tokens:
+        return seq.token_ids[-1]
+    if isinstance(seq.stop_reason, int):
+        return seq.stop_reason
+    eos_token_ids = seq.stop_token_ids.difference(seq.params.stop_token_ids or ())
+    return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None
+
+
+def _numbers(sequences: Iterable[Sequence]) -> list[int]:
+    return [seq.arrival for seq in sequences]
