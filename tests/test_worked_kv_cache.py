@@ -1,15 +1,20 @@
 """docs/worked/kv_cache.py: sizes by hand, and by the functions that size the engine's pool."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from shapes import SHAPES
-from worked import kv_cache
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.model_config import ModelConfig
 from nanoserve.worker.kv_cache import GPUMemory, decide_num_kv_blocks, kv_block_bytes
+
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from worked import kv_cache
 
 MIB, GIB = 2**20, 2**30
 

@@ -1,14 +1,19 @@
 """docs/worked/paging.py: blocks, slots and waste, by hand and by the engine's block manager."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
-from worked import paging
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.scheduler import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from worked import paging
 
 
 def test_half_the_memory_is_free_and_nothing_of_two_fits() -> None:

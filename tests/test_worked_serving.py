@@ -1,12 +1,17 @@
 """docs/worked/serving.py: chapter 1's numbers, by hand and by benchmarks/roofline.py."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from roofline import Need, Step
 from shapes import SHAPES
-from worked import serving
 
 from nanoserve.model_config import ModelConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from worked import serving
 
 GIB, PER_TOKEN = 2**30, 524_288  # LLaMA-2-7B: half a MiB
 LLAMA_2_7B = 6_738_415_616
