@@ -7,6 +7,7 @@ import pytest
 import torch
 from shapes import SHAPES
 
+from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoints import bundled_checkpoint
 from nanoserve.config import EngineConfig
@@ -108,3 +109,12 @@ def test_what_a_head_reads_in_one_piece(head_first: bool, run: int) -> None:
 
 def test_with_one_kv_head_the_order_does_not_matter() -> None:
     assert kv_cache.run_bytes(1, 16, 128, 2, head_first=False) == 4096
+
+
+def test_the_engine_computes_each_token_once_and_the_last_one_never() -> None:
+    """The prompt is new to the cache, so nothing of it is taken from there."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM("tiny-qwen3", num_kv_blocks=12, block_size=4, max_model_len=48) as llm:
+        (output,) = llm.generate("The KV cache keeps", params, use_tqdm=False)
+        known = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        assert llm.stats.num_computed_tokens == known - 1
