@@ -100,6 +100,7 @@ def test_softmax_of_a_few_scores(scores: list[float], weights: str) -> None:
 
 def test_a_norm_leaves_a_root_mean_square_of_one() -> None:
     assert transformer.rms_norm([3.0, 4.0, 0.0, 0.0]) == pytest.approx([1.2, 1.6, 0, 0], abs=1e-6)
+    assert transformer.rms_norm_row([3.0, 4.0, 0.0, 0.0]) == "1.20, 1.60, 0.00, 0.00"
     x = [0.5, -2.0, 3.0, 1.0]
     ours = TorchOps().rms_norm(torch.tensor(x), torch.ones(4), 1e-6)
     assert transformer.rms_norm(x) == pytest.approx(ours.tolist(), abs=1e-6)

@@ -118,6 +118,10 @@ def rms_norm(x: Vector, eps: float = 1e-6) -> Vector:
     return [value * scale for value in x]
 
 
+def rms_norm_row(x: Vector) -> str:
+    return _row(rms_norm(x), 2)
+
+
 def rotate(x: Vector, position: int, theta: float = 10_000.0) -> Vector:
     """Su et al. 2021 (arXiv 2104.09864): turn pair (x[i], x[i + d/2]) by position theta^(-2i/d)."""
     half = len(x) // 2
