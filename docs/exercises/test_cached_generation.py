@@ -74,9 +74,7 @@ def test_a_token_far_back_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("prompt_len", "num_new"), [(1, 1), (6, 1), (1, 9), (6, 9)])
-def test_each_token_is_projected_once_and_the_last_one_never(
-    prompt_len: int, num_new: int
-) -> None:
+def test_each_token_is_projected_once_and_the_last_one_never(prompt_len: int, num_new: int) -> None:
     model = TinyModel(num_layers=2, seed=0)
     generate(model, [4] * prompt_len, num_new)
     times = prompt_len + num_new - 1
