@@ -74,6 +74,11 @@ def test_a_cache_saves_projections(n: int, without: int) -> None:
     assert kv_cache.scores(n) == computed
 
 
+def test_the_table_of_projections() -> None:
+    row = "| 1,000 | 500,500 | 1,000 | 500,500 |"
+    assert kv_cache.projections_table([1, 1000]).splitlines()[3] == row
+
+
 def test_64_gib_hold_8192_blocks_of_16_tokens() -> None:
     block = kv_cache.block_bytes(16, 524_288)
     assert block == 32 * 262_144 == 8 * MIB

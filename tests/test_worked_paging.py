@@ -18,14 +18,14 @@ from worked import paging
 
 def test_half_the_memory_is_free_and_nothing_of_two_fits() -> None:
     """Ten reservations of 1 GB in a row, A to J; A, C, E, G and I are freed."""
-    found = paging.holes([1] * 10, {0, 2, 4, 6, 8})
+    found = paging.holes([1] * 10, [0, 2, 4, 6, 8])
     assert sum(found) == 5 and max(found) == 1
 
 
 def test_neighbouring_holes_are_one() -> None:
-    assert paging.holes([1, 2, 3, 4], {0, 1, 3}) == [3, 4]
-    assert paging.holes([1, 2, 3, 4], {1, 2, 3}) == [9]
-    assert paging.holes([1, 2], set()) == []
+    assert paging.holes([1, 2, 3, 4], [0, 1, 3]) == [3, 4]
+    assert paging.holes([1, 2, 3, 4], [1, 2, 3]) == [9]
+    assert paging.holes([1, 2], []) == []
 
 
 @pytest.mark.parametrize(("tokens", "blocks", "unused"), [(100, 7, 0.107), (300, 19, 0.013)])

@@ -27,6 +27,12 @@ def test_the_parameters_of_qwen3_06b() -> None:
     assert transformer.num_parameters(QWEN3_06B) == 596_049_920
 
 
+def test_the_table_of_parameters() -> None:
+    lines = transformer.parameter_table(QWEN3_06B).splitlines()
+    assert lines[2] == "| embedding | 155,582,464 | 26.10 % |"
+    assert lines[-1] == "| together | 596,049,920 | |" and len(lines) == 8
+
+
 def test_the_parameters_of_llama_2_7b() -> None:
     found = transformer.parameters(LLAMA_2_7B)
     in_layers = (found["attention"] + found["feed-forward"] + found["norms"] - 4096) // 32

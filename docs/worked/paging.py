@@ -1,7 +1,7 @@
 """Blocks, slots and what is left unused: the arithmetic of chapters 1 and 4."""
 
 
-def holes(sizes: list[int], freed: set[int]) -> list[int]:
+def holes(sizes: list[int], freed: list[int]) -> list[int]:
     """Lengths of the holes when reservations of `sizes` lie in a row and some are freed.
 
     Neighbouring holes are one.
