@@ -7,8 +7,10 @@ from nanoserve import LLM, SamplingParams
 
 def packed_prompts(out: Path) -> None:
     """Three prompts of different lengths in one step, without padding."""
-    prompts = ["A token is", "The KV cache keeps keys and values", "RoPE turns queries and keys by"]
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    options = {"block_size": 8, "num_kv_blocks": 24, "max_model_len": 64}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
-        llm.generate(prompts, params, use_tqdm=False)
+    questions = ["What is RoPE?", "What is 20 + 22?", "What is a causal mask?"]
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    # Without the prefix cache: the prompts begin alike, and all of each is to be computed.
+    options = {"block_size": 8, "num_kv_blocks": 16, "max_model_len": 64}
+    with LLM("tiny-qwen3", trace=str(out), enable_prefix_caching=False, **options) as llm:
+        llm.chat(conversations, params, use_tqdm=False)
