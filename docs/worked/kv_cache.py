@@ -1,0 +1,117 @@
+"""Sizes of the KV cache, and the work it saves: the arithmetic of chapters 1 and 3."""
+
+from typing import NamedTuple
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+class Heads(NamedTuple):
+    """The part of a model's shape that its KV cache depends on, and its query heads."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In 16 bits."""
+        return bytes_per_token(self.layers, self.kv_heads, self.head_dim, dtype_bytes=2)
+
+
+# From each model's public config.json.
+MODELS = {
+    "tiny-qwen3 (bundled)": Heads(6, 8, 2, 32),
+    "Qwen2.5-0.5B": Heads(24, 14, 2, 64),
+    "Llama-3.2-1B": Heads(16, 32, 8, 64),
+    "Qwen3-30B-A3B": Heads(48, 32, 4, 128),
+    "Qwen3-0.6B": Heads(28, 16, 8, 128),
+    "Llama-3.1-8B": Heads(32, 32, 8, 128),
+    "Qwen3-8B": Heads(36, 32, 8, 128),
+    "LLaMA-2-70B": Heads(80, 64, 8, 128),
+    "LLaMA-2-7B": Heads(32, 32, 32, 128),
+}
+
+
+def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """K and V of one token in every layer.
+
+    Kwon et al. 2023 (arXiv 2309.06180), section 3, for OPT-13B: 2 vectors x hidden size 5120 x
+    40 layers x 2 bytes = 800 KiB. There hidden size is KV heads x head_dim; with grouped queries
+    it is not.
+    """
+    return 2 * layers * kv_heads * head_dim * dtype_bytes
+
+
+def growth_table(lengths: list[int], per_token: int) -> str:
+    """Markdown: the cache of one sequence at several lengths."""
+    rows = [f"| {n:,} | {n * per_token / MIB:,.0f} MiB |" for n in lengths]
+    return "\n".join(["| tokens | KV cache |", "|---:|---:|", *rows])
+
+
+def sizes_table(context: int) -> str:
+    """Markdown: every model of `MODELS`, per token and for one sequence of `context` tokens."""
+    lines = [
+        f"| model | layers | query heads | KV heads | head_dim | per token | {context:,} tokens |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, model in MODELS.items():
+        size = model.bytes_per_token
+        lines.append(
+            f"| {name} | {model.layers} | {model.heads} | {model.kv_heads} | {model.head_dim} | "
+            f"{size / KIB:,.1f} KiB | {context * size / MIB:,.0f} MiB |"
+        )
+    return "\n".join(lines)
+
+
+def projections(num_tokens: int, cached: bool) -> int:
+    """How often a K and V is computed while a sequence grows from one token to `num_tokens`.
+
+    Without a cache, step n computes them for all n tokens: 1 + 2 + ... + n.
+    """
+    return num_tokens if cached else num_tokens * (num_tokens + 1) // 2
+
+
+def scores(num_tokens: int) -> int:
+    """Query-key pairs that a head attends to over the same steps, with a cache.
+
+    Step n compares one query with n keys. A cache does not change this number.
+    """
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def projections_table(lengths: list[int]) -> str:
+    """Markdown: K and V computed without and with a cache, and the pairs that attention needs."""
+    lines = ["| tokens | K, V without cache | with cache | query-key pairs with cache |"]
+    lines.append("|---:|---:|---:|---:|")
+    for n in lengths:
+        without, with_cache = projections(n, cached=False), projections(n, cached=True)
+        lines.append(f"| {n:,} | {without:,} | {with_cache:,} | {scores(n):,} |")
+    return "\n".join(lines)
+
+
+def block_bytes(block_size: int, per_token: int) -> int:
+    """K and V of one block in every layer."""
+    return block_size * per_token
+
+
+def usable_blocks(pool_bytes: int, bytes_of_block: int) -> int:
+    """Blocks of a pool, without the dummy block 0."""
+    return pool_bytes // bytes_of_block - 1
+
+
+def run_bytes(
+    kv_heads: int, block_size: int, head_dim: int, dtype_bytes: int, head_first: bool
+) -> int:
+    """Longest contiguous piece that attention reads for one KV head of one block.
+
+    [..., kv_heads, block_size, head_dim] keeps a head's tokens together; in
+    [..., block_size, kv_heads, head_dim] the other heads lie between them, unless there are none.
+    """
+    tokens_in_a_row = block_size if head_first or kv_heads == 1 else 1
+    return tokens_in_a_row * head_dim * dtype_bytes
+
+
+def pool_bytes(total: int, utilization: float, weights: int, activations: int, graphs: int) -> int:
+    """What is left for KV blocks of a GPU's memory, of which an engine may use a share."""
+    return int(total * utilization) - weights - activations - graphs

@@ -1,0 +1,111 @@
+"""Who fits on a device, and how fast a step can be: the arithmetic of chapter 1.
+
+The roofline is that of Williams, Waterman and Patterson 2009 (doi 10.1145/1498765.1498785); its use
+for decoding follows Pope et al. 2022 (arXiv 2211.05102).
+"""
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    bandwidth: float  # bytes per second
+    matmul_rate: float  # operations per second, dense, 16 bits
+
+
+# From NVIDIA's data sheets; the A100's 2,039 GB/s rounded down.
+DEVICES = {
+    "A100 80 GB": Device(2.0e12, 312e12),
+    "H100 SXM": Device(3.35e12, 989e12),
+    "H200": Device(4.8e12, 989e12),
+}
+
+
+def weight_bytes(parameters: int, dtype_bytes: float) -> float:
+    return parameters * dtype_bytes
+
+
+def users_reserved(pool_bytes: int, per_token: int, max_len: int) -> int:
+    """Users that fit if each gets room for the longest sequence."""
+    return pool_bytes // (max_len * per_token)
+
+
+def users_by_token(pool_bytes: int, per_token: int, tokens: int) -> int:
+    """Users that would fit if each took exactly its tokens, wherever they lie."""
+    return pool_bytes // (tokens * per_token)
+
+
+def users_paged(pool_bytes: int, per_token: int, tokens: int, block_size: int) -> int:
+    """Users that fit if each takes whole blocks."""
+    blocks = pool_bytes // (block_size * per_token)
+    return blocks // -(-tokens // block_size)
+
+
+def unused_share(reserved: float, used: float) -> float:
+    return 1 - used / reserved
+
+
+def product_seconds(parameters: int, tokens: int, matmul_rate: float) -> float:
+    """Matrix products of a step: two operations, multiply and add, per weight and token."""
+    return 2 * parameters * tokens / matmul_rate
+
+
+def decode_seconds(users: int, weights: float, kv_per_user: float, bandwidth: float) -> float:
+    """A decode step reads all weights once, and the KV of every user."""
+    return (weights + users * kv_per_user) / bandwidth
+
+
+def batching_gain(users: int, weights: float, kv_per_user: float) -> float:
+    """Tokens per second of a batch over those of one user, while memory is the limit."""
+    return users * (weights + kv_per_user) / (weights + users * kv_per_user)
+
+
+def batching_limit(weights: float, kv_per_user: float) -> float:
+    """What `batching_gain` tends to as users are added."""
+    return (weights + kv_per_user) / kv_per_user
+
+
+def batching_table(
+    batches: list[int],
+    weights: float,
+    kv_per_user: float,
+    parameters: int,
+    bandwidth: float,
+    matmul_rate: float,
+) -> str:
+    """Markdown: the time of a decode step over the number of users."""
+    lines = ["| users | read | memory ms | products ms | tokens/s | gain |"]
+    lines.append("|---:|---:|---:|---:|---:|---:|")
+    for users in batches:
+        memory = decode_seconds(users, weights, kv_per_user, bandwidth)
+        products = product_seconds(parameters, users, matmul_rate)
+        lines.append(
+            f"| {users} | {(weights + users * kv_per_user) / 1e9:.1f} GB | {memory * 1e3:.2f} | "
+            f"{products * 1e3:.2f} | {users / max(memory, products):,.0f} | "
+            f"{batching_gain(users, weights, kv_per_user):.1f} x |"
+        )
+    return "\n".join(lines)
+
+
+def weight_intensity(tokens: int, dtype_bytes: float) -> float:
+    """Operations per byte of a product with the weights: each is read once for all tokens."""
+    return 2 * tokens / dtype_bytes
+
+
+def attention_intensity(queries_per_kv_head: int, dtype_bytes: float) -> float:
+    """Operations per byte of K and V in a decode step.
+
+    A value of K or V takes part in one multiply and add per query head that reads its KV head.
+    """
+    return 2 * queries_per_kv_head / dtype_bytes
+
+
+def ridge_table() -> str:
+    """Markdown: operations per byte at which each device passes from waiting to computing."""
+    lines = ["| device | bandwidth | products | ridge |", "|---|---:|---:|---:|"]
+    for name, device in DEVICES.items():
+        lines.append(
+            f"| {name} | {device.bandwidth / 1e12:.2f} TB/s | "
+            f"{device.matmul_rate / 1e12:.0f} TFLOP/s | "
+            f"{device.matmul_rate / device.bandwidth:.0f} FLOP/byte |"
+        )
+    return "\n".join(lines)
