@@ -16,12 +16,16 @@ _MAX_MODEL_LEN = 4096
 _OTHER = 100_000  # ids from here on stand for tokens that nobody else has
 
 
-def chat_tokens(num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool) -> int:
+def chat_tokens(
+    num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool
+) -> int:
     """Tokens computed for chats that begin with one system prompt, with or without the cache."""
     return _chats(num_chats, system_len, own_len, block_size, cached)[0]
 
 
-def chat_blocks(num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool) -> int:
+def chat_blocks(
+    num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool
+) -> int:
     """Blocks that these chats hold while all of them run."""
     return _chats(num_chats, system_len, own_len, block_size, cached)[1]
 
@@ -204,7 +208,7 @@ def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
     seq = _sequence(token_ids)
     hits = manager.lookup(seq)
     if not manager.allocate(seq, seq.num_tokens, hits):
-        raise ValueError(f"{seq.num_tokens} tokens do not fit into {manager.num_free_blocks} blocks")
+        raise ValueError(f"{seq.num_tokens} tokens, and {manager.num_free_blocks} free blocks")
     seq.num_computed_tokens = len(hits) * manager.block_size
     num_new = seq.num_tokens - seq.num_computed_tokens
     manager.register(seq, num_new)

@@ -95,7 +95,7 @@ def chunk_table(prompt_len: int, decoding: int, sizes: list[int], model: str, gp
 
 
 def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
-    """Table: requests (prompt, output) in a pool that is too small for them, without prefix cache."""
+    """Table: requests (prompt, output) in a pool too small for them, without prefix cache."""
     scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
     for prompt_len, max_tokens in requests:
         _add(scheduler, prompt_len, max_tokens)
