@@ -24,7 +24,7 @@ def chunked_prefill(out: Path) -> None:
 def preemption(out: Path) -> None:
     """Three answers grow until the pool is empty; the last one gives way and comes back."""
     chats = [[{"role": "user", "content": question}] for question in _QUESTIONS]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (14, 30, 24)]
-    options = {"num_kv_blocks": 6, "max_num_seqs": 3}
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (24, 30, 24)]
+    options = {"num_kv_blocks": 7, "max_num_seqs": 3}
     with LLM("tiny-qwen3", trace=str(out), **options) as llm:
         llm.chat(chats, params, use_tqdm=False)
