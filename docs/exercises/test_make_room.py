@@ -47,6 +47,13 @@ def test_a_victim_that_was_planned_gives_back_blocks_and_budget() -> None:
     assert planned == {"high": 1, "more": 10}
 
 
+def test_a_victim_gives_back_the_block_that_it_got_in_this_step() -> None:
+    low = decoding("low", 17, 1, 1, priority=5)
+    others = [decoding("b", 17, 1, 2), decoding("c", 17, 1, 3)]
+    planned, victims = schedule_running([low, *others], 1, 16, budget=10, by_priority=True)
+    assert (planned, victims) == ({"b": 1, "c": 1}, ["low"])
+
+
 def test_without_by_priority_only_the_arrival_counts() -> None:
     low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
     assert schedule_running([low, high], 1, 16, budget=11) == ({"low": 1}, ["high"])
