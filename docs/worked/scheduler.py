@@ -1,0 +1,166 @@
+"""Chapter 6's numbers: the engine's own `Scheduler`, step by step and without a model.
+
+Requests are called A, B, C and so on, in the order of their arrival. A sampled token is always the
+same one, and ends nothing: sequences end by their length.
+"""
+
+from string import ascii_uppercase
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling_params import SamplingParams
+
+Span = tuple[int, int]
+
+_MAX_MODEL_LEN = 4096
+
+
+def spans(output_lens: list[int], max_num_seqs: int, static: bool) -> list[Span]:
+    """Of each request: the steps before its first one, and those up to its last one.
+
+    Prompts have one token, so that n tokens of output take n steps. With `static`, nobody may join
+    a batch that runs: the next `max_num_seqs` requests start when the last of those before is done.
+    """
+    scheduler = _scheduler(max_num_seqs=max_num_seqs)
+    size = max_num_seqs if static else len(output_lens)
+    found: dict[Sequence, Span] = {}
+    step = 0
+    for start in range(0, len(output_lens), size):
+        for i, length in enumerate(output_lens[start : start + size], start):
+            scheduler.add(_request(i, prompt_len=1, max_tokens=length))
+        while scheduler.has_unfinished():
+            for seq in _step(scheduler):
+                first, _ = found.get(seq, (step, step))
+                found[seq] = (first, step + 1)
+            step += 1
+    return [found[seq] for seq in sorted(found, key=lambda seq: seq.arrival)]
+
+
+def batching_table(output_lens: list[int], max_num_seqs: int) -> str:
+    """Table: when each request runs with continuous and with static batching."""
+    continuous = spans(output_lens, max_num_seqs, static=False)
+    static = spans(output_lens, max_num_seqs, static=True)
+    rows = []
+    for i, (length, mine, theirs) in enumerate(zip(output_lens, continuous, static, strict=True)):
+        batch = i // max_num_seqs * max_num_seqs
+        end = max(done for _, done in static[batch : batch + max_num_seqs])
+        row = (ascii_uppercase[i], length, _span(mine), _span(theirs), end - theirs[1])
+        rows.append(row)
+    return _table(("request", "output tokens", "continuous", "static", "static: slot idle"), rows)
+
+
+def num_steps(output_lens: list[int], max_num_seqs: int, static: bool) -> int:
+    return max(done for _, done in spans(output_lens, max_num_seqs, static))
+
+
+def slot_use(output_lens: list[int], max_num_seqs: int, static: bool) -> float:
+    """Which part of `max_num_seqs` x steps yields a token."""
+    return sum(output_lens) / (max_num_seqs * num_steps(output_lens, max_num_seqs, static))
+
+
+def catching_up(prompt_len: int, max_tokens: int, budget: int) -> str:
+    """Table: `num_computed_tokens` and `num_tokens` of one sequence, step by step."""
+    scheduler = _scheduler(max_num_seqs=1, max_num_batched_tokens=budget)
+    seq = _request(0, prompt_len, max_tokens)
+    scheduler.add(seq)
+    rows = []
+    while scheduler.has_unfinished():
+        computed, known = seq.num_computed_tokens, seq.num_tokens
+        n = _step(scheduler)[seq]
+        rows.append((len(rows) + 1, computed, known, n, seq.num_tokens - known))
+    header = ("step", "`num_computed_tokens`", "`num_tokens`", "planned", "new tokens after it")
+    return _table(header, rows)
+
+
+def service_order(priorities: list[int], policy: str) -> str:
+    """The order in which requests of one token are served by an engine with a single slot."""
+    scheduler = _scheduler(max_num_seqs=1, scheduling_policy=policy)
+    for i, priority in enumerate(priorities):
+        scheduler.add(_request(i, prompt_len=2, max_tokens=1, priority=priority))
+    order = []
+    while scheduler.has_unfinished():
+        order += [seq.request_id for seq in _step(scheduler)]
+    return ", ".join(order)
+
+
+def first_steps(prompt_lens: list[int], max_tokens: int, num_kv_blocks: int) -> str:
+    """Table: the step in which each request first runs, when the pool is what is scarce."""
+    scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
+    requests = [_request(i, length, max_tokens) for i, length in enumerate(prompt_lens)]
+    for seq in requests:
+        scheduler.add(seq)
+    first: dict[Sequence, int] = {}
+    step = 0
+    while len(first) < len(requests):
+        step += 1
+        for seq in _step(scheduler):
+            first.setdefault(seq, step)
+    needed = scheduler.block_manager.blocks_needed
+    rows = [(seq.request_id, needed(seq.num_prompt_tokens), first[seq]) for seq in requests]
+    return _table(("request", "blocks of its prompt", "first step"), rows)
+
+
+def undone(decoding_len: int, new_len: int) -> str:
+    """Table: A decodes and B arrives; the step that both share fails, and is planned again."""
+    scheduler = _scheduler(enable_prefix_caching=True)
+    a, b = _request(0, decoding_len, 16), _request(1, new_len, 16)
+    scheduler.add(a)
+    _step(scheduler)
+    scheduler.add(b)
+    states = [_state(scheduler, a, b, Plan())]
+    plan = Plan()
+    scheduler.schedule(plan)
+    states.append(_state(scheduler, a, b, plan))
+    scheduler.rollback(plan)
+    states.append(_state(scheduler, a, b, Plan()))
+    again = Plan()
+    scheduler.schedule(again)
+    states.append(_state(scheduler, a, b, again))
+    names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")
+    header = ("", "before the step", "planned", "undone", "planned again")
+    return _table(header, list(zip(names, *states, strict=True)))
+
+
+def _state(scheduler: Scheduler, a: Sequence, b: Sequence, plan: Plan) -> tuple[str | int, ...]:
+    def names(sequences: list[Sequence]) -> str:
+        return ", ".join(seq.request_id for seq in sequences) or "none"
+
+    manager = scheduler.block_manager
+    planned = ", ".join(f"{seq.request_id}: {n}" for seq, n in plan.num_new_tokens.items())
+    found = [len(manager.lookup(seq)) * manager.block_size for seq in (a, b)]
+    used = manager.num_blocks - manager.num_free_blocks
+    return names(scheduler.running), names(list(scheduler.waiting)), used, *found, planned or "none"
+
+
+def _scheduler(num_kv_blocks: int = 4096, **options: int | str | bool) -> Scheduler:
+    options = {"enable_prefix_caching": False, "prefix_cache_seed": 0, **options}
+    return Scheduler(EngineConfig("none", **options), num_kv_blocks, _MAX_MODEL_LEN)
+
+
+def _request(index: int, prompt_len: int, max_tokens: int, priority: int = 0) -> Sequence:
+    return Sequence(
+        ascii_uppercase[index],
+        [index] * prompt_len,
+        SamplingParams(max_tokens=max_tokens),
+        _MAX_MODEL_LEN,
+        arrival=index + 1,
+        priority=priority,
+    )
+
+
+def _step(scheduler: Scheduler) -> dict[Sequence, int]:
+    """One step; what was planned."""
+    plan = Plan()
+    scheduler.schedule(plan)
+    scheduler.update(plan, [7 for _ in plan.caught_up()])
+    return plan.num_new_tokens
+
+
+def _span(span: Span) -> str:
+    return f"{span[0]} to {span[1]}"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
