@@ -104,9 +104,9 @@ def test_replays_of_a_batch_that_thins_out() -> None:
     lengths = [3, 5, 9, 9, 12]
     assert worked.rows_of_steps(lengths) == [5] * 3 + [4] * 2 + [3] * 4 + [1] * 3
     assert worked.replays_table(lengths, max_num_seqs=11).splitlines()[2:] == [
-        "| 0 | 5 | prefill, eager |",
-        "| 1 to 2 | 5 | graph of 8, 3 dummy rows |",
-        "| 3 to 4 | 4 | graph of 4, 0 dummy rows |",
-        "| 5 to 8 | 3 | graph of 4, 1 dummy rows |",
-        "| 9 to 11 | 1 | graph of 1, 0 dummy rows |",
+        "| 0 | 5 | prefill, eager | |",
+        "| 1 to 2 | 5 | graph of 8 | 3 |",
+        "| 3 to 4 | 4 | graph of 4 | 0 |",
+        "| 5 to 8 | 3 | graph of 4 | 1 |",
+        "| 9 to 11 | 1 | graph of 1 | 0 |",
     ]

@@ -112,14 +112,17 @@ def rows_of_steps(output_lengths: Sequence[int]) -> list[int]:
 def replays_table(output_lengths: Sequence[int], max_num_seqs: int) -> str:
     """What a GPU would do in each step, as Markdown; equal steps in a row are one line."""
     rows = rows_of_steps(output_lengths)
-    lines = ["| steps | rows | what runs |", "|---|---:|---|", f"| 0 | {rows[0]} | prefill, eager |"]
+    lines = [
+        "| steps | rows | what runs | dummy rows |",
+        "|---|---:|---|---:|",
+        f"| 0 | {rows[0]} | prefill, eager | |",
+    ]
     first = 1
     while first < len(rows):
         last = max(i for i in range(first, len(rows)) if rows[i] == rows[first])
         size = size_for(rows[first], max_num_seqs)
         steps = f"{first} to {last}" if last > first else f"{first}"
-        lines.append(
-            f"| {steps} | {rows[first]} | graph of {size}, {size - rows[first]} dummy rows |"
-        )
+        num_dummies = size - rows[first]
+        lines.append(f"| {steps} | {rows[first]} | graph of {size} | {num_dummies} |")
         first = last + 1
     return "\n".join(lines)
