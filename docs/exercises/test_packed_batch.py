@@ -23,7 +23,8 @@ def as_lists(packed: dict[str, np.ndarray]) -> dict[str, list[int]]:
 
 
 def by_the_engine(rows: list[Row], block_size: int) -> dict[str, list[int]]:
-    num_tokens, longest = sum(row.num_new for row in rows), max(len(row.block_table) for row in rows)
+    num_tokens = sum(row.num_new for row in rows)
+    longest = max(len(row.block_table) for row in rows)
     layout = BatchLayout(num_tokens, len(rows), longest)
     batch = Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
     tables, plan = np.zeros((len(rows), longest), dtype=np.int32), Plan()

@@ -1,4 +1,4 @@
-"""Worked numbers of CUDA graphs: what launches cost, which sizes are captured, what padding costs."""
+"""Worked numbers of CUDA graphs: what launches cost, which sizes are captured, what is padded."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -67,7 +67,10 @@ def reading_ms(shape: Shape, dtype_bytes: int, bytes_per_second: float) -> float
 
 def launches_table(microseconds: float, dtype_bytes: int, bytes_per_second: float) -> str:
     """Launching against reading, as Markdown; the share is what the GPU is busy at most."""
-    lines = ["| model | kernels | launches, ms | weights, ms | GPU busy |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| model | kernels | launches, ms | weights, ms | GPU busy |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for name, shape in QWEN3.items():
         kernels = num_kernels(shape.layers)
         launches = launch_ms(kernels, microseconds)
