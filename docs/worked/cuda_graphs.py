@@ -66,9 +66,9 @@ def reading_ms(shape: Shape, dtype_bytes: int, bytes_per_second: float) -> float
 
 
 def launches_table(microseconds: float, dtype_bytes: int, bytes_per_second: float) -> str:
-    """Launching against reading, as Markdown; the share is what the GPU is busy at most."""
+    """Launching against reading, as Markdown; the share is how long an ideal GPU is busy."""
     lines = [
-        "| model | kernels | launches, ms | weights, ms | GPU busy |",
+        "| model | kernels | launches, ms | weights, ms | ideal GPU busy |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, shape in QWEN3.items():
