@@ -45,9 +45,7 @@ def inputs(
     return q, k, v
 
 
-def expected(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
-) -> tuple[np.ndarray, float]:
+def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, float]:
     scores = k @ q * scale
     weights = np.exp(scores - scores.max())
     return weights @ v / weights.sum(), float(scores.max() + np.log(weights.sum()))
