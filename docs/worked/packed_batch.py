@@ -1,0 +1,128 @@
+"""Worked numbers of the packed batch: what padding wastes, what a step copies, which logits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_INT_BYTES = 4
+_ALIGNMENT = 16  # bytes, of each field
+
+
+class Row(NamedTuple):
+    """One sequence of a step."""
+
+    name: str
+    computed: int  # tokens whose K and V are in the cache
+    new: int  # tokens that this step computes
+    total: int  # tokens that are known
+    table: tuple[int, ...]
+
+
+EXAMPLE_BLOCK_SIZE = 4
+EXAMPLE = (
+    Row("a", computed=7, new=1, total=8, table=(5, 2)),
+    Row("b", computed=3, new=1, total=4, table=(8,)),
+    Row("c", computed=4, new=4, total=10, table=(1, 6, 9)),
+    Row("d", computed=0, new=3, total=3, table=(7,)),
+)
+STEPS: dict[str, list[int]] = {
+    "256 sequences decode": [1] * 256,
+    "31 decode, one prefills 512 tokens": [1] * 31 + [512],
+    "255 decode, one prefills what is left of 2,048": [1] * 255 + [2048 - 255],
+    "four prompts": [35, 100, 300, 512],
+}
+
+
+def padded_places(lengths: Sequence[int]) -> int:
+    """Places of the rectangle [rows, longest]."""
+    return len(lengths) * max(lengths)
+
+
+def padding_waste(lengths: Sequence[int]) -> float:
+    """Share of the rectangle's places that no token is in."""
+    return 1 - sum(lengths) / padded_places(lengths)
+
+
+def padding_table() -> str:
+    """`padding_waste` of each of `STEPS`, as Markdown."""
+    lines = ["| step | tokens | places when padded | wasted |", "|---|---:|---:|---:|"]
+    for name, lengths in STEPS.items():
+        places, waste = padded_places(lengths), padding_waste(lengths)
+        lines.append(f"| {name} | {sum(lengths):,} | {places:,} | {waste:.1%} |")
+    return "\n".join(lines)
+
+
+def fields(
+    rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE
+) -> dict[str, list[int]]:
+    """The fields of the packed batch of `rows`, by the definition of each, token by token."""
+    positions = [row.computed + i for row in rows for i in range(row.new)]
+    tables = [row.table for row in rows for _ in range(row.new)]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, position in zip(tables, positions, strict=True)
+    ]
+    ends = [sum(row.new for row in rows[:i]) for i in range(len(rows) + 1)]
+    contexts = [row.computed + row.new for row in rows]
+    return {
+        "positions": positions,
+        "slot_mapping": slots,
+        "cu_seqlens_q": ends,
+        "cu_seqlens_k": [sum(contexts[:i]) for i in range(len(contexts) + 1)],
+        "context_lens": contexts,
+        "logits_rows": [
+            end - 1 for row, end in zip(rows, ends[1:], strict=True) if _is_caught_up(row)
+        ],
+    }
+
+
+def rows_table(rows: Sequence[Row] = EXAMPLE) -> str:
+    """What the scheduler has decided, as Markdown."""
+    lines = ["| row | tokens known | computed | new | block table |", "|---|---:|---:|---:|---|"]
+    for row in rows:
+        table = list(row.table)
+        lines.append(f"| {row.name} | {row.total} | {row.computed} | {row.new} | {table} |")
+    return "\n".join(lines)
+
+
+def fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
+    """`fields` as Markdown, with the row of each token above."""
+    owners = " ".join(row.name for row in rows for _ in range(row.new))
+    lines = ["| field | integers |", "|---|---|", f"| *row of each token* | `{owners}` |"]
+    for name, integers in fields(rows, block_size).items():
+        lines.append(f"| `{name}` | `{' '.join(map(str, integers))}` |")
+    return "\n".join(lines)
+
+
+def logits_bytes(num_rows: int, vocab_size: int, dtype_bytes: int) -> int:
+    """Bytes of the logits [num_rows, vocab_size]."""
+    return num_rows * vocab_size * dtype_bytes
+
+
+def lm_head_share(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocab_size: int,
+) -> float:
+    """The LM head's multiplications for a token, over those of all layers' weights."""
+    attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
+    return hidden * vocab_size / (layers * (attention + 3 * hidden * intermediate))
+
+
+def step_bytes(
+    max_num_tokens: int, max_num_rows: int, max_blocks_per_row: int, num_rows: int
+) -> int:
+    """Bytes that a step of `num_rows` copies: all fields, and the block tables of its rows.
+
+    Capacities in integers as in `nanoserve.engine.batch.BatchLayout`.
+    """
+    capacities = [8, *[max_num_tokens] * 6, *[max_num_rows + 1] * 2, max_num_rows]
+    padded = [-(-n * _INT_BYTES // _ALIGNMENT) * _ALIGNMENT for n in capacities]
+    return sum(padded) + num_rows * max_blocks_per_row * _INT_BYTES
+
+
+def _is_caught_up(row: Row) -> bool:
+    return row.computed + row.new == row.total
