@@ -18,4 +18,4 @@ def a_seed_and_its_neighbours(out: Path) -> None:
             for question in QUESTIONS
         ]
         llm.generate(prompts[:1], seeded, use_tqdm=False)
-        llm.generate([*prompts[1:], prompts[0]], [other] * 3 + [seeded], use_tqdm=False)
+        llm.generate([*prompts[1:], prompts[0]], [other, other, other, seeded], use_tqdm=False)

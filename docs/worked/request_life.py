@@ -1,6 +1,7 @@
 """Worked numbers of the chapter on the life of a request: its progress and its clock."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from nanoserve.outputs import RequestMetrics
 
@@ -59,7 +60,7 @@ def clock(
 
 def gaps(token_times: Sequence[float]) -> list[float]:
     """Seconds between one token and the next."""
-    return [later - earlier for earlier, later in zip(token_times, token_times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(token_times)]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
