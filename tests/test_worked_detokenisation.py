@@ -10,7 +10,9 @@ sys.path.append(str(Path(__file__).parents[1] / "docs"))
 from worked import detokenisation
 
 
-@pytest.mark.parametrize(("text", "length"), [("a", 1), ("é", 2), ("中", 3), ("👍", 4), ("块表", 6)])
+@pytest.mark.parametrize(
+    ("text", "length"), [("a", 1), ("é", 2), ("中", 3), ("👍", 4), ("块表", 6)]
+)
 def test_bytes_of_a_character(text: str, length: int) -> None:
     assert detokenisation.utf8_length(text) == length
     assert detokenisation.broken_by_single_tokens(text) == (0 if length == 1 else length)

@@ -27,7 +27,9 @@ def test_35_tokens_of_which_16_are_cached_in_steps_of_8() -> None:
 
 
 def test_100_tokens_of_which_64_are_cached_leave_36() -> None:
-    assert request_life.progress(100, 64, budget=2048, num_output_tokens=1) == [(36, 100, 101, True)]
+    assert request_life.progress(100, 64, budget=2048, num_output_tokens=1) == [
+        (36, 100, 101, True)
+    ]
     assert request_life.left_behind(36) == 35
 
 
@@ -38,8 +40,7 @@ def test_the_engine_takes_these_steps(budget: int, num_output_tokens: int) -> No
     seen = []
     engine.observers.append(
         lambda plan, batch, times: seen.extend(
-            (n, seq.num_computed_tokens, seq.num_tokens)
-            for seq, n in plan.num_new_tokens.items()
+            (n, seq.num_computed_tokens, seq.num_tokens) for seq, n in plan.num_new_tokens.items()
         )
     )
     engine.add_request("r", list(range(35)), SamplingParams(max_tokens=num_output_tokens))

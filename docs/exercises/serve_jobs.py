@@ -1,8 +1,8 @@
 """Exercise: the loop of a server, with bad requests, deadlines and steps that fail.
 
 Write `serve(engine, jobs)` with three methods of `nanoserve.engine.llm_engine.LLMEngine`:
-`add_request(request_id, prompt, params)`, `step()` and `abort_request(request_id)`. Their docstrings
-say what they return and what they guarantee.
+`add_request(request_id, prompt, params)`, `step()` and `abort_request(request_id)`. Their
+docstrings say what they return and what they guarantee.
 
 Time is counted in ticks, from 0. In each tick, in this order:
 

@@ -4,7 +4,12 @@ from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
 
-QUESTIONS = ["What is a KV cache?", "What is a block table?", "Explain chunked prefill.", "你是谁？"]
+QUESTIONS = [
+    "What is a KV cache?",
+    "What is a block table?",
+    "Explain chunked prefill.",
+    "你是谁？",
+]
 
 
 def a_seed_and_its_neighbours(out: Path) -> None:
