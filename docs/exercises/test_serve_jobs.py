@@ -19,7 +19,8 @@ PROMPTS = [[40 + i] * 3 + list(range(50, 50 + 3 * i)) for i in range(8)]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     options = {"num_kv_blocks": NUM_BLOCKS, "block_size": 4, "max_num_seqs": 4}
-    with LLM("tiny-qwen3", dtype="float32", max_num_batched_tokens=32, **options) as llm:
+    options |= {"max_num_batched_tokens": 32, "attention_backend": "torch"}  # starts at once
+    with LLM("tiny-qwen3", dtype="float32", **options) as llm:
         yield llm
 
 
