@@ -108,6 +108,8 @@ def test_temperature_0_is_the_first_of_the_most_likely() -> None:
         (2.0, {}, [0.406, 0.246, 0.192, 0.157]),
         (1.0, {"top_k": 2}, [0.731, 0.269, 0, 0]),  # 1 / (1 + 1/e)
         (1.0, {"top_p": 0.6}, [0.731, 0.269, 0, 0]),
+        # Of the probabilities at temperature 1, 0.5 is reached by one token.
+        (2.0, {"top_p": 0.5}, [0.622, 0.378, 0, 0]),
     ],
 )
 def test_draws_have_the_probabilities_of_the_worked_example(
