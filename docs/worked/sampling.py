@@ -1,0 +1,167 @@
+"""Worked numbers of the chapter on sampling: filters, penalties, and the exponential race."""
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+
+def probabilities(logits: Sequence[float], temperature: float = 1.0) -> list[float]:
+    """softmax(logits / temperature)."""
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / temperature) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def temperature_table(logits: Sequence[float], temperatures: Sequence[float]) -> str:
+    """The same logits at several temperatures, with the logits that softmax then sees."""
+    rows = [
+        [f"{t:g}", _join(logit / t for logit in logits), _join(probabilities(logits, t), "%.3f")]
+        for t in temperatures
+    ]
+    return _table(["temperature", "logits / temperature", "probabilities"], rows)
+
+
+def logits_bytes(rows: int, vocab_size: int, dtype_bytes: int) -> int:
+    """Memory of one step's logits: a number for each row and each token of the vocabulary."""
+    return rows * vocab_size * dtype_bytes
+
+
+def chance_of_a_slip(tail: float, num_tokens: int) -> float:
+    """Of at least one token out of a tail of that probability, in independent draws."""
+    return 1 - (1 - tail) ** num_tokens
+
+
+def renormalised(probs: Sequence[float], num_kept: int) -> list[float]:
+    """`probs` in falling order: the first `num_kept`, divided by their sum; the others are 0."""
+    total = sum(_exact(p) for p in probs[:num_kept])
+    kept = [float(_exact(p) / total) for p in probs[:num_kept]]
+    return kept + [0.0] * (len(probs) - num_kept)
+
+
+def num_kept_by_top_p(probs: Sequence[float], p: float, drop_at_equality: bool = True) -> int:
+    """How many of `probs`, in falling order, the nucleus holds (Holtzman et al. 2020).
+
+    In exact arithmetic. A token is dropped if the mass in front of it has reached p, so the token
+    that crosses the border is kept. `drop_at_equality` False drops it only once p is exceeded.
+    """
+    mass, kept = Fraction(0), 0
+    for prob in probs:
+        reached = mass >= _exact(p) if drop_at_equality else mass > _exact(p)
+        if reached:
+            break
+        mass += _exact(prob)
+        kept += 1
+    return kept
+
+
+def border_table(probs: Sequence[float], settings: Sequence[float]) -> str:
+    """How many tokens stay under each of the two readings of "reaches p"."""
+    rows = [
+        [f"{p:.2f}", num_kept_by_top_p(probs, p), num_kept_by_top_p(probs, p, False)]
+        for p in settings
+    ]
+    return _table(["top_p", "kept if mass before < p", "kept if mass before <= p"], rows)
+
+
+def num_kept_by_min_p(probs: Sequence[float], min_p: float) -> int:
+    """How many are at least `min_p` times as likely as the most likely one."""
+    return sum(_exact(prob) >= _exact(min_p) * _exact(max(probs)) for prob in probs)
+
+
+def penalised(
+    logit: float,
+    count: int,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+) -> float:
+    """The logit of a token that was generated `count` times, or stands in the prompt (count 0).
+
+    Repetition: Keskar et al. 2019 (CTRL); frequency and presence: OpenAI's API.
+    """
+    logit = logit / repetition if logit > 0 else logit * repetition
+    return logit - frequency * count - presence * (count > 0)
+
+
+def race_table(logits: Sequence[float], uniforms: Sequence[float]) -> str:
+    """One race: E = -log(1 - u) is the noise, E / p the time, logit - log E the score."""
+    probs = probabilities(logits)
+    rows = [
+        [token, f"{p:.3f}", f"{u:g}", f"{e:.3f}", f"{e / p:.2f}", f"{logit - math.log(e):.2f}"]
+        for token, (logit, p, u, e) in enumerate(
+            zip(logits, probs, uniforms, map(_exponential, uniforms), strict=True)
+        )
+    ]
+    return _table(["token", "p", "u", "E", "time E / p", "score logit - log E"], rows)
+
+
+def race_winner(logits: Sequence[float], uniforms: Sequence[float]) -> int:
+    """The token with the smallest time."""
+    probs = probabilities(logits)
+    times = [_exponential(u) / p for u, p in zip(uniforms, probs, strict=True)]
+    return times.index(min(times))
+
+
+def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
+    """Shares of the tokens in draws of nanoserve's own race, at positions 0 to num_draws - 1."""
+    import numpy as np
+    import torch
+
+    from nanoserve.sampling.noise import ExponentialRace, row_keys
+
+    zeros = np.zeros(num_draws, dtype=np.uint64)
+    keys = row_keys(zeros, np.arange(num_draws), zeros)
+    race = ExponentialRace(len(logits), torch.device("cpu"))
+    rows = torch.tensor(logits, dtype=torch.float32).repeat(num_draws, 1)
+    counts = torch.bincount(race.draw(rows, keys), minlength=len(logits))
+    return [count / num_draws for count in counts.tolist()]
+
+
+def chance_of_a_tie(vocab_size: int, bits: int) -> float:
+    """That the smallest of `vocab_size` uniforms of so many bits comes up twice.
+
+    The uniforms fall into 2^bits cells, Poisson with a mean of vocab_size / 2^bits each. Wanted is
+    the chance that the first cell which is not empty holds more than one.
+    """
+    mean = vocab_size / 2**bits
+    return 1 - mean / math.expm1(mean)
+
+
+def neighbours_table(seed: int, position: int) -> str:
+    """Noise for one row, behind 0, 1 and 2 others: from a shared generator, and from the hash.
+
+    The generator hands each row of a step its next number; the hash is nanoserve's `row_keys`.
+    """
+    from random import Random
+
+    import numpy as np
+
+    from nanoserve.sampling.noise import row_keys
+
+    rows = []
+    for num_others in range(3):
+        generator = Random(seed)
+        drawn = [generator.random() for _ in range(num_others + 1)]
+        seeds = np.array([*range(100, 100 + num_others), seed], dtype=np.uint64)
+        positions = np.array([*range(num_others), position])
+        key = int(row_keys(seeds, positions, 0 * positions)[-1]) & 0xFFFFFFFF
+        rows.append([num_others, f"{drawn[-1]:.6f}", f"`{key:08x}`"])
+    return _table(["rows in front", "shared generator", "key of the row"], rows)
+
+
+def _exact(number: float) -> Fraction:
+    """The decimal number as it is written: 0.9 is nine tenths, which no binary float is."""
+    return Fraction(str(number))
+
+
+def _exponential(u: float) -> float:
+    return -math.log1p(-u)
+
+
+def _join(numbers: Iterable[float], form: str = "%g") -> str:
+    return ", ".join(form % number for number in numbers)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
