@@ -3,14 +3,14 @@
 Heron is an invented architecture. It is Llama but for three things:
 
 1. Embeddings are multiplied by the square root of the hidden size.
-2. The feed-forward has no gate: down_proj(relu(up_proj(x)) ** 2), without biases. In checkpoints its
-   tensors are called `model.layers.0.mlp.up_proj.weight` and `...mlp.down_proj.weight`.
+2. The feed-forward has no gate: down_proj(relu(up_proj(x)) ** 2), without biases. Its tensors are
+   called `model.layers.0.mlp.up_proj.weight` and `model.layers.0.mlp.down_proj.weight`.
 3. Checkpoints store q, k and v as one tensor, `model.layers.0.self_attn.qkv_proj.weight`: the rows
    of q, then those of k, then those of v.
 
 Complete the three classes, so that an `LLM` with a Heron checkpoint gives the greedy tokens of the
-reference in the test, and so that the model can be cut for several ranks. `nanoserve/models/qwen3.py`
-is the model that you change, `phi3.py` and `minicpm.py` beside it change it in similar ways.
+reference in the test, and so that the model can be cut for several ranks. The model that you change
+is `nanoserve/models/qwen3.py`; `phi3.py` and `minicpm.py` beside it change it in similar ways.
 
     pytest docs/exercises/test_heron.py
 """

@@ -12,12 +12,12 @@ it was answered. An idle server waits for the next request.
 
 `goodput` is requests per second, from time 0 to the last token of all, that met two objectives: the
 first token within `slo_ttft` seconds of when the request was due, and the mean time between its
-tokens at most `slo_itl`. With one token there is no time between tokens. `token_times` has, for each
-request, the times of its tokens.
+tokens at most `slo_itl`. With one token there is no time between tokens. `token_times` has the
+times of each request's tokens.
 
-`compare` takes the seconds of runs in which two engines took turns: ours[0], theirs[0], ours[1], ...
-A run that failed is None, and a pair with such a run says nothing. Returned are the median, the
-smallest and the largest of the ratios theirs / ours, or None if no pair is left.
+`compare` takes the seconds of runs in which two engines took turns: ours[0], theirs[0], ours[1] and
+so on. A run that failed is None, and a pair with such a run says nothing. Returned are the median,
+the smallest and the largest of the ratios theirs / ours, or None if no pair is left.
 
     pytest docs/exercises/test_honest_numbers.py
 """
