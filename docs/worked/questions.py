@@ -76,7 +76,7 @@ def expected_waste(block_size: int) -> float:
 
 
 def reusable(tokens: int, block_size: int) -> int:
-    """Tokens of a wholly cached prompt that are not computed: full blocks without the last token."""
+    """Tokens of a wholly cached prompt that are not computed: full blocks, never the last token."""
     return (tokens - 1) // block_size * block_size
 
 
