@@ -9,7 +9,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 from latency import latencies
-from report import agreement
 from roofline import Need, Step
 from shapes import SHAPES
 from worked import benchmarking as worked
@@ -105,13 +104,6 @@ def test_the_limit_of_a_decode_step_is_the_benchmarks() -> None:
     step = Step(np.ones(32, dtype=int), np.full(32, 512), 32)
     embedding_rows = 32 * 1024 * 2
     assert Need(config).bytes(step) == worked.decode_bytes(32, 512) + embedding_rows
-
-
-def test_agreement_ends_at_the_first_difference() -> None:
-    ours, theirs = [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]
-    same = sum(worked.same_prefix(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert same == 6
-    assert agreement(ours, theirs).startswith("2 of 2 first tokens, 6 of 8")
 
 
 def test_few_flips_cost_much_agreement() -> None:

@@ -13,7 +13,7 @@ from worked import errata as worked
 
 PAGES = (
     *("chapters/14-tensor-parallelism.md", "chapters/15-benchmarking.md"),
-    *("chapters/16-adding-a-model.md", "questions.md", "errata.md"),
+    *("chapters/16-adding-a-model.md", "errata.md"),
 )
 
 

@@ -108,10 +108,6 @@ def layer_table(layer: int = 0) -> str:
     return "\n".join(lines)
 
 
-def num_tensors(layers: int, per_layer: int, beside: int) -> int:
-    return layers * per_layer + beside
-
-
 def fused_rows(sizes: dict[str, int], rank: int, size: int) -> dict[str, range]:
     """Rows of a fused tensor that fill one rank's part of each of the linears in it."""
     first, rows = 0, {}

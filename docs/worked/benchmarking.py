@@ -178,16 +178,6 @@ def limit_table(context: int, bandwidth: float) -> str:
     return "\n".join(lines)
 
 
-def same_prefix(ours: list[int], theirs: list[int]) -> int:
-    """Tokens before the first difference."""
-    same = 0
-    for a, b in zip(ours, theirs, strict=True):
-        if a != b:
-            break
-        same += 1
-    return same
-
-
 def expected_prefix(flip: float, tokens: int) -> float:
     """Expected tokens before the first difference, if each differs with probability `flip`."""
     return sum((1 - flip) ** k for k in range(1, tokens + 1))
