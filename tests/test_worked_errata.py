@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 from worked import errata as worked
+
+ROOT = Path(__file__).parents[1]
 
 PAGES = (
     *("chapters/14-tensor-parallelism.md", "chapters/15-benchmarking.md"),

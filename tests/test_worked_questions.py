@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 from worked import questions as worked
 from worked import tensor_parallel
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_parameters_of_7b_and_their_shares() -> None:

@@ -46,7 +46,7 @@ def lines_in(file: str) -> int:
 
 def models_table() -> str:
     """Every file of nanoserve/models that holds a model, and the toy model of the tests."""
-    files = [path for path in sorted((ROOT / "nanoserve/models").glob("*.py"))]
+    files = sorted((ROOT / "nanoserve/models").glob("*.py"))
     files = [path for path in files if path.stem not in ("__init__", "registry")]
     files.sort(key=lambda path: lines_of_code(path.read_text(encoding="utf-8")))
     files.append(ROOT / "tests/toy_model.py")
