@@ -1,0 +1,16 @@
+"""The trace of the chapter on tensor parallelism: what rank 0 decides, and other ranks are told."""
+
+from pathlib import Path
+
+from nanoserve import LLM, SamplingParams
+
+
+def tensor_parallelism(out: Path) -> None:
+    """Three requests, of which one comes late to its slot: admissions, growth, an end."""
+    prompts = ["What is tensor parallelism?", "What is rank 0?", "What is an all-reduce?"]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    lengths = [12, 6, 9]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    options = {"max_num_seqs": 2, "num_kv_blocks": 12, "max_model_len": 96}
+    with LLM("tiny-qwen3", trace=str(out), tensor_parallel_size=1, **options) as llm:
+        llm.chat(conversations, params, use_tqdm=False)
