@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MUSEUM = ROOT / "docs" / "museum"
 MOST_LINES = 12  # that a patch adds and takes away: a reader sees a bug at one glance
-# Few random runs are enough for the bugs that only random runs find.
-PYTEST = [sys.executable, "-m", "pytest", *"-q -x -n 0 -p no:cacheprovider --fuzz-runs 300".split()]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+FEW_RUNS = ["--fuzz-runs", "300"]  # enough for the bugs that only random runs find
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def copy(tmp_path: Path) -> Path:
 def run_tests(copy: Path, tests: set[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONUTF8": "1", "COLUMNS": "100"}
     return subprocess.run(
-        [*PYTEST, *sorted(tests)],
+        [*PYTEST, *FEW_RUNS, *sorted(tests)],
         cwd=copy,
         env=environment,
         capture_output=True,
