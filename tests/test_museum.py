@@ -15,8 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MUSEUM = ROOT / "docs" / "museum"
 MOST_LINES = 12  # that a patch adds and takes away: a reader sees a bug at one glance
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-FEW_RUNS = ["--fuzz-runs", "300"]  # enough for the bugs that only random runs find
+# In one process and without plugins, whose import takes longer than most of the tests. Few random
+# runs are enough for the bugs that only random runs find.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider"]
+FEW_RUNS = ["--fuzz-runs", "300"]
+ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: set[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONUTF8": "1", "COLUMNS": "100"}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(copy), "COLUMNS": "100"}
     return subprocess.run(
         [*PYTEST, *FEW_RUNS, *sorted(tests)],
         cwd=copy,
