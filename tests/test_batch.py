@@ -77,3 +77,11 @@ def test_a_copy_of_the_bytes_in_use_is_the_whole_batch() -> None:
     twin = Batch(batch.layout, memory)
     assert twin.header_dict() == batch.header_dict()
     assert twin.block_tables[0, :5].tolist() == tables[1, :5].tolist()
+
+
+def test_a_preempted_sequence_computes_its_output_again_and_is_no_decode_row() -> None:
+    batch = make_batch()
+    seq = make_sequence(5, computed=0, slot=0)
+    seq.token_ids += [7, 8]  # from before the preemption
+    batch.pack(Plan({seq: 7}), np.ones((4, 8), dtype=np.int32), block_size=4, step=0)
+    assert seq.output_token_ids and batch.header_dict()["num_decode_rows"] == 0

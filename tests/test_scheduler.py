@@ -228,3 +228,13 @@ def test_a_prompt_is_admitted_when_all_of_it_fits() -> None:
         computed += step(scheduler).get(long, 0)
     assert running.finished and long.metrics.num_preemptions == 0
     assert computed == 160 + 1
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_sequence_has_a_block_for_every_token_of_a_step(block_size: int) -> None:
+    scheduler = make_scheduler(block_size=block_size)
+    seq = Requests(scheduler).add(3)
+    for _ in range(8):
+        plan = planned(scheduler)
+        assert len(seq.block_table) == scheduler.block_manager.blocks_needed(seq.num_tokens)
+        scheduler.update(plan, [7])
