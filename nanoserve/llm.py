@@ -170,7 +170,7 @@ class LLM:
                 yield output
         finally:
             del self._streams[request_id]
-            self.engine.abort_request(request_id)
+            self._withdraw({request_id})
 
     def _distribute(self, outputs: list[RequestOutput]) -> None:
         """Give each stream its own; what no stream asked for waits for whoever steps the engine."""
@@ -179,6 +179,13 @@ class LLM:
                 self._streams[output.request_id].append(output)
             else:
                 self.engine.undelivered.append(output)
+
+    def _withdraw(self, request_ids: set[str]) -> None:
+        """Leave nothing of them in the engine: neither what runs nor what nobody will fetch."""
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
+        waiting = self.engine.undelivered
+        self.engine.undelivered = [o for o in waiting if o.request_id not in request_ids]
 
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -192,6 +199,5 @@ class LLM:
                     progress.add(output)
         finally:
             progress.close()
-            for request in ready:
-                self.engine.abort_request(request.request_id)  # only what did not finish
+            self._withdraw({request.request_id for request in ready})
         return [finished[request.request_id] for request in ready]

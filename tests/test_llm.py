@@ -56,7 +56,8 @@ def test_the_progress_bar_counts_tokens(llm: LLM, capsys: pytest.CaptureFixture)
     assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_leaves_nothing_behind(llm: LLM) -> None:
+@pytest.mark.parametrize("num_tokens", [100, 3])  # with 3, it strikes as a request ends
+def test_ctrl_c_leaves_nothing_behind(llm: LLM, num_tokens: int) -> None:
     expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
     steps = []
 
@@ -67,8 +68,10 @@ def test_ctrl_c_leaves_nothing_behind(llm: LLM) -> None:
 
     llm.engine.observers.append(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[9] * 20, [8] * 70], SamplingParams(max_tokens=100), use_tqdm=False)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (num_tokens, 100)]
+        llm.generate([[9] * 20, [8] * 70], params, use_tqdm=False)
     assert len(steps) == 3
+    llm.engine.observers.clear()
     assert is_idle(llm)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
