@@ -92,10 +92,10 @@ ALL_KINDS = [
     "options",
     [
         {},
-        {"enforce_eager": True},
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.thorough),
         {"max_num_batched_tokens": 16},
         {"block_size": 1},
-        {"num_kv_blocks": 40},
+        pytest.param({"num_kv_blocks": 40}, marks=pytest.mark.thorough),
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 1},
     ],
     ids=str,
