@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.models.mixtral import MixtralForCausalLM as OurMixtral
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.loader import load_weights
-from nanoserve.worker.process_group import join_group
+from nanoserve.worker.process_group import Group, join_group
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -285,3 +286,29 @@ def test_heads_that_the_ranks_cannot_share_are_refused(
 def test_ranks_agree_on_the_least_that_one_of_them_has() -> None:
     assert on_ranks(4, lambda context: context.tp.smallest(100 - context.tp.rank)) == [97] * 4
     assert TensorParallel().smallest(7) == 7
+
+
+class LateWork:
+    """A collective that ends while the wait for it gives up, as one of a busy machine may."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error, self.has_ended = error, False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "LateWork":
+        return self
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_collective_that_ends_as_the_wait_for_it_does() -> None:
+    Group(LateWork(error=None), None, torch.device("cpu")).all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Group(LateWork("Connection closed"), None, torch.device("cpu")).all_reduce(torch.ones(1))

@@ -62,13 +62,10 @@ class Group:
         if self._device.type == "cuda":
             work.wait()  # for the stream: this does not block
             return
-        while True:
-            try:
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # this wait has ended, or the work has failed
                 work.wait(_LOOK_UP)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it has failed; otherwise only this wait has ended
-                    raise
+        work.wait()  # at once: its error, if it has one
 
 
 def join_group(rank: int, size: int, store: dist.Store, device: torch.device) -> Group:
