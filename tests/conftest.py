@@ -26,22 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random runs of the shadow-KV fuzz (20000 is the full size)",
     )
     parser.addoption(
-        "--thorough",
-        action="store_true",
-        help="also the cases marked `thorough`, more prompts per model, all kernels for all GPUs",
+        "--model-prompts",
+        type=int,
+        default=30,
+        help="prompts for each architecture (100 is the full size)",
     )
-
-
-@pytest.fixture(scope="session")
-def is_thorough(pytestconfig: pytest.Config) -> bool:
-    return pytestconfig.getoption("--thorough")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--thorough"):
-        for item in items:
-            if item.get_closest_marker("thorough"):
-                item.add_marker(pytest.mark.skip(reason="another case of the same; --thorough"))
 
 
 @pytest.hookimpl(optionalhook=True)

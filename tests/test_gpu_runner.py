@@ -92,10 +92,10 @@ ALL_KINDS = [
     "options",
     [
         {},
-        pytest.param({"enforce_eager": True}, marks=pytest.mark.thorough),
+        {"enforce_eager": True},
         {"max_num_batched_tokens": 16},
         {"block_size": 1},
-        pytest.param({"num_kv_blocks": 40}, marks=pytest.mark.thorough),
+        {"num_kv_blocks": 40},
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 1},
     ],
     ids=str,

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from compile_kernels import CASES
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 # Compute capability (A100, H100, B200) -> shared memory that one program may have, in KiB.
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
-# One of them by default, because the compiler takes a minute for each.
-CAPABILITIES = [90, *(pytest.param(older, marks=pytest.mark.thorough) for older in (80, 100))]
+# Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
+USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
+WANTED = {80: USUAL, 90: "", 100: USUAL}
 
 Records = list[dict[str, Any]]
 
@@ -30,27 +32,28 @@ Records = list[dict[str, Any]]
 def compile_for(capability: int) -> Records:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, str(SCRIPT), str(capability)]
+    command = [sys.executable, str(SCRIPT), str(capability), WANTED[capability]]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def records(is_thorough: bool) -> Iterator[dict[int, Records]]:
-    wanted = list(SHARED_KIB) if is_thorough else [90]
+def records() -> Iterator[dict[int, Records]]:
     with ThreadPoolExecutor(max_workers=2) as processes:
-        yield dict(zip(wanted, processes.map(compile_for, wanted), strict=True))
+        yield dict(zip(SHARED_KIB, processes.map(compile_for, SHARED_KIB), strict=True))
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_case_compiles(records: dict[int, Records], capability: int) -> None:
     errors = [record for record in records[capability] if "error" in record]
     assert not errors
-    assert {record["case"] for record in records[capability]} == {label for label, _ in CASES}
+    wanted = {label for label, _ in CASES if re.search(WANTED[capability], label)}
+    assert len(wanted) > 20
+    assert {record["case"] for record in records[capability]} == wanted
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", SHARED_KIB)
 def test_kernels_fit_into_registers_and_shared_memory(
     records: dict[int, Records], capability: int
 ) -> None:

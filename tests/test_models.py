@@ -98,11 +98,6 @@ def make(case: str, path: Path) -> PreTrainedModel:
     return make_checkpoint(architecture, path, **overrides)
 
 
-def thorough(*values: Any) -> Any:
-    """A case that runs with --thorough only."""
-    return pytest.param(*values, marks=pytest.mark.thorough)
-
-
 def prompts(count: int) -> list[list[int]]:
     return [
         [(i * i + 7 * j + j * j % 5) % 300 for j in range(1 + 13 * i % 60)] for i in range(count)
@@ -133,10 +128,10 @@ def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> Non
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(
-    case: str, tmp_path: Path, is_thorough: bool
+    case: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 50}
-    count = 100 if is_thorough and case not in VARIANTS else 30
+    count = 30 if case in VARIANTS else pytestconfig.getoption("--model-prompts")
     check(make(case, tmp_path), tmp_path, count, attention_backend="torch", **options)
 
 
@@ -158,8 +153,8 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma2", "llama, biased", "mixtral", "phi3", "qwen3"),
-        *map(thorough, ("gemma3", "minicpm4", "qwen2", "qwen3-moe")),
+        *("gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3"),
+        *("qwen2", "qwen3", "qwen3-moe"),
     ],
 )
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
@@ -169,9 +164,8 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma2", "llama", "mixtral, tied, window", "qwen3, window in layer 1"),
-        *map(thorough, ("gemma3", "minicpm4", "mistral, window", "phi3", "qwen2")),
-        thorough("qwen3-moe, dense layers"),
+        *("gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window"),
+        *("phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers"),
     ],
 )
 def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:

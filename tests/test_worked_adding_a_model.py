@@ -7,6 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
+from house import lines_of_code
 from worked import adding_a_model as worked
 
 SOURCE = '''"""A docstring,
@@ -29,9 +30,11 @@ docstring"""
 '''
 
 
-def test_lines_of_code_are_neither_blank_nor_told() -> None:
+def test_lines_of_code_are_neither_blank_nor_told(tmp_path: Path) -> None:
     """import; class; two lines of `unit`; three of def; return."""
-    assert worked.lines_of_code(SOURCE) == 8
+    path = tmp_path / "circle.py"
+    path.write_text(SOURCE)
+    assert lines_of_code(path) == 8
     assert worked.classes_of(SOURCE) == ["Circle(Shape)"]
 
 

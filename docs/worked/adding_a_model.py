@@ -1,35 +1,17 @@
 """What the chapter on adding a model counts: lines, classes, settings, names and weights' rows."""
 
 import ast
-import io
 import json
 import math
 import re
 import struct
-import tokenize
 from pathlib import Path
+
+from house import lines_of_code
 
 from nanoserve.config_file import ConfigFile
 
 ROOT = Path(__file__).parents[2]
-_NO_CODE = (
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
-    *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
-)
-
-
-def lines_of_code(source: str) -> int:
-    """Lines that hold code: no blank lines, comments or docstrings."""
-    lines: set[int] = set()
-    previous = tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        begins = previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        is_docstring = token.type == tokenize.STRING and begins
-        if token.type not in _NO_CODE and not is_docstring:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            previous = token.type
-    return len(lines)
 
 
 def classes_of(source: str) -> list[str]:
@@ -41,21 +23,21 @@ def classes_of(source: str) -> list[str]:
 
 def lines_in(file: str) -> int:
     """Lines of code of a file of the repository."""
-    return lines_of_code((ROOT / file).read_text(encoding="utf-8"))
+    return lines_of_code(ROOT / file)
 
 
 def models_table() -> str:
     """Every file of nanoserve/models that holds a model, and the toy model of the tests."""
     files = sorted((ROOT / "nanoserve/models").glob("*.py"))
     files = [path for path in files if path.stem not in ("__init__", "registry")]
-    files.sort(key=lambda path: lines_of_code(path.read_text(encoding="utf-8")))
+    files.sort(key=lines_of_code)
     files.append(ROOT / "tests/toy_model.py")
     lines = ["| file | lines of code | classes (what they derive from) |", "|---|---|---|"]
     for path in files:
         source = path.read_text(encoding="utf-8")
         classes = ", ".join(f"`{name}`" for name in classes_of(source))
         name = path.relative_to(ROOT)
-        lines.append(f"| `{name}` | {lines_of_code(source)} | {classes} |")
+        lines.append(f"| `{name}` | {lines_of_code(path)} | {classes} |")
     return "\n".join(lines)
 
 
