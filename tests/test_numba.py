@@ -3,6 +3,10 @@
 Slots that no token was written to hold NaN, and unused columns of block tables point far outside.
 """
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -195,3 +199,17 @@ def test_16_bit_floats_run_on_torch(tmp_path) -> None:
         assert not isinstance(llm.engine.executor.context.attention, NumbaAttention)
     with pytest.raises(ValueError, match=r"numba.*float16"):
         LLM(tmp_path, skip_tokenizer_init=True, device="cpu", attention_backend="numba")
+
+
+def test_torch_keeps_its_number_of_threads() -> None:
+    """Several processes share a machine only if each has the threads that it was given."""
+    code = """
+import torch
+from nanoserve.attention.numba import NumbaAttention
+NumbaAttention()
+print(torch.get_num_threads())"""
+    path = os.pathsep.join(filter(None, sys.path))
+    settings = {"OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "3", "PYTHONPATH": path}
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    assert shown.stdout == "2\n", shown.stderr

@@ -24,7 +24,10 @@ class NumbaAttention(TorchAttention):
     """`TorchAttention` for rows of several tokens, a kernel of its own for rows of one."""
 
     def __init__(self) -> None:
-        set_num_threads(min(torch.get_num_threads(), config.NUMBA_NUM_THREADS))
+        num_threads = torch.get_num_threads()
+        set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
+        # This has started numba's threads, which sets the number of OpenMP's, torch's too, to all.
+        torch.set_num_threads(num_threads)
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
