@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LOOK_UP = timedelta(seconds=0.5)
+_LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
 _STEP_TIMEOUT = timedelta(seconds=300)  # that one rank waits for another within a step
 
