@@ -1,6 +1,9 @@
 """Weights packed for oneDNN give the products of plain ones, and the engine uses them."""
 
+import ctypes
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +39,32 @@ def test_products_are_those_of_plain_weights(num_rows: int, has_bias: bool) -> N
         linear.process_after_loading()
         assert linear.weight.layout == torch._mkldnn
         torch.testing.assert_close(linear(x), F.linear(x, weight, linear.bias), rtol=2e-2, atol=0.1)
+
+
+@needs_packing
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@torch.inference_mode()
+def test_weights_of_more_than_a_large_page_are_put_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    madvise = ctypes.CDLL(None).madvise
+
+    def record(address: ctypes.c_void_p, length: ctypes.c_size_t, advice: int) -> int:
+        asked.append((address.value, length.value, advice))
+        return madvise(address, length, advice)
+
+    monkeypatch.setattr(packed_linear.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=record))
+    context = LayerContext(torch.bfloat16, linear_method=METHOD)
+    for outputs in (512, 8192):  # of 1 KiB each
+        linear = RowParallelLinear(512, outputs, context)
+        linear.weight.copy_(weight := torch.randn(outputs, 512, dtype=torch.bfloat16))
+        linear.process_after_loading()
+        x = torch.randn(2, 512, dtype=torch.bfloat16)
+        torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=2e-2, atol=0.2)
+    ((first, length, advice),) = asked
+    start = torch.ops.mkldnn.data_ptr(linear.weight)
+    assert first % 2**21 == length % 2**21 == 0 and advice == 25
+    assert first <= start < first + 2**21
+    assert start + 2**23 <= first + length < start + 2**23 + 2**21
 
 
 @needs_packing
