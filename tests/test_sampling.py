@@ -8,7 +8,7 @@ import torch
 
 from nanoserve.sampling.filters import apply_filters
 from nanoserve.sampling.noise import ExponentialRace, row_keys
-from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.sampler import Sampler, best_tokens
 from nanoserve.sampling_params import SamplingParams, SlotParams
 
 CPU = torch.device("cpu")
@@ -123,6 +123,20 @@ def test_greedy_takes_the_most_likely_token_whatever_the_filters() -> None:
     logits = torch.tensor([0.1, 3.0, 2.9])
     for params in (SamplingParams(temperature=0), SamplingParams(temperature=0, top_p=0.1)):
         assert all(sample(params, logits, seed) == 1 for seed in range(20))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 300, 1023, 1024, 1025, 2047, 2048, 5000, 10_240])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_token_is_the_first_among_equals(vocab_size: int, dtype: torch.dtype) -> None:
+    """Few different values, so that most rows have their maximum several times."""
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.integers(-9, rng.integers(-8, 9, (300, 1)), (300, vocab_size)).astype(np.float32)
+    logits[0] = -np.inf
+    for row, column in enumerate(rng.integers(vocab_size, size=100), start=100):
+        logits[row, column] = 20  # one of its own, anywhere
+    logits[200, -1] = 20
+    expected = torch.from_numpy(logits.argmax(axis=1))
+    assert torch.equal(best_tokens(torch.from_numpy(logits).to(dtype)), expected)
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:

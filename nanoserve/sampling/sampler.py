@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor
     from nanoserve.sampling.special_rows import SpecialRows
 
+_CHUNK = 1024  # of a vocabulary; see `best_tokens`
+
 
 class Sampler:
     """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
@@ -83,6 +85,15 @@ class Sampler:
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """int64 [num_rows]: each row's argmax, the first among equals.
 
-    On a CPU, `max` finds it three to five times faster than `argmax` in a large vocabulary.
+    On a CPU `amax` alone reads a vocabulary as fast as memory gives it, and it does not say where
+    the maximum is. So it chooses a chunk, and `max`, twice as slow, only looks through that.
     """
-    return logits.max(dim=-1).indices
+    vocab_size = logits.shape[1]
+    if vocab_size <= _CHUNK:
+        return logits.max(dim=-1).indices
+    chunks = logits[:, : vocab_size // _CHUNK * _CHUNK].unflatten(1, (-1, _CHUNK))
+    rest = logits[:, -_CHUNK:]  # what it shares with the chunk before, that one has won already
+    highest = torch.cat([chunks.amax(-1), rest.amax(-1, keepdim=True)], dim=1)
+    start = highest.max(-1, keepdim=True).indices.mul_(_CHUNK).clamp_(max=vocab_size - _CHUNK)
+    chosen = logits.gather(1, start + torch.arange(_CHUNK, device=logits.device))
+    return start[:, 0] + chosen.max(dim=-1).indices
