@@ -135,7 +135,8 @@ def lines_of_code(path: Path) -> int:
 def summary(name: str) -> str:
     """The first sentence of a module's docstring."""
     docstring = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=[.!?])\s", " ".join(docstring.split("\n\n")[0].split()))[0]
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])(?<! al\.)\s", paragraph)[0]
 
 
 def file_of(symbol: str) -> str | None:

@@ -83,10 +83,12 @@ def trace_frame(name: str, page_url: str) -> str:
     if name not in scenarios():
         raise ValueError(f"no function {name!r} in docs/scenarios/")
     url = posixpath.relpath(f"traces/{name}.html", posixpath.dirname(page_url))
+    index = posixpath.relpath("index.html", posixpath.dirname(page_url))
     title = f"A recorded run: {name.replace('_', ' ')}"
     return (
         f'<div class="trace"><iframe src="{url}" title="{title}" loading="lazy"></iframe>'
-        f'<p><a href="{url}" target="_blank">The run in a window of its own</a></p></div>'
+        f'<p><a href="{url}" target="_blank">The run in a window of its own</a>; '
+        f'<a href="{index}#record-a-run-of-your-own">record one yourself</a></p></div>'
     )
 
 
