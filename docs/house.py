@@ -57,9 +57,8 @@ class Chapter:
     def promise(self) -> str:
         """The first sentence: what one will be able to explain."""
         (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.text, re.M | re.S)
-        sentence = re.split(r"(?<=[.!?])\s", " ".join(paragraph.split()))[0]
         # A link would lead from where the chapter lies, not from where this is shown.
-        return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", sentence)
+        return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", first_sentence(paragraph))
 
     @property
     def quotes(self) -> list[str]:
@@ -135,8 +134,12 @@ def lines_of_code(path: Path) -> int:
 def summary(name: str) -> str:
     """The first sentence of a module's docstring."""
     docstring = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?])(?<! al\.)\s", paragraph)[0]
+    return first_sentence(docstring.split("\n\n")[0])
+
+
+def first_sentence(paragraph: str) -> str:
+    """On one line. "et al." ends none."""
+    return re.split(r"(?<=[.!?])(?<! al\.)\s", " ".join(paragraph.split()))[0]
 
 
 def file_of(symbol: str) -> str | None:
