@@ -25,12 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=5000,
         help="random runs of the shadow-KV fuzz (20000 is the full size)",
     )
-    parser.addoption(
-        "--model-prompts",
-        type=int,
-        default=30,
-        help="prompts for each architecture (100 is the full size)",
-    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -72,12 +72,12 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> dict[str, Any]:
     """What the CPU engine answers to `all_kinds`."""
-    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", max_num_seqs=7) as llm:
-        outputs = run(llm.engine, requests(12, ALL_KINDS))
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", max_num_seqs=11) as llm:
+        outputs = run(llm.engine, requests(22, ALL_KINDS))
     return {"tokens": tokens(outputs), "outputs": outputs}
 
 
-COMMON: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+COMMON: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 ALL_KINDS = [
     SamplingParams(temperature=0, **COMMON),
     SamplingParams(temperature=0.8, seed=2**40 + 7, **COMMON),
@@ -103,12 +103,12 @@ ALL_KINDS = [
 def test_every_kind_of_request_gets_what_the_cpu_gives(
     checkpoint: Path, expected: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Among 7 sequences at a time, so that decode steps need padding to 4 and 7."""
+    """Among 11 sequences at a time, so that decode steps need padding to 8 and 11."""
     cuda = FakeCuda()
     if "num_kv_blocks" in options:
         options = options | {"max_model_len": 100}
-    engine = make_engine(checkpoint, cuda, max_num_seqs=7, **options)
-    outputs = run(engine, requests(12, ALL_KINDS))
+    engine = make_engine(checkpoint, cuda, max_num_seqs=11, **options)
+    outputs = run(engine, requests(22, ALL_KINDS))
     assert tokens(outputs) == expected["tokens"]
     for ours, theirs in zip(outputs, expected["outputs"], strict=True):
         if theirs.prompt_logprobs is not None:
@@ -182,16 +182,16 @@ def test_one_wait_per_step_and_nothing_else_copied_in(checkpoint: Path) -> None:
 
 
 def test_two_engines_do_not_touch_each_other(checkpoint: Path, expected: dict[str, Any]) -> None:
-    engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=7) for _ in range(2)]
+    engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=11) for _ in range(2)]
     for engine in engines:
-        for i, (prompt, params) in enumerate(requests(12, ALL_KINDS)):
+        for i, (prompt, params) in enumerate(requests(22, ALL_KINDS)):
             engine.add_request(str(i), prompt, params)
     done: list[dict[str, Any]] = [{}, {}]
     while any(engine.has_unfinished_requests() for engine in engines):
         for engine, outputs in zip(engines, done, strict=True):
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for outputs in done:
-        assert tokens([outputs[str(i)] for i in range(12)]) == expected["tokens"]
+        assert tokens([outputs[str(i)] for i in range(22)]) == expected["tokens"]
 
 
 def test_close_lets_go_of_everything(checkpoint: Path) -> None:

@@ -127,11 +127,9 @@ def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_of_transformers(
-    case: str, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 50}
-    count = 30 if case in VARIANTS else pytestconfig.getoption("--model-prompts")
+    count = 30 if case in VARIANTS else 100
     check(make(case, tmp_path), tmp_path, count, attention_backend="torch", **options)
 
 
