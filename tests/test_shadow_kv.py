@@ -26,6 +26,24 @@ def test_no_run_reads_kv_of_another_prefix(request: pytest.FixtureRequest) -> No
     assert min(preempted, hit, aborted) > 0.1 * num_runs, (preempted, hit, aborted, num_runs)
 
 
+def collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hashes for all the blocks that there are."""
+    original = block_manager.chain_hash
+    monkeypatch.setattr(
+        block_manager, "chain_hash", lambda parent, ids: bytes([original(parent, ids)[0] % 3])
+    )
+
+
+def test_hashes_that_collide_cost_hits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    collide(monkeypatch)
+    hit = 0
+    for seed in range(1000):
+        run = ShadowRun(seed)
+        run.run()
+        hit += run.scheduler.num_hit_tokens > 0
+    assert hit > 100
+
+
 def stale_hash_left_on_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(self: BlockManager) -> int:
         block, _ = self._free.popitem(last=False)
@@ -35,9 +53,22 @@ def stale_hash_left_on_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "_take", take)
 
 
+class OwnTokensOnly(BlockManager):
+    """A block goes by its own tokens, and so does the proof of a hit."""
+
+    def _is_at(self, block: int, seq: Sequence, index: int, parent: int | bytes) -> bool:
+        return self._content_of[block][1] == self._token_ids(seq, index)
+
+
 def hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     original = block_manager.chain_hash
     monkeypatch.setattr(block_manager, "chain_hash", lambda parent, ids: original(b"", ids))
+    monkeypatch.setattr(BlockManager, "_is_at", OwnTokensOnly._is_at)
+
+
+def hit_believed_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    collide(monkeypatch)
+    monkeypatch.setattr(BlockManager, "_is_at", lambda self, block, seq, index, parent: True)
 
 
 def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +143,7 @@ def failed_step_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED_BUGS = [
     stale_hash_left_on_reuse,
     hash_without_parent,
+    hit_believed_by_its_hash,
     hit_covers_the_last_token,
     registered_beyond_the_step,
     registered_one_block_early,

@@ -19,13 +19,17 @@ import xxhash
 
 from nanoserve.engine.sequence import Sequence
 
+# The parent, as the number of its content or, for a first block, the root of the chain; token ids.
+Content = tuple[int | bytes, list[int]]
+
 
 def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
     """Hash of a block *and all that came before it*: 128 bits over the parent's hash and the ids.
 
     K and V of a token depend on its whole prefix, so equal tokens under different prefixes must
-    not share a block; chaining makes the prefix part of the key. 128 bits, because a collision
-    would show one user another's text, and ids are hashed at full width, four bytes each.
+    not share a block; chaining makes the prefix part of the key. It finds a block and proves
+    nothing: XXH3 is no cryptographic hash, and pairs of blocks that collide under *every* parent
+    are found in seconds. `BlockManager.lookup` compares what it has found.
     """
     return xxhash.xxh3_128_digest(parent + token_ids.astype(np.int32, copy=False).tobytes())
 
@@ -49,12 +53,17 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         if prefix_cache_seed is None:
-            # Unpredictable, so that two prompts made to collide elsewhere do not collide here.
             prefix_cache_seed = secrets.randbits(64)
         self._root = chain_hash(str(prefix_cache_seed).encode(), np.empty(0))
         self._ref_counts = [0] * (num_blocks + 1)  # by block id; entry 0 is the dummy block
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
+        # What proves a hit, by block: which content its parent has, and its own token ids.
+        # Contents are numbered as they are published, and no number is given twice, so a parent
+        # whose block has long been taken for something else is not mistaken for its successor.
+        self._content_of: list[Content | None] = [None] * (num_blocks + 1)
+        self._content_ids = [0] * (num_blocks + 1)
+        self._num_contents = 0
         # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
 
@@ -79,20 +88,25 @@ class BlockManager:
     def lookup(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of `seq`. Changes nothing.
 
+        A block counts only if it holds these very tokens behind this very parent; one whose hash
+        merely collides is a miss.
+
         A hit never covers the last token: its logits are needed, so it must be computed. A block
         cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
         blocks of 16. A sequence whose prompt logits are needed computes all of its prompt.
         """
-        if self._root_for(seq) is None or seq.needs_prompt_logits:
+        parent: int | bytes | None = self._root_for(seq)
+        if parent is None or seq.needs_prompt_logits:
             return []
         hits: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
         self._hash_blocks(seq, max_hits)
-        for block_hash in seq.block_hashes[:max_hits]:
-            block = self._block_of.get(block_hash)
-            if block is None:
+        for index in range(max_hits):
+            block = self._block_of.get(seq.block_hashes[index])
+            if block is None or not self._is_at(block, seq, index, parent):
                 break
             hits.append(block)
+            parent = self._content_ids[block]
         return hits
 
     def allocate(self, seq: Sequence, num_tokens: int, cached_blocks: Collection[int] = ()) -> bool:
@@ -117,19 +131,28 @@ class BlockManager:
         """Publish the blocks that this step's `num_new_tokens` fill, and return them.
 
         Only blocks whose last token lies inside what this step computes: a token that is known
-        but not computed has no K and V yet. If another block already holds the same prefix (two
-        sequences computed it side by side), that one stays the published one.
+        but not computed has no K and V yet. If another block already holds the same content (two
+        sequences computed it side by side), or one whose hash collides, that one stays the
+        published one.
         """
         first = seq.num_computed_tokens // self.block_size
         end = (seq.num_computed_tokens + num_new_tokens) // self.block_size
-        if first == end or self._root_for(seq) is None:
+        root = self._root_for(seq)
+        if first == end or root is None:
             return []
         self._hash_blocks(seq, end)
         published = []
-        for block_hash, block in zip(
-            seq.block_hashes[first:end], seq.block_table[first:end], strict=True
-        ):
-            if block_hash not in self._block_of:
+        for index, block in enumerate(seq.block_table[first:end], first):
+            block_hash = seq.block_hashes[index]
+            parent = self._content_ids[seq.block_table[index - 1]] if index else root
+            found = self._block_of.get(block_hash)
+            if found is not None and self._is_at(found, seq, index, parent):
+                self._content_ids[block] = self._content_ids[found]
+                continue
+            self._num_contents += 1
+            self._content_ids[block] = self._num_contents
+            if found is None:
+                self._content_of[block] = (parent, self._token_ids(seq, index))
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
                 published.append(block)
@@ -144,7 +167,7 @@ class BlockManager:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]
-            self._hash_of[block] = None
+            self._hash_of[block] = self._content_of[block] = None
 
     def free(self, seq: Sequence) -> None:
         """Give back every block of `seq`, last first.
@@ -171,6 +194,14 @@ class BlockManager:
         if self._ref_counts[block] == 0:
             del self._free[block]
         self._ref_counts[block] += 1
+
+    def _is_at(self, block: int, seq: Sequence, index: int, parent: int | bytes) -> bool:
+        """Whether published `block` holds what `seq` has at `index`: its tokens, its parent."""
+        return self._content_of[block] == (parent, self._token_ids(seq, index))
+
+    def _token_ids(self, seq: Sequence, index: int) -> list[int]:
+        """Those of the block `index` of `seq`."""
+        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         """Extend `seq.block_hashes` to at least `num_blocks` hashes, each token hashed once."""

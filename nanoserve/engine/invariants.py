@@ -30,6 +30,9 @@ def check_pool(pool: BlockManager, sequences: list[Sequence]) -> None:
         "free + used != num_blocks": len(pool._free) + used != pool.num_blocks,
         "a free block is in use": any(pool._ref_counts[block] for block in pool._free),
         "hash and block maps disagree": pool._block_of != published,
+        "a published block has nothing that proves a hit": any(
+            pool._content_of[block] is None for block in published.values()
+        ),
     }
     _raise_if_any(problems, "the block pool is inconsistent")
 
