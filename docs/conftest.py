@@ -1,4 +1,4 @@
-"""Runs the tests of exercises: on the reader's file, or with `--solutions` on ours."""
+"""Runs the tests of exercises: on the reader's `exercise.py`, or with `--solutions` on ours."""
 
 import os
 
@@ -7,30 +7,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SOLUTIONS = Path(__file__).parent / "solutions"
+DOCS = Path(__file__).parent
 
 
-class SolutionFinder(PathFinder):
-    """Finds a solution before anything else of its name.
+class SolutionFinder(MetaPathFinder):
+    """Finds `solution.py` where a test asks for the `exercise.py` beside it."""
 
-    A folder at the front of `sys.path` would not do: pytest puts that of the test before it.
-    """
-
-    @classmethod
+    @staticmethod
     def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return super().find_spec(name, [str(SOLUTIONS)], target) if path is None else None
+        for folder in map(Path, path or ()):
+            if name.endswith(".exercise") and folder.parent == DOCS:
+                return spec_from_file_location(name, folder / "solution.py")
+        return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--solutions", action="store_true", help="test docs/exercises/solutions/")
+    parser.addoption(
+        "--solutions", action="store_true", help="test each solution.py in place of exercise.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One process: to start a second takes longer than an exercise's test."""
-    return 0
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for the course alone: to start a second takes longer than an exercise's test."""
+    asked = [config.invocation_params.dir / argument for argument in config.args]
+    return 0 if all(path.is_relative_to(DOCS) for path in asked) else None

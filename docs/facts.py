@@ -1,17 +1,17 @@
 """What pages and tests say about the source and the course is read from them, here.
 
-Files and their lines, the stops of the README's evening path, the chapters with what they quote.
+The chapters with what they quote, the modules in their folders, and where a symbol is defined.
 """
 
 import ast
-import io
 import math
 import re
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 WORDS_PER_MINUTE = 130  # dense prose, with figures to look at
 MINUTES_PER_QUOTE = 3
@@ -22,31 +22,23 @@ FENCE = re.compile(r"^ *(`{3,})([^\n]*)\n(.*?)^ *\1 *$", re.M | re.S)
 
 
 @dataclass(frozen=True)
-class Stop:
-    """One item of the evening path: the files that are read together, and the README's words."""
-
-    files: tuple[str, ...]
-    words: str
-
-
-@dataclass(frozen=True)
 class Chapter:
-    """One Markdown file of `docs/chapters`."""
+    """A numbered folder of `docs/`: its text is `index.md`."""
 
-    path: Path
+    folder: Path
 
     @cached_property
     def text(self) -> str:
-        return self.path.read_text(encoding="utf-8")
+        return (self.folder / "index.md").read_text(encoding="utf-8")
 
     @property
-    def name(self) -> str:
-        """Where it lies, seen from `docs/`: `chapters/03-kv-cache.md`."""
-        return self.path.relative_to(DOCS).as_posix()
+    def page(self) -> str:
+        """Where its text lies, seen from `docs/`: `03-kv-cache/index.md`."""
+        return f"{self.folder.name}/index.md"
 
     @property
     def number(self) -> int:
-        return int(self.path.name.split("-")[0])
+        return int(self.folder.name.split("-")[0])
 
     @property
     def title(self) -> str:
@@ -66,9 +58,10 @@ class Chapter:
         return QUOTE.findall(self.text)
 
     @property
-    def exercises(self) -> list[str]:
-        """The exercises it sets: the tests that it names."""
-        return sorted(set(re.findall(r"docs/exercises/test_(\w+)\.py", self.text)))
+    def exercise(self) -> str:
+        """What its exercise asks for."""
+        stub = (self.folder / "exercise.py").relative_to(ROOT).as_posix()
+        return summary(stub).removeprefix("Exercise: ").rstrip(".")
 
     @property
     def minutes(self) -> int:
@@ -83,52 +76,23 @@ def without_fences(text: str) -> str:
 
 
 def chapters() -> list[Chapter]:
-    return [Chapter(path) for path in sorted((DOCS / "chapters").glob("*.md"))]
+    return [Chapter(path.parent) for path in sorted(DOCS.glob("[0-9]*/index.md"))]
 
 
-def readme(heading: str) -> str:
-    """What stands under a second-level heading of the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, found, rest = text.partition(f"\n## {heading}\n")
-    if not found:
-        raise ValueError(f"README.md has no heading {heading!r}")
-    return rest.split("\n## ")[0].strip()
+def short_name(folder: Path) -> str:
+    """What pages call a folder's module: `preemption` for `07-preemption`."""
+    return re.sub(r"^\d+-", "", folder.name).replace("-", "_")
 
 
-def evening_path() -> list[Stop]:
-    """The stops that the README lists, in reading order."""
-    listed = readme("The evening path").split("\nBeside ")[0]
-    stops = []
-    for item in re.split(r"^\d+\. ", listed, flags=re.M)[1:]:
-        item = " ".join(item.split())
-        files = re.findall(r"`(nanoserve/[\w/]+\.py)`", item)
-        words = re.sub(r"`nanoserve/[\w/]+\.py`(,| and|:)? ?", "", item).strip(" .:")
-        stops.append(Stop(tuple(files), words))
-    return stops
+def load(path: Path) -> ModuleType:
+    """A module of a folder such as `07-preemption`, which no import statement could name.
 
-
-def beside_the_path() -> str:
-    """The paragraphs of the README on the files that are not on the evening path."""
-    return "Beside " + readme("The evening path").split("\nBeside ")[1]
-
-
-def lines_of_code(path: Path) -> int:
-    """Lines that hold code: no blank lines, comments or docstrings."""
-    skipped = (
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
-        *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
-    )
-    lines: set[int] = set()
-    source = path.read_text(encoding="utf-8")
-    previous = tokenize.NEWLINE
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        starts_statement = previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        is_docstring = token.type == tokenize.STRING and starts_statement
-        if token.type not in skipped and not is_docstring:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-        if token.type not in (tokenize.COMMENT, tokenize.NL):
-            previous = token.type
-    return len(lines)
+    It is loaded anew each time: `mkdocs serve` asks again after every change.
+    """
+    spec = spec_from_file_location(f"{short_name(path.parent)}_{path.stem}", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def summary(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How many users, how fast, and how many users for a given rate (chapter 1).
+"""Exercise: how many users, how fast, and how many users for a given rate.
 
 Everything is counted in bytes, tokens, operations and seconds. A *user* has a sequence of a fixed
 number of tokens, of which each leaves `bytes_per_token` bytes in the KV cache.
@@ -6,7 +6,7 @@ number of tokens, of which each leaves `bytes_per_token` bytes in the KV cache.
 Fill in the three functions. They need nothing but integers and floats; no function may try out
 batches one by one, because a batch may have millions of users.
 
-Run the test with: pytest docs/exercises/test_serving_capacity.py
+Run the test with: pytest docs/01-serving/test_exercise.py
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/serving_capacity.py`."""
+"""A solution of `exercise.py`."""
 
 from typing import NamedTuple
 

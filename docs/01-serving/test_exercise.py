@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from serving_capacity import Machine, smallest_batch, tokens_per_second, users_that_fit
 
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+from .exercise import Machine, smallest_batch, tokens_per_second, users_that_fit
 
 A100 = Machine(weight_bytes=14e9, parameters=7_000_000_000, bandwidth=2e12, matmul_rate=312e12)
 HALF_MIB, GIB = 2**19, 2**30

@@ -1,7 +1,4 @@
-"""docs/worked/serving.py: chapter 1's numbers, by hand and by benchmarks/roofline.py."""
-
-import sys
-from pathlib import Path
+"""Chapter 1's numbers, by hand and by benchmarks/roofline.py."""
 
 import numpy as np
 import pytest
@@ -10,8 +7,7 @@ from shapes import SHAPES
 
 from nanoserve.model_config import ModelConfig
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import serving
+from . import worked as serving
 
 GIB, PER_TOKEN = 2**30, 524_288  # LLaMA-2-7B: half a MiB
 LLAMA_2_7B = 6_738_415_616

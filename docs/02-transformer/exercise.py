@@ -1,11 +1,11 @@
-"""Rotation, and causal attention over a packed batch (chapter 2).
+"""Exercise: rotation, and causal attention over a packed batch.
 
 Both functions take and return numpy arrays of float64. A packed batch has the tokens of all its
 sequences one after the other: sequence i has the rows cu_seqlens[i] to cu_seqlens[i + 1] - 1.
 
 Use what numpy has (exp, cos, matmul, einsum), but no library that knows attention.
 
-Run the test with: pytest docs/exercises/test_packed_attention.py
+Run the test with: pytest docs/02-transformer/test_exercise.py
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/packed_attention.py`."""
+"""A solution of `exercise.py`."""
 
 from itertools import pairwise
 

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_attention import attention, rotate
 
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.rope_config import RopeConfig
+
+from .exercise import attention, rotate
 
 RNG = np.random.default_rng(0)
 

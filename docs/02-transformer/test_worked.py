@@ -1,7 +1,4 @@
-"""docs/worked/transformer.py: attention by hand, and the parameters of models that we build."""
-
-import sys
-from pathlib import Path
+"""Attention by hand, and the parameters of models that we build."""
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
 from nanoserve.rope_config import RopeConfig
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import transformer
-from worked.transformer import LLAMA_2_7B, QWEN3_06B, K, Q, V
+from . import worked as transformer
+from .worked import LLAMA_2_7B, QWEN3_06B, K, Q, V
 
 
 def test_the_parameters_of_qwen3_06b() -> None:

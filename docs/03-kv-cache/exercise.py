@@ -1,4 +1,4 @@
-"""Generate with a KV cache (chapter 3).
+"""Exercise: generate with a KV cache.
 
 A model is given in parts, and you write the loop around them. All arrays are numpy's, float64.
 
@@ -11,7 +11,7 @@ A model is given in parts, and you write the loop around them. All arrays are nu
 There is one head. `attended` [head_dim] is the attention of the token's q over the k and v of all
 tokens up to and with itself: softmax of (q . k / sqrt(head_dim)), times the values.
 
-Run the test with: pytest docs/exercises/test_cached_generation.py
+Run the test with: pytest docs/03-kv-cache/test_exercise.py
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/cached_generation.py`."""
+"""A solution of `exercise.py`."""
 
 from typing import Any
 

@@ -4,7 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cached_generation import generate
+
+from .exercise import generate
 
 HIDDEN, HEAD_DIM, VOCAB = 12, 6, 40
 

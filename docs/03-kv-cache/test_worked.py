@@ -1,7 +1,4 @@
-"""docs/worked/kv_cache.py: sizes by hand, and by the functions that size the engine's pool."""
-
-import sys
-from pathlib import Path
+"""Sizes by hand, and by the functions that size the engine's pool."""
 
 import pytest
 import torch
@@ -14,8 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.model_config import ModelConfig
 from nanoserve.worker.kv_cache import GPUMemory, decide_num_kv_blocks, kv_block_bytes
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import kv_cache
+from . import worked as kv_cache
 
 MIB, GIB = 2**20, 2**30
 

@@ -1,10 +1,10 @@
-"""A paged KV cache in numpy (chapter 4).
+"""Exercise: a paged KV cache in numpy.
 
 `cache` is K (or V) of one layer: [num_blocks, num_kv_heads, block_size, head_dim]. Block 0 is the
 dummy block and belongs to nobody. A block table lists the physical blocks of a sequence in order.
 Slots are numbered block x block_size + offset.
 
-Run the test with: pytest docs/exercises/test_paged_cache.py
+Run the test with: pytest docs/04-paging/test_exercise.py
 """
 
 import numpy as np

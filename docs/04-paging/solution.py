@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/paged_cache.py`."""
+"""A solution of `exercise.py`."""
 
 import numpy as np
 

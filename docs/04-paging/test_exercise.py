@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from paged_cache import gather, grow, slot_mapping, store
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+from .exercise import gather, grow, slot_mapping, store
 
 HEADS, DIM = 2, 4
 

@@ -1,7 +1,4 @@
-"""docs/worked/paging.py: blocks, slots and waste, by hand and by the engine's block manager."""
-
-import sys
-from pathlib import Path
+"""Blocks, slots and waste, by hand and by the engine's block manager."""
 
 import numpy as np
 import pytest
@@ -12,8 +9,7 @@ from nanoserve.engine.scheduler import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import paging
+from . import worked as paging
 
 
 def test_half_the_memory_is_free_and_nothing_of_two_fits() -> None:

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/prefix_cache.py`."""
+"""A solution of `exercise.py`."""
 
 from collections import Counter, deque
 

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from prefix_cache import PrefixCache
 
 from nanoserve import SamplingParams
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.sequence import Sequence
+
+from .exercise import PrefixCache
 
 
 def test_blocks_come_in_the_order_of_the_free_queue() -> None:

@@ -1,4 +1,4 @@
-"""Exercise of chapter 6: continuous batching, in one function.
+"""Exercise: continuous batching, in one function.
 
 Complete `simulate`. It plays the whole life of some requests, step by step, and returns what each
 step computes: a dictionary from a request's name to its number of tokens. There is memory for
@@ -16,7 +16,7 @@ everybody and no prefix cache, so only slots and tokens are scarce. The rules:
 5. A step in which there is nothing to do is an empty dictionary. The simulation ends after the
    step in which the last request leaves.
 
-Test it with `pytest docs/exercises/test_step_plan.py`.
+Test it with `pytest docs/06-scheduler/test_exercise.py`.
 """
 
 from dataclasses import dataclass

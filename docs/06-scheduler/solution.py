@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/step_plan.py`."""
+"""A solution of `exercise.py`."""
 
 from collections import deque
 from dataclasses import dataclass

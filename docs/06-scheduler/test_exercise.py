@@ -3,12 +3,13 @@
 import random
 
 import pytest
-from step_plan import Request, simulate
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
+
+from .exercise import Request, simulate
 
 
 def test_one_request_catches_up_and_then_decodes() -> None:

@@ -1,18 +1,15 @@
 """Chapter 6's numbers against what they must be by hand. W7 and W8 are the course's own."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import scheduler as worked
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.sampling_params import SamplingParams
+
+from . import worked
 
 W7 = [10, 50, 100, 40, 30]
 W8 = [50, 100, 200, 50, 80, 150]

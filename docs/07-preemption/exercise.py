@@ -1,4 +1,4 @@
-"""Exercise of chapter 7: give the running sequences their tokens, and decide who must go.
+"""Exercise: give the running sequences their tokens, and decide who must go.
 
 Complete `schedule_running`, the first half of a step. The rules:
 
@@ -14,7 +14,7 @@ Complete `schedule_running`, the first half of a step. The rules:
 
 Return the planned tokens by name, and the names of the victims in the order in which they went.
 
-Test it with `pytest docs/exercises/test_make_room.py`.
+Test it with `pytest docs/07-preemption/test_exercise.py`.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/make_room.py`."""
+"""A solution of `exercise.py`."""
 
 from dataclasses import dataclass
 

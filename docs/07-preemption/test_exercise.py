@@ -3,12 +3,13 @@
 import random
 
 import pytest
-from make_room import Running, schedule_running
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
+
+from .exercise import Running, schedule_running
 
 
 def decoding(

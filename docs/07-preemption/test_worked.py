@@ -1,18 +1,15 @@
 """Chapter 7's numbers against what they must be by hand. W9 is the course's own."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-from worked import preemption as worked
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+from . import worked
 
 
 def cells(table: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/packed_batch.py`."""
+"""A solution of `exercise.py`."""
 
 from typing import NamedTuple
 

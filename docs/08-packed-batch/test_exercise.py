@@ -4,12 +4,13 @@ import random
 
 import numpy as np
 import pytest
-from packed_batch import Row, pack
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.scheduler import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+from .exercise import Row, pack
 
 FIELDS = (
     *("input_ids", "positions", "slot_mapping"),

@@ -1,19 +1,14 @@
 """The numbers of the course's chapter on the packed batch, against values worked by hand."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from worked import packed_batch as worked
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.scheduler import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+from . import worked
 
 BY_HAND = {
     "positions": [7, 3, 4, 5, 6, 7, 0, 1, 2],

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/online_softmax.py`."""
+"""A solution of `exercise.py`."""
 
 from collections.abc import Callable
 

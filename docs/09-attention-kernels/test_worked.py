@@ -1,14 +1,10 @@
 """The numbers of the course's chapter on attention kernels, against values worked by hand."""
 
-import sys
 from math import exp
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from worked import attention_kernels as worked
+from . import worked
 
 
 def test_scores_of_a_long_prompt_are_far_larger_than_what_goes_in_and_out() -> None:

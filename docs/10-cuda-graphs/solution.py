@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/cuda_graphs.py`."""
+"""A solution of `exercise.py`."""
 
 from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple

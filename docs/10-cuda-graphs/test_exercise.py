@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_graphs import GraphRunner, Row
+
+from .exercise import GraphRunner, Row
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, SIZES = 2, 25, 8, [1, 2, 4, 6]
 

@@ -1,17 +1,12 @@
 """The numbers of the course's chapter on CUDA graphs, against values worked by hand."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from tiny_checkpoints import prompt_logits
-from worked import cuda_graphs as worked
+from tiny_checkpoints import make_qwen3, prompt_logits
 
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.layers.context import LayerContext
@@ -21,6 +16,8 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.cuda_graphs import graph_sizes
 
+from . import worked
+
 
 def test_kernels_of_a_step() -> None:
     assert worked.num_kernels(layers=28) == 3 + 28 * 9 == 255
@@ -29,7 +26,7 @@ def test_kernels_of_a_step() -> None:
     assert "| matrix product: qkv, o, gate and up, down | 4 | 112 |" in worked.kernels_table(28)
 
 
-def test_they_are_what_the_model_calls(checkpoint: Path) -> None:
+def test_they_are_what_the_model_calls(tmp_path: Path) -> None:
     """Counted on a CPU: what is one call there is one kernel's launch on a GPU."""
     calls: Counter[str] = Counter()
 
@@ -48,7 +45,8 @@ def test_they_are_what_the_model_calls(checkpoint: Path) -> None:
     ):
         for name in names:
             setattr(part, name, counted(name, getattr(part, name)))
-    config = ModelConfig.from_checkpoint(checkpoint)
+    make_qwen3(tmp_path)
+    config = ModelConfig.from_checkpoint(tmp_path)
     context = LayerContext(attention=attention, ops=ops, linear_method=linear)
     model = Qwen3ForCausalLM(config, context)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/draw_one_token.py`."""
+"""A solution of `exercise.py`."""
 
 import numpy as np
 

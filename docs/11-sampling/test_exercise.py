@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from draw_one_token import draw, kept, noise
 
 from nanoserve.sampling.filters import apply_filters
+
+from .exercise import draw, kept, noise
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FIVE = np.log([0.40, 0.30, 0.15, 0.10, 0.05])

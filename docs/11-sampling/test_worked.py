@@ -1,13 +1,8 @@
 """The numbers in the chapter on sampling, against values worked out by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from worked import sampling
+from . import worked as sampling
 
 FIVE = [0.40, 0.30, 0.15, 0.10, 0.05]
 SEVEN = [0.40, 0.25, 0.15, 0.10, 0.05, 0.03, 0.02]

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/text_stream.py`."""
+"""A solution of `exercise.py`."""
 
 import codecs
 

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
-from text_stream import TextStream
 
 import nanoserve
 from nanoserve import RequestOutputKind, SamplingParams
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.sequence import Sequence
 from nanoserve.tokenizer import Tokenizer
+
+from .exercise import TextStream
 
 CHARACTERS = [*"ababab \n.", "é", "中", "文", "e\u0301", "👍🏽", "👩‍💻"]
 BROKEN = [b"\xff", b"\xc3", b"\xe4\xb8", b"\x80", b"\xf0\x9f\x98"]

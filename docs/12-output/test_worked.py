@@ -1,25 +1,20 @@
 """The numbers in the chapter on output, against values worked out by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from worked import detokenisation
+from . import worked as output
 
 
 @pytest.mark.parametrize(
     ("text", "length"), [("a", 1), ("é", 2), ("中", 3), ("👍", 4), ("块表", 6)]
 )
 def test_bytes_of_a_character(text: str, length: int) -> None:
-    assert detokenisation.utf8_length(text) == length
-    assert detokenisation.broken_by_single_tokens(text) == (0 if length == 1 else length)
+    assert output.utf8_length(text) == length
+    assert output.broken_by_single_tokens(text) == (0 if length == 1 else length)
 
 
 def test_the_table_of_bytes_shows_a_character_when_its_last_byte_is_there() -> None:
-    rows = detokenisation.bytes_table("A块").splitlines()[2:]
+    rows = output.bytes_table("A块").splitlines()[2:]
     assert rows == [
         "| `41` | A | A | A |",
         "| `e5` | \ufffd | A\ufffd | (nothing yet) |",
@@ -29,13 +24,13 @@ def test_the_table_of_bytes_shows_a_character_when_its_last_byte_is_there() -> N
 
 
 def test_decoding_everything_again_is_quadratic() -> None:
-    assert detokenisation.tokens_decoded(1_000) == 500_500
-    assert detokenisation.tokens_decoded(8_000) == 32_004_000
+    assert output.tokens_decoded(1_000) == 500_500
+    assert output.tokens_decoded(8_000) == 32_004_000
 
 
 def test_characters_sent() -> None:
-    assert detokenisation.characters_sent(1_000, 4, cumulative=False) == 4_000
-    assert detokenisation.characters_sent(1_000, 4, cumulative=True) == 2_002_000
+    assert output.characters_sent(1_000, 4, cumulative=False) == 4_000
+    assert output.characters_sent(1_000, 4, cumulative=True) == 2_002_000
 
 
 @pytest.mark.parametrize(
@@ -50,11 +45,11 @@ def test_characters_sent() -> None:
     ],
 )
 def test_what_is_held_back(text: str, stops: list[str], length: int) -> None:
-    assert detokenisation.held_back(text, stops) == length
+    assert output.held_back(text, stops) == length
 
 
 def test_a_stop_string_across_three_tokens() -> None:
-    table = detokenisation.stop_table(["It is 4", "2.\n", "User", ":", " no"], ["\nUser:"])
+    table = output.stop_table(["It is 4", "2.\n", "User", ":", " no"], ["\nUser:"])
     assert table.splitlines()[2:] == [
         "| `It is 4` | `It is 4` |  |  |",
         "| `2.\n` | `2.` | `\n` |  |".replace("\n", "⏎"),
@@ -64,5 +59,5 @@ def test_a_stop_string_across_three_tokens() -> None:
 
 
 def test_a_false_alarm_is_shown_when_it_is_over() -> None:
-    rows = detokenisation.stop_table(["a", "b", "x"], ["abc"]).splitlines()[2:]
+    rows = output.stop_table(["a", "b", "x"], ["abc"]).splitlines()[2:]
     assert rows == ["| `a` |  | `a` |  |", "| `b` |  | `ab` |  |", "| `x` | `abx` |  |  |"]

@@ -1,4 +1,4 @@
-"""A solution of `docs/exercises/serve_jobs.py`."""
+"""A solution of `exercise.py`."""
 
 from contextlib import suppress
 from dataclasses import dataclass

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_jobs import Job, serve
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
+
+from .exercise import Job, serve
 
 NUM_BLOCKS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -1,16 +1,11 @@
 """The numbers in the chapter on the life of a request, against values worked out by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
 from counting_executor import make_engine, run
-from worked import request_life
 
 from nanoserve import SamplingParams
+
+from . import worked as request_life
 
 
 def test_35_tokens_of_which_16_are_cached_in_steps_of_8() -> None:

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from ring_and_shards import ring_all_reduce, rows_of
 
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.linear import ColumnParallelLinear
+
+from .exercise import ring_all_reduce, rows_of
 
 HIDDEN = 8
 

@@ -1,13 +1,8 @@
 """The numbers of the course's chapter on tensor parallelism, against a calculation by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from worked import tensor_parallel as tp
+from . import worked as tp
 
 
 def test_two_ranks_make_the_product_of_one() -> None:

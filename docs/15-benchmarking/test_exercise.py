@@ -1,16 +1,12 @@
 """Are the numbers those of the benchmark, and of a slow simulation?"""
 
-import sys
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from honest_numbers import compare, goodput, percentile, waits
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from latency import latencies, poisson_arrivals
+
+from .exercise import compare, goodput, percentile, waits
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 64])

@@ -1,19 +1,14 @@
 """The numbers of the course's chapter on benchmarking, against a calculation by hand."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
 from latency import latencies
 from roofline import Need, Step
 from shapes import SHAPES
-from worked import benchmarking as worked
 
 from nanoserve.model_config import ModelConfig
+
+from . import worked
 
 
 def test_percentiles_lie_between_two_values() -> None:

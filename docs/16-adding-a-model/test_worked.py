@@ -1,14 +1,11 @@
 """What the course's chapter on adding a model counts, against a count by hand."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from reading import lines_of_code
 
-sys.path.append(str(Path(__file__).parents[1] / "docs"))
-
-from house import lines_of_code
-from worked import adding_a_model as worked
+from . import worked
 
 SOURCE = '''"""A docstring,
 of two lines."""

@@ -7,7 +7,7 @@ import re
 import struct
 from pathlib import Path
 
-from house import lines_of_code
+from reading import lines_of_code
 
 from nanoserve.config_file import ConfigFile
 

@@ -9,14 +9,15 @@ from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
-import house
+import facts
 import macros
 import pytest
+import reading
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-PAGES = sorted(house.DOCS.rglob("*.md"))
-CHAPTERS = house.chapters()
+PAGES = sorted(facts.DOCS.rglob("*.md"))
+CHAPTERS = facts.chapters()
 PARTS = [
     "The problem, in numbers",
     "The idea",
@@ -29,9 +30,8 @@ INLINE_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.S)
 LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 
 
-def name(page: Path | house.Chapter) -> str:
-    path = page.path if isinstance(page, house.Chapter) else page
-    return path.relative_to(house.DOCS).as_posix()
+def name(page: Path | facts.Chapter) -> str:
+    return page.page if isinstance(page, facts.Chapter) else page.relative_to(facts.DOCS).as_posix()
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=name)
@@ -46,7 +46,7 @@ def written(page: Path) -> str:
 @cache
 def names_for_pages() -> dict[str, object]:
     def trace(scenario: str) -> str:
-        return macros.trace_frame(scenario, "chapters/page.html")
+        return macros.trace_frame(scenario, "00-chapter/index.html")
 
     return {**macros.names(), "trace": trace}
 
@@ -71,14 +71,14 @@ def triples(text: str) -> set[tuple[str, ...]]:
 
 @cache
 def triples_of_the_source() -> set[tuple[str, ...]]:
-    rooms = (house.ROOT / "nanoserve", house.ROOT / "benchmarks")
+    rooms = (facts.ROOT / "nanoserve", facts.ROOT / "benchmarks")
     files = [path for room in rooms for path in room.rglob("*.py")]
     return set().union(*(triples(path.read_text(encoding="utf-8")) for path in files))
 
 
 @every_page
 def test_source_is_quoted_and_not_copied(page: Path) -> None:
-    for fence in house.FENCE.finditer(written(page)):
+    for fence in facts.FENCE.finditer(written(page)):
         copied = triples(fence[3]) & triples_of_the_source()
         assert not copied, f"quote it with ::: instead of {copied}"
 
@@ -99,11 +99,11 @@ def has(body: list[ast.stmt], parts: list[str]) -> bool:
 
 
 def is_defined(symbol: str) -> bool:
-    path = house.file_of(symbol)
+    path = facts.file_of(symbol)
     if path is None:
         return False
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    tree = ast.parse((house.ROOT / path).read_text(encoding="utf-8"))
+    tree = ast.parse((facts.ROOT / path).read_text(encoding="utf-8"))
     return has(tree.body, [part for part in symbol.removeprefix(module).split(".") if part])
 
 
@@ -130,14 +130,14 @@ def test_every_expression_has_a_value(page: Path) -> None:
 
 
 def prose(text: str) -> str:
-    return INLINE_CODE.sub("", house.without_fences(text))
+    return INLINE_CODE.sub("", facts.without_fences(text))
 
 
 @cache
 def anchors(page: Path) -> set[str]:
     """Where a link to this page may lead: its headings, and the symbols that it quotes."""
-    text = house.without_fences(rendered(page))
-    found = set(re.findall(r"#([\w-]+) }$", text, re.M)) | set(house.QUOTE.findall(text))
+    text = facts.without_fences(rendered(page))
+    found = set(re.findall(r"#([\w-]+) }$", text, re.M)) | set(facts.QUOTE.findall(text))
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
         found.add(macros.slug(re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading)))
     return found
@@ -150,10 +150,10 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
-        assert target.is_relative_to(house.DOCS) and target.is_file(), link
+        assert target.is_relative_to(facts.DOCS) and target.is_file(), link
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
     for file in re.findall(r'^ *--8<-- "([^":]+)', written(page), re.M):
-        assert (house.ROOT / file).is_file(), file
+        assert (facts.ROOT / file).is_file(), file
 
 
 class SiteConfig(yaml.SafeLoader):
@@ -165,38 +165,36 @@ for prefix in ("!", "tag:yaml.org,2002:python/"):
 
 
 def test_the_navigation_names_every_page() -> None:
-    config = yaml.load((house.ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteConfig)
+    config = yaml.load((facts.ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteConfig)
     listed = [file for group in config["nav"] for files in group.values() for file in files]
     assert sorted(listed) == sorted(map(name, PAGES))
 
 
 @every_chapter
-def test_a_chapter_has_its_parts_in_order(chapter: house.Chapter) -> None:
-    text = house.without_fences(chapter.text)
+def test_a_chapter_has_its_parts_in_order(chapter: facts.Chapter) -> None:
+    text = facts.without_fences(chapter.text)
     assert re.findall(r"^## (.+)$", text, re.M) == PARTS
     parts = dict(zip(PARTS, re.split(r"^## .+$", chapter.text, flags=re.M)[1:], strict=True))
     assert "{{" in parts["The problem, in numbers"]
     assert "```mermaid" in parts["The idea"]
-    assert house.QUOTE.search(parts["The source"])
+    assert facts.QUOTE.search(parts["The source"])
     assert '{{ trace("' in parts["See it happen"]
-    assert chapter.exercises and chapter.title and "explain" in chapter.promise
+    assert chapter.exercise and chapter.title and "explain" in chapter.promise
 
 
-def functions_of(folder: str) -> list[tuple[str, str]]:
-    """(module, function) of each public function of a folder of `docs/`."""
+def functions_of(file: Path) -> list[str]:
+    """The public functions of a module."""
     return [
-        (path.stem, node.name)
-        for path in sorted((house.DOCS / folder).glob("*.py"))
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        node.name
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     ]
 
 
-def reached(topic: str, texts: list[str]) -> set[str]:
+def reached(worked: Path, texts: list[str]) -> set[str]:
     """What of a worked example these texts use: what they name, and what that uses in turn."""
-    source = (house.DOCS / "worked" / f"{topic}.py").read_text(encoding="utf-8")
     uses: dict[str, set[str]] = {}
-    for node in ast.parse(source).body:
+    for node in ast.parse(worked.read_text(encoding="utf-8")).body:
         inside = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         targets = getattr(node, "targets", [getattr(node, "target", node)])
         uses |= {getattr(each, "id", getattr(each, "name", "")): inside for each in targets}
@@ -209,41 +207,48 @@ def reached(topic: str, texts: list[str]) -> set[str]:
     return found
 
 
-TOPICS = sorted(path.stem for path in (house.DOCS / "worked").glob("*.py"))
+WORKED = {facts.short_name(file.parent): file for file in facts.DOCS.glob("*/worked.py")}
+SCENARIOS = [
+    (file.with_name("index.md"), scenario)
+    for file in sorted(facts.DOCS.glob("*/scenario.py"))
+    for scenario in functions_of(file)
+]
 
 
-@pytest.mark.parametrize("topic", TOPICS)
+@pytest.mark.parametrize("topic", sorted(WORKED))
 def test_worked_examples_are_tested_and_used(topic: str) -> None:
-    functions = {function for module, function in functions_of("worked") if module == topic}
-    tests = [path.read_text("utf-8") for path in Path(__file__).parent.glob("test_worked_*.py")]
-    tests = [text for text in tests if re.search(rf"\b{topic}\b", text)]
-    assert functions - reached(topic, tests) == set()
+    file = WORKED[topic]
+    functions = set(functions_of(file))
+    tests = file.with_name("test_worked.py").read_text(encoding="utf-8")
+    assert functions - reached(file, [tests]) == set()
     calls = [call for page in PAGES for call in re.findall(r"{{.*?}}", written(page), re.S)]
     calls = [call for call in calls if f"worked.{topic}." in call]
-    assert functions - reached(topic, calls) == set()
+    assert functions - reached(file, calls) == set()
 
 
-@pytest.mark.parametrize(("module", "scenario"), functions_of("scenarios"), ids=lambda part: part)
-def test_a_scenario_is_shown_once(module: str, scenario: str) -> None:
-    assert sum(written(page).count(f'trace("{scenario}")') for page in PAGES) == 1
+@pytest.mark.parametrize(("chapter", "scenario"), SCENARIOS, ids=[name for _, name in SCENARIOS])
+def test_a_scenario_is_shown_once(chapter: Path, scenario: str) -> None:
+    """By the chapter in whose folder it lies."""
+    shown_by = [page for page in PAGES for _ in range(written(page).count(f'trace("{scenario}")'))]
+    assert shown_by == [chapter]
 
 
 def test_the_map_is_that_of_the_readme() -> None:
-    stops = house.evening_path()
+    stops = reading.evening_path()
     assert all(stop.files and stop.words for stop in stops)
     table = macros.reading_order()
     for stop in stops:
         assert all(f"`{file}`" in table for file in stop.files)
     assert {"front_door --> engine", "worker --> engine"} <= {
-        line.strip() for line in macros.house_map().splitlines()
+        line.strip() for line in macros.map_of_the_rooms().splitlines()
     }
-    assert "engine --> worker" not in macros.house_map()
+    assert "engine --> worker" not in macros.map_of_the_rooms()
 
 
 def test_each_term_of_the_glossary_has_an_anchor_of_its_own() -> None:
     terms = macros.load_glossary()
     assert len({macros.slug(term.term) for term in terms}) == len(terms)
-    assert {macros.slug(term.term) for term in terms} <= anchors(house.DOCS / "glossary.md")
+    assert {macros.slug(term.term) for term in terms} <= anchors(facts.DOCS / "glossary.md")
 
 
 def test_the_glossary_says_what_the_model_has_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:

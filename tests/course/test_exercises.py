@@ -1,39 +1,38 @@
-"""The course's exercises: undone they fail, solved they pass, and a chapter sets each of them."""
+"""The course's exercises: undone they fail, solved they pass, and each chapter sets its own."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
-import house
+import facts
 import pytest
 
-FOLDER = house.DOCS / "exercises"
-SLUGS = sorted(path.stem.removeprefix("test_") for path in FOLDER.glob("test_*.py"))
-every_exercise = pytest.mark.parametrize("slug", SLUGS)
+CHAPTERS = facts.chapters()
+TESTS = [chapter.folder / "test_exercise.py" for chapter in CHAPTERS]
+every_chapter = pytest.mark.parametrize("chapter", [chapter.folder.name for chapter in CHAPTERS])
 
 
 @cache
 def run(*options: str) -> tuple[int, dict[str, list[str]]]:
-    """pytest's exit status, and for each exercise what its tests said: "" if they passed."""
+    """pytest's exit status, and for each chapter what its tests said: "" if they passed."""
     # As the reader has it: without what this suite's conftest sets for itself.
     own = ("PYTEST_", "TRITON_INTERPRET")
     environment = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", str(FOLDER), *options]
-        done = subprocess.run(command, cwd=house.ROOT, env=environment, capture_output=True)
+        command += [f"--junitxml={report}", *map(str, TESTS), *options]
+        done = subprocess.run(command, cwd=facts.ROOT, env=environment, capture_output=True)
         said = defaultdict(list)
         for case in ElementTree.parse(report).iter("testcase"):
-            (*_, module) = case.get("classname").split(".")
-            said[module.removeprefix("test_")].append(
-                "".join(child.get("message", "") for child in case)
-            )
+            (*_, chapter, _) = case.get("classname").split(".")
+            said[chapter].append("".join(child.get("message", "") for child in case))
     return done.returncode, said
 
 
@@ -41,26 +40,27 @@ def test_undone_exercises_fail_and_are_no_broken_files() -> None:
     assert run()[0] == pytest.ExitCode.TESTS_FAILED
 
 
-@every_exercise
-def test_an_undone_exercise_fails(slug: str) -> None:
-    said = run()[1][slug]
+@every_chapter
+def test_an_undone_exercise_fails(chapter: str) -> None:
+    said = run()[1][chapter]
     assert said and all(said), said  # a test that passes asks nothing of the reader
     assert any("NotImplementedError" in message for message in said), said
 
 
-@every_exercise
-def test_a_solution_passes(slug: str) -> None:
-    said = run("--solutions")[1][slug]
+@every_chapter
+def test_a_solution_passes(chapter: str) -> None:
+    said = run("--solutions")[1][chapter]
     assert said and not any(said), said
 
 
 def test_every_exercise_has_a_stub_a_test_and_a_solution() -> None:
-    stubs = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("test_"))
-    solutions = sorted(path.stem for path in (FOLDER / "solutions").glob("*.py"))
-    assert SLUGS == solutions == [stub for stub in stubs if stub != "conftest"]
+    for name in ("exercise.py", "test_exercise.py", "solution.py"):
+        assert sorted(facts.DOCS.rglob(name)) == [chapter.folder / name for chapter in CHAPTERS]
 
 
 def test_one_chapter_sets_each_exercise() -> None:
-    chapters = house.chapters()
-    assert all(chapter.exercises for chapter in chapters)
-    assert Counter(slug for chapter in chapters for slug in chapter.exercises) == Counter(SLUGS)
+    for chapter in CHAPTERS:
+        commands = re.findall(r"pytest docs/([\w-]+)/test_exercise\.py", chapter.text)
+        assert commands == [chapter.folder.name]
+        stub = (chapter.folder / "exercise.py").read_text(encoding="utf-8")
+        assert f"pytest docs/{chapter.folder.name}/test_exercise.py" in stub

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MUSEUM = ROOT / "docs" / "museum"
 MOST_LINES = 12  # that a patch adds and takes away: a reader sees a bug at one glance
 # In one process and without plugins, whose import takes longer than most of the tests. Few random
-# runs are enough for the bugs that only random runs find.
+# runs are enough for the bugs that only random runs find. The import mode is the project's own.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider"]
+PYTEST += ["--import-mode=importlib"]
 FEW_RUNS = ["--fuzz-runs", "300"]
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
 
