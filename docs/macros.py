@@ -1,11 +1,10 @@
 """What the Markdown of the course may say between double braces.
 
 mkdocs-macros calls `define_env` when a site is built; tests call `names`. So that no page can say
-what is no longer so, numbers and lists come from the worked examples (`worked/`), the source, the
+what is no longer so, numbers and lists come from the worked examples (`worked.py`), the source, the
 README and the glossary.
 """
 
-import importlib
 import os
 import posixpath
 import re
@@ -20,10 +19,12 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 DOCS = Path(__file__).parent
-if str(DOCS) not in sys.path:
-    sys.path.append(str(DOCS))
+for folder in (DOCS, DOCS.parent / "benchmarks"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
-import house  # noqa: E402
+import facts  # noqa: E402
+from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
 from trace_pages import scenarios, trace_page  # noqa: E402
 
 from nanoserve.checkpoints.corpus import load_glossary, trained_terms  # noqa: E402
@@ -34,8 +35,6 @@ _shown: set[str] = set()  # scenarios of this build; mkdocs-macros loads this fi
 
 def define_env(env: Any) -> None:
     """Give the names to mkdocs-macros; `env` is its plugin."""
-    for stale in [name for name in sys.modules if name.startswith("worked.")]:
-        del sys.modules[stale]  # `mkdocs serve` calls this again after every change
 
     def trace(name: str) -> str:
         _shown.add(name)
@@ -46,8 +45,8 @@ def define_env(env: Any) -> None:
 
 
 def on_pre_page_macros(env: Any) -> None:
-    """Number the title of a chapter as its file is numbered."""
-    number = re.match(r"chapters/0*(\d+)-", env.page.file.src_uri)
+    """Number the title of a chapter as its folder is numbered."""
+    number = re.match(r"0*(\d+)-[\w-]+/index\.md", env.page.file.src_uri)
     if number:
         title = f"# {number[1]}. "
         env.markdown = re.sub(r"^# (?:\d+\. )?", title, env.markdown, count=1, flags=re.M)
@@ -64,24 +63,22 @@ def on_post_build(env: Any) -> None:
 def names() -> dict[str, Any]:
     """All names that a page may use, but for `trace`, which depends on where the page lies."""
     functions = (
-        *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, house_map),
+        *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, map_of_the_rooms),
         *(glossary, how_many_terms, stops, hours),
     )
     return {"worked": worked(), **{function.__name__: function for function in functions}}
 
 
 def worked() -> SimpleNamespace:
-    """The modules of `worked/`."""
-    topics = [path.stem for path in sorted((DOCS / "worked").glob("*.py"))]
-    return SimpleNamespace(
-        **{topic: importlib.import_module(f"worked.{topic}") for topic in topics}
-    )
+    """The folders' worked examples: `worked.preemption` is `07-preemption/worked.py`."""
+    files = DOCS.glob("*/worked.py")
+    return SimpleNamespace(**{facts.short_name(file.parent): facts.load(file) for file in files})
 
 
 def trace_frame(name: str, page_url: str) -> str:
     """The page of a scenario, inside the page that lies at `page_url` of the site."""
     if name not in scenarios():
-        raise ValueError(f"no function {name!r} in docs/scenarios/")
+        raise ValueError(f"no function {name!r} in a scenario.py")
     url = posixpath.relpath(f"traces/{name}.html", posixpath.dirname(page_url))
     index = posixpath.relpath("index.html", posixpath.dirname(page_url))
     title = f"A recorded run: {name.replace('_', ' ')}"
@@ -93,53 +90,49 @@ def trace_frame(name: str, page_url: str) -> str:
 
 
 def how_many(*patterns: str) -> int:
-    """Files that match: `how_many("docs/chapters/*.md")`."""
-    return sum(1 for pattern in patterns for _ in house.ROOT.glob(pattern))
+    """Files that match: `how_many("docs/museum/*.patch")`."""
+    return sum(1 for pattern in patterns for _ in facts.ROOT.glob(pattern))
 
 
 def lines(*patterns: str) -> int:
     """Lines of code of the Python files that match: `lines("nanoserve/engine/*.py")`."""
-    files = [path for pattern in patterns for path in house.ROOT.glob(pattern)]
+    files = [path for pattern in patterns for path in facts.ROOT.glob(pattern)]
     if not files:
         raise ValueError(f"no files match {patterns}")
-    return sum(map(house.lines_of_code, files))
-
-
-readme = house.readme
-beside_the_path = house.beside_the_path
+    return sum(map(lines_of_code, files))
 
 
 def evening_lines() -> int:
     """Lines of code of the whole evening path."""
-    return lines(*(name for stop in house.evening_path() for name in stop.files))
+    return lines(*(name for stop in evening_path() for name in stop.files))
 
 
 def reading_order() -> str:
     """The evening path as a table: each file, what it answers, its length, who explains it."""
     quoted_in = defaultdict(list)
-    for chapter in house.chapters():
-        for name in dict.fromkeys(map(house.file_of, chapter.quotes)):
-            quoted_in[name].append(f"[{chapter.number}]({chapter.name})")
+    for chapter in facts.chapters():
+        for name in dict.fromkeys(map(facts.file_of, chapter.quotes)):
+            quoted_in[name].append(f"[{chapter.number}]({chapter.page})")
     rows = []
-    for number, stop in enumerate(house.evening_path(), 1):
+    for number, stop in enumerate(evening_path(), 1):
         for name in stop.files:
-            words = stop.words if len(stop.files) == 1 else house.summary(name)
-            length = house.lines_of_code(house.ROOT / name)
+            words = stop.words if len(stop.files) == 1 else facts.summary(name)
+            length = lines_of_code(facts.ROOT / name)
             rows.append((number, f"`{name}`", words, length, ", ".join(quoted_in[name])))
     rows.append(("", "together", "", f"{evening_lines():,}", ""))
     return table(("", "file", "what it answers", "lines of code", "quoted in chapter"), rows)
 
 
-def house_map() -> str:
+def map_of_the_rooms() -> str:
     """The rooms of the evening path and who calls whom, as the text of a Mermaid figure."""
-    files = [name for stop in house.evening_path() for name in stop.files]
+    files = [name for stop in evening_path() for name in stop.files]
     rooms: dict[str, list[str]] = defaultdict(list)
     for name in files:
         rooms[_room(name)].append(Path(name).name)
     doors = {
         (_room(name), _room(imported))
         for name in files
-        for imported in house.imports(name)
+        for imported in facts.imports(name)
         if _room(imported) in rooms.keys() - {FRONT, _room(name)}
     }
     boxes = [
@@ -157,20 +150,19 @@ def _room(name: str) -> str:
 
 def stops(*numbers: int) -> str:
     """A learning path as a table: chapters, what they promise, how long they take, exercises."""
-    by_number = {chapter.number: chapter for chapter in house.chapters()}
+    by_number = {chapter.number: chapter for chapter in facts.chapters()}
     rows = []
     for number in numbers:
         chapter = by_number[number]
-        tests = ", ".join(f"`{slug}`" for slug in chapter.exercises)
-        title = f"[{number}. {chapter.title}]({chapter.name})"
+        title = f"[{number}. {chapter.title}]({chapter.page})"
         promise = chapter.promise.removeprefix("After this chapter you can ")
-        rows.append((title, promise, f"{chapter.minutes} min", tests))
+        rows.append((title, promise, f"{chapter.minutes} min", chapter.exercise))
     return table(("chapter", "afterwards you can", "to read", "exercise"), rows)
 
 
 def hours(*numbers: int) -> str:
     """How long the chapters of a path take together."""
-    minutes = sum(chapter.minutes for chapter in house.chapters() if chapter.number in numbers)
+    minutes = sum(chapter.minutes for chapter in facts.chapters() if chapter.number in numbers)
     return f"{round(minutes / 60)} hours"
 
 

@@ -5,25 +5,24 @@ scenario runs again only if its file has changed.
 """
 
 import ast
-import importlib.util
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from facts import DOCS, load
+
 from nanoserve.trace.page import make_page
 from nanoserve.trace.reader import read_trace
 
-FOLDER = Path(__file__).parent / "scenarios"
-
 
 def scenarios() -> dict[str, Path]:
-    """The file of each scenario: a public function of a module in `scenarios/`."""
+    """The file of each scenario: a public function of a chapter's `scenario.py`."""
     found: dict[str, Path] = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(DOCS.glob("*/scenario.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 if node.name in found:
-                    raise ValueError(f"{path.name} and {found[node.name].name} have a {node.name}")
+                    raise ValueError(f"{path} and {found[node.name]} have a {node.name}")
                 found[node.name] = path
     return found
 
@@ -36,9 +35,7 @@ def trace_page(name: str) -> str:
 
 @cache
 def _run(name: str, path: Path, source: str) -> str:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(path)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run.jsonl"
         getattr(module, name)(run)

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import house
-from house import lines_of_code
+import reading
+from reading import lines_of_code
 from tiny_checkpoints import make_qwen3
 
 import nanoserve
@@ -37,7 +37,7 @@ SUPPORT = {
 
 
 def evening_path() -> list[str]:
-    return [name for stop in house.evening_path() for name in stop.files]
+    return [name for stop in reading.evening_path() for name in stop.files]
 
 
 def test_the_path_can_be_read_in_an_evening() -> None:

@@ -1,0 +1,136 @@
+"""Attention by hand, and the parameters of models that we build."""
+
+import pytest
+import torch
+from shapes import SHAPES
+
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.ops import TorchOps, _rotate
+from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.model_config import ModelConfig
+from nanoserve.models.registry import model_class
+from nanoserve.rope_config import RopeConfig
+
+from . import worked as transformer
+from .worked import LLAMA_2_7B, QWEN3_06B, K, Q, V
+
+
+def test_the_parameters_of_qwen3_06b() -> None:
+    assert transformer.parameters(QWEN3_06B) == {
+        **{"embedding": 155_582_464, "attention": 176_160_768, "feed-forward": 264_241_152},
+        **{"norms": 65_536, "LM head": 0},
+    }
+    assert transformer.num_parameters(QWEN3_06B) == 596_049_920
+
+
+def test_the_table_of_parameters() -> None:
+    lines = transformer.parameter_table(QWEN3_06B).splitlines()
+    assert lines[2] == "| embedding | 155,582,464 | 26.10 % |"
+    assert lines[-1] == "| together | 596,049,920 | |" and len(lines) == 8
+
+
+def test_the_parameters_of_llama_2_7b() -> None:
+    found = transformer.parameters(LLAMA_2_7B)
+    in_layers = (found["attention"] + found["feed-forward"] + found["norms"] - 4096) // 32
+    assert in_layers == 202_383_360
+    assert transformer.num_parameters(LLAMA_2_7B) == 6_738_415_616
+    assert transformer.share(LLAMA_2_7B, "embedding", "LM head") == pytest.approx(0.0389, abs=5e-5)
+    assert transformer.share(LLAMA_2_7B, "feed-forward") == pytest.approx(0.642, abs=5e-4)
+    assert transformer.share(LLAMA_2_7B, "attention") == pytest.approx(0.319, abs=5e-4)
+    assert transformer.share(LLAMA_2_7B, "norms") == pytest.approx(0.00004, abs=5e-7)
+
+
+LLAMA_2 = SHAPES["llama-3.1-8b"] | {"vocab_size": 32_000, "intermediate_size": 11_008}
+LLAMA_2 |= {"num_key_value_heads": 32, "rope_scaling": None, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("shape", "raw"), [(QWEN3_06B, SHAPES["qwen3-0.6b"]), (LLAMA_2_7B, LLAMA_2)]
+)
+def test_our_model_has_as_many(shape: transformer.Shape, raw: dict) -> None:
+    config = ModelConfig.from_hf(raw, {}, "bfloat16")
+    context = LayerContext(dtype=torch.bfloat16, device=torch.device("meta"))
+    model = model_class(config.architecture)(config, context)
+    found = dict.fromkeys(transformer.parameters(shape), 0)
+    parts = {"embed": "embedding", "self_attn": "attention", "mlp": "feed-forward"}
+    parts |= {"norm": "norms", "lm_head": "LM head"}
+    for name, parameter in model.named_parameters():
+        (part,) = {
+            p for key, p in parts.items() if key in name and ("norm" in key) == ("norm" in name)
+        }
+        found[part] += parameter.numel()
+    assert found == transformer.parameters(shape)
+
+
+def test_three_tokens_by_hand() -> None:
+    for weights, output in zip(
+        transformer.attention_weights(Q, K, causal=False),
+        transformer.attention(Q, K, V, causal=False),
+        strict=True,
+    ):
+        assert weights == pytest.approx([0.2741, 0.2741, 0.4519], abs=1e-4)
+        assert output == pytest.approx([5.7112, 6.7112, 7.7112, 8.7112], abs=2e-4)
+
+
+def test_three_tokens_by_hand_behind_the_mask() -> None:
+    weights = transformer.attention_weights(Q, K, causal=True)
+    assert weights[0] == [1, 0, 0] and weights[1] == [0.5, 0.5, 0]
+    assert weights[2] == pytest.approx([0.2741, 0.2741, 0.4519], abs=1e-4)
+    output = transformer.attention(Q, K, V, causal=True)
+    assert output[:2] == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert output[2] == pytest.approx([5.7112, 6.7112, 7.7112, 8.7112], abs=2e-4)
+
+
+def test_the_tables_of_three_tokens() -> None:
+    row = "| 2 | 1, 1, 2 | 0.5, 0.5, 1.0 | 0.274, 0.274, 0.452 | 5.71, 6.71, 7.71, 8.71 |"
+    assert transformer.attention_table(causal=False).splitlines()[4] == row
+    masked = transformer.attention_table(causal=True).splitlines()
+    assert masked[4] == row
+    assert masked[2] == "| 0 | 1 | 0.5 | 1.000, 0.000, 0.000 | 1.00, 2.00, 3.00, 4.00 |"
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights"),
+    [
+        ([0.5], "1.000"),
+        ([0.3, 0.7], "0.401, 0.599"),
+        ([0.2, 0.4, 0.6], "0.269, 0.329, 0.402"),
+        ([0.1, 0.3, 0.5, 0.8], "0.175, 0.213, 0.260, 0.352"),
+    ],
+)
+def test_softmax_of_a_few_scores(scores: list[float], weights: str) -> None:
+    assert transformer.softmax_row(scores) == weights
+
+
+def test_a_norm_leaves_a_root_mean_square_of_one() -> None:
+    assert transformer.rms_norm([3.0, 4.0, 0.0, 0.0]) == pytest.approx([1.2, 1.6, 0, 0], abs=1e-6)
+    assert transformer.rms_norm_row([3.0, 4.0, 0.0, 0.0]) == "1.20, 1.60, 0.00, 0.00"
+    x = [0.5, -2.0, 3.0, 1.0]
+    ours = TorchOps().rms_norm(torch.tensor(x), torch.ones(4), 1e-6)
+    assert transformer.rms_norm(x) == pytest.approx(ours.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 300])
+def test_rotation_is_that_of_our_layer(position: int) -> None:
+    x = [0.5, -2.0, 3.0, 1.0, 0.25, 4.0]
+    rotary = RotaryEmbedding(RopeConfig(theta=10_000.0), 6, 301, LayerContext())
+    cos, sin = rotary.cos[position][None, None], rotary.sin[position][None, None]
+    ours = _rotate(torch.tensor(x)[None, None], cos, sin)[0, 0]
+    assert transformer.rotate(x, position) == pytest.approx(ours.tolist(), abs=1e-4)
+
+
+def test_a_score_depends_on_the_distance_only() -> None:
+    lines = transformer.rotated_scores_table([(5, 3), (105, 103), (5, 4), (3, 5)]).splitlines()[2:]
+    near, far, other, back = (line.split("|")[4] for line in lines)
+    # Q[0] = (1, 0, 1, 0), K[2] = (1, 1, 1, 1): pair 0 gives 2 cos(2), pair 1 nothing.
+    assert near == far == back and float(near) == pytest.approx(-0.8323, abs=1e-4)
+    assert float(other) == pytest.approx(1.0806, abs=1e-4)
+
+
+def test_the_slowest_pair_of_qwen3_turns_once_in_five_million_tokens() -> None:
+    assert transformer.turn_in_tokens(0, 128, 1e6) == pytest.approx(6.2832, abs=1e-4)
+    assert transformer.turn_in_tokens(63, 128, 1e6) == pytest.approx(5.0633e6, rel=1e-4)
+
+
+def test_eight_query_heads_share_two_kv_heads() -> None:
+    assert transformer.kv_heads_row(8, 2) == "0, 0, 0, 0, 1, 1, 1, 1"

@@ -1,0 +1,125 @@
+"""Chapter 6's numbers against what they must be by hand. W7 and W8 are the course's own."""
+
+import random
+
+import pytest
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.sampling_params import SamplingParams
+
+from . import worked
+
+W7 = [10, 50, 100, 40, 30]
+W8 = [50, 100, 200, 50, 80, 150]
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a Markdown table, without its header."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+def test_w7_and_w8_continuous() -> None:
+    found = worked.spans(W7, max_num_seqs=3, static=False)
+    assert found == [(0, 10), (0, 50), (0, 100), (10, 50), (50, 80)]
+    found = worked.spans(W8, max_num_seqs=3, static=False)
+    assert found == [(0, 50), (0, 100), (0, 200), (50, 100), (100, 180), (100, 250)]
+
+
+def test_w7_and_w8_static() -> None:
+    assert [row[3:] for row in cells(worked.batching_table(W7, max_num_seqs=3))] == [
+        ["0 to 10", "90"],
+        ["0 to 50", "50"],
+        ["0 to 100", "0"],
+        ["100 to 140", "0"],
+        ["100 to 130", "10"],
+    ]
+    assert [row[3:] for row in cells(worked.batching_table(W8, max_num_seqs=3))] == [
+        ["0 to 50", "150"],
+        ["0 to 100", "100"],
+        ["0 to 200", "0"],
+        ["200 to 250", "100"],
+        ["200 to 280", "70"],
+        ["200 to 350", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lens", "static", "steps", "use"),
+    [
+        (W7, True, 140, 230 / 420),
+        (W7, False, 100, 230 / 300),
+        (W8, True, 350, 630 / 1050),
+        (W8, False, 250, 630 / 750),
+        ([50] * 6, True, 100, 1.0),  # equal lengths: nothing to be gained
+        ([50] * 6, False, 100, 1.0),
+    ],
+)
+def test_steps_and_the_use_of_slots(lens, static, steps, use) -> None:
+    assert worked.num_steps(lens, max_num_seqs=3, static=static) == steps
+    assert worked.slot_use(lens, max_num_seqs=3, static=static) == pytest.approx(use)
+
+
+def test_computed_tokens_catch_up_with_known_ones() -> None:
+    assert cells(worked.catching_up(prompt_len=40, max_tokens=3, budget=16)) == [
+        ["1", "0", "40", "16", "0"],
+        ["2", "16", "40", "16", "0"],
+        ["3", "32", "40", "8", "1"],
+        ["4", "40", "41", "1", "1"],
+        ["5", "41", "42", "1", "1"],
+    ]
+
+
+def test_the_order_of_both_policies() -> None:
+    assert worked.service_order([2, 0, 1, 0], policy="fcfs") == "A, B, C, D"
+    assert worked.service_order([2, 0, 1, 0], policy="priority") == "B, D, C, A"
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    # A holds 8 of 12 blocks for its 20 steps; B wants 6, and C the one that is free all the time.
+    table = worked.first_steps([120, 96, 5], max_tokens=20, num_kv_blocks=12)
+    assert cells(table) == [["A", "8", "1"], ["B", "6", "21"], ["C", "1", "21"]]
+
+
+def test_a_failed_step_leaves_what_earlier_steps_computed() -> None:
+    rows = {row[0]: row[1:] for row in cells(worked.undone(decoding_len=40, new_len=20))}
+    assert rows == {
+        "running": ["A", "A, B", "none", "A, B"],
+        "waiting": ["B", "none", "A, B", "none"],
+        "blocks in use": ["3", "5", "0", "5"],
+        "tokens of A found": ["32", "32", "32", "32"],
+        "of B": ["0", "16", "0", "16"],
+        "planned": ["none", "A: 1, B: 20", "none", "A: 9, B: 20"],
+    }
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_running_sequence_computes_in_every_step_or_is_preempted(seed: int) -> None:
+    """Chapter 6 says so, and why: the demand of those before it in `running` never grows."""
+    rng = random.Random(seed)
+    max_num_seqs, num_blocks = rng.randint(1, 6), rng.randint(6, 20)
+    config = EngineConfig(
+        "none",
+        block_size=4,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
+        long_prefill_token_threshold=rng.choice([0, 1, 3]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+    )
+    scheduler = Scheduler(config, num_blocks, max_model_len=24)
+    num_to_come, step = 12, 0
+    while num_to_come or scheduler.has_unfinished():
+        while num_to_come and rng.random() < 0.4:
+            num_to_come -= 1
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 23))]
+            params = SamplingParams(max_tokens=rng.choice([1, 3, None]))
+            settings = {"arrival": 12 - num_to_come, "priority": rng.randint(0, 2)}
+            scheduler.add(Sequence("r", prompt, params, max_model_len=24, **settings))
+        running, plan = list(scheduler.running), Plan()
+        scheduler.schedule(plan)
+        left_out = [seq for seq in running if seq.status is SequenceStatus.RUNNING]
+        assert all(plan.num_new_tokens.get(seq, 0) > 0 for seq in left_out)
+        scheduler.update(plan, [rng.randrange(3) for _ in plan.caught_up()])
+        step += 1
+        assert step < 5000

@@ -1,0 +1,41 @@
+"""Exercise: give the running sequences their tokens, and decide who must go.
+
+Complete `schedule_running`, the first half of a step. The rules:
+
+1. The sequences come in the order of `running`. Each gets as many tokens as it lacks, but no more
+   than are left of `budget`, and no more than `threshold`, if that is not 0.
+2. It needs blocks for all its computed tokens and these new ones; it has `num_blocks` already.
+3. If too few blocks are free, sequences are preempted one after the other until there are enough.
+   The victim is the last in the order of (priority, arrival) among those that still run, whether
+   its turn has come or not; without `by_priority` all priorities count as equal. It may be the
+   sequence that needs the blocks: then it gets nothing.
+4. A victim gives back all its blocks. If it was planned already, it is planned no longer, and its
+   tokens go back to the budget. Mind the block that it may have got in this very step.
+
+Return the planned tokens by name, and the names of the victims in the order in which they went.
+
+Test it with `pytest docs/07-preemption/test_exercise.py`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Running:
+    name: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    arrival: int
+    priority: int = 0
+
+
+def schedule_running(
+    running: list[Running],
+    num_free_blocks: int,
+    block_size: int,
+    budget: int,
+    threshold: int = 0,
+    by_priority: bool = False,
+) -> tuple[dict[str, int], list[str]]:
+    raise NotImplementedError

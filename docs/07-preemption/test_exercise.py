@@ -1,0 +1,110 @@
+"""The exercise of chapter 7 against the engine's own scheduler."""
+
+import random
+
+import pytest
+
+from nanoserve import SamplingParams
+from nanoserve.config import EngineConfig
+from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.sequence import Sequence
+
+from .exercise import Running, schedule_running
+
+
+def decoding(
+    name: str, num_tokens: int, num_blocks: int, arrival: int, priority: int = 0
+) -> Running:
+    return Running(name, num_tokens, num_tokens - 1, num_blocks, arrival, priority)
+
+
+def test_with_free_blocks_everybody_runs() -> None:
+    running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2)]
+    assert schedule_running(running, 1, 16, budget=10) == ({"a": 1, "b": 1}, [])
+
+
+def test_a_prompt_is_cut_by_the_budget_and_by_the_threshold() -> None:
+    running = [decoding("a", 5, 1, 1), Running("b", 100, 0, 7, 2)]
+    assert schedule_running(running, 0, 16, budget=50) == ({"a": 1, "b": 49}, [])
+    assert schedule_running(running, 0, 16, budget=50, threshold=20) == ({"a": 1, "b": 20}, [])
+
+
+def test_the_last_to_arrive_goes_first() -> None:
+    running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2), decoding("c", 5, 1, 3)]
+    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1, "b": 1}, ["c"])
+
+
+def test_it_may_be_the_one_that_needs_the_block() -> None:
+    running = [decoding("a", 5, 1, 1), decoding("b", 17, 1, 2)]
+    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1}, ["b"])
+
+
+def test_a_victim_that_was_planned_gives_back_blocks_and_budget() -> None:
+    # "low" takes the only free block, and loses it to "high" together with its own.
+    low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
+    more = Running("more", 60, 0, 4, 3, priority=2)
+    planned, victims = schedule_running([low, high, more], 1, 16, budget=11, by_priority=True)
+    assert victims == ["low"]
+    assert planned == {"high": 1, "more": 10}
+
+
+def test_a_victim_gives_back_the_block_that_it_got_in_this_step() -> None:
+    low = decoding("low", 17, 1, 1, priority=5)
+    others = [decoding("b", 17, 1, 2), decoding("c", 17, 1, 3)]
+    planned, victims = schedule_running([low, *others], 1, 16, budget=10, by_priority=True)
+    assert (planned, victims) == ({"b": 1, "c": 1}, ["low"])
+
+
+def test_without_by_priority_only_the_arrival_counts() -> None:
+    low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
+    assert schedule_running([low, high], 1, 16, budget=11) == ({"low": 1}, ["high"])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_decides_as_the_engine_decides(seed: int) -> None:
+    rng = random.Random(seed)
+    config = EngineConfig(
+        "none",
+        block_size=rng.randint(1, 4),
+        max_num_seqs=6,
+        max_num_batched_tokens=6 + rng.choice([0, 1, 10, 40]),
+        long_prefill_token_threshold=rng.choice([0, 0, 1, 3]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        enable_prefix_caching=False,
+    )
+    fits_alone = -(-24 // config.block_size)
+    scheduler = Scheduler(config, fits_alone + rng.randint(0, fits_alone), max_model_len=24)
+    num_to_come = 15
+    while num_to_come or scheduler.has_unfinished():
+        while num_to_come and rng.random() < 0.5:
+            num_to_come -= 1
+            params = SamplingParams(max_tokens=rng.choice([1, 4, None]))
+            settings = {"arrival": 15 - num_to_come, "priority": rng.randint(0, 2)}
+            prompt = [1] * rng.randint(1, 23)
+            scheduler.add(Sequence(str(num_to_come), prompt, params, 24, **settings))
+        running = [
+            Running(
+                seq.request_id,
+                seq.num_tokens,
+                seq.num_computed_tokens,
+                len(seq.block_table),
+                seq.arrival,
+                seq.priority,
+            )
+            for seq in scheduler.running
+        ]
+        found = schedule_running(
+            running,
+            scheduler.block_manager.num_free_blocks,
+            config.block_size,
+            config.max_num_batched_tokens,
+            config.long_prefill_token_threshold,
+            config.scheduling_policy == "priority",
+        )
+        plan = Plan()
+        scheduler.schedule(plan)
+        admitted = {seq.request_id for seq in plan.admitted}
+        planned = {seq.request_id: n for seq, n in plan.num_new_tokens.items()}
+        expected = {name: n for name, n in planned.items() if name not in admitted}
+        assert found == (expected, [seq.request_id for seq in plan.preempted])
+        scheduler.update(plan, [7 for _ in plan.caught_up()])

@@ -1,0 +1,100 @@
+"""The numbers in the chapter on sampling, against values worked out by hand."""
+
+import pytest
+
+from . import worked as sampling
+
+FIVE = [0.40, 0.30, 0.15, 0.10, 0.05]
+SEVEN = [0.40, 0.25, 0.15, 0.10, 0.05, 0.03, 0.02]
+LOGITS = [2.0, 1.0, 0.5, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "expected"),
+    [
+        (0.5, [0.828, 0.112, 0.041, 0.019]),
+        (1.0, [0.575, 0.211, 0.128, 0.086]),
+        (2.0, [0.406, 0.246, 0.192, 0.157]),
+    ],
+)
+def test_w16_temperature(temperature: float, expected: list[float]) -> None:
+    probs = sampling.probabilities(LOGITS, temperature)
+    assert probs == pytest.approx(expected, abs=5e-4)
+    row = f"| {temperature:g} | {', '.join(f'{logit / temperature:g}' for logit in LOGITS)} | "
+    assert row + ", ".join(f"{p:.3f}" for p in expected) in sampling.temperature_table(
+        LOGITS, [temperature]
+    )
+
+
+def test_logits_of_a_full_step() -> None:
+    assert sampling.logits_bytes(rows=256, vocab_size=151_936, dtype_bytes=4) == 155_582_464
+
+
+def test_a_tail_of_one_percent_shows_in_most_texts_of_100_tokens() -> None:
+    assert sampling.chance_of_a_slip(0.01, 100) == pytest.approx(0.63397, abs=1e-5)
+    assert sampling.chance_of_a_slip(0.01, 1) == pytest.approx(0.01)
+
+
+def test_w17a_top_k_and_w17b_top_p_renormalise() -> None:
+    assert sampling.renormalised(FIVE, 3) == pytest.approx([0.4706, 0.3529, 0.1765, 0, 0], abs=1e-4)
+    assert sampling.num_kept_by_top_p(FIVE, 0.9) == 4
+    expected = [0.4211, 0.3158, 0.1579, 0.1053, 0]
+    assert sampling.renormalised(FIVE, 4) == pytest.approx(expected, abs=1e-4)
+
+
+def test_w17d_the_two_readings_differ_only_where_the_mass_equals_p() -> None:
+    assert sampling.border_table(SEVEN, [0.89, 0.90, 0.91]).splitlines()[2:] == [
+        "| 0.89 | 4 | 4 |",
+        "| 0.90 | 4 | 5 |",
+        "| 0.91 | 5 | 5 |",
+    ]
+
+
+def test_min_p_is_relative_to_the_most_likely() -> None:
+    assert [sampling.num_kept_by_min_p(SEVEN, m) for m in (0.25, 0.26, 1.0)] == [4, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("logit", "count", "settings", "expected"),
+    [
+        (2.5, 0, {"repetition": 1.2}, 2.0833),
+        (-0.5, 0, {"repetition": 1.2}, -0.6),
+        (2.5, 3, {"frequency": 0.5}, 1.0),
+        (2.5, 3, {"presence": 0.5}, 2.0),
+        (2.5, 0, {"frequency": 0.5, "presence": 0.5}, 2.5),
+    ],
+)
+def test_w18_penalties(logit: float, count: int, settings: dict, expected: float) -> None:
+    assert sampling.penalised(logit, count, **settings) == pytest.approx(expected, abs=1e-4)
+
+
+def test_one_race_by_hand() -> None:
+    """-log(1 - u) is 2.3026, 0.2231, 0.1054, 0.6931."""
+    uniforms = [0.9, 0.2, 0.1, 0.5]
+    assert sampling.race_winner(LOGITS, uniforms) == 2
+    rows = sampling.race_table(LOGITS, uniforms).splitlines()[2:]
+    assert rows[0] == "| 0 | 0.575 | 0.9 | 2.303 | 4.01 | 1.17 |"
+    assert rows[2] == "| 2 | 0.128 | 0.1 | 0.105 | 0.82 | 2.75 |"
+    assert [row.split("|")[5].strip() for row in rows] == ["4.01", "1.06", "0.82", "8.07"]
+    assert [row.split("|")[6].strip() for row in rows] == ["1.17", "2.50", "2.75", "0.47"]
+
+
+def test_the_engines_race_draws_in_proportion() -> None:
+    shares = sampling.race_shares(LOGITS, 20_000)
+    expected = [0.575, 0.211, 0.128, 0.086]
+    chi_square = sum((s - p) ** 2 / p for s, p in zip(shares, expected, strict=True)) * 20_000
+    assert chi_square < 16.27  # the 0.999 quantile with 3 degrees of freedom
+
+
+def test_24_bits_tie_in_one_draw_of_221_and_32_bits_in_one_of_56_000() -> None:
+    """Nearly mean / 2: 151,936 / 2^25 = 0.004528 and 151,936 / 2^33 = 0.00001769."""
+    assert sampling.chance_of_a_tie(151_936, 24) == pytest.approx(0.004528, rel=0.01)
+    assert sampling.chance_of_a_tie(151_936, 32) == pytest.approx(1.769e-5, rel=0.01)
+
+
+def test_only_the_generators_number_changes_with_the_neighbours() -> None:
+    rows = [row.split("|") for row in sampling.neighbours_table(7, 35).splitlines()[2:]]
+    assert len({row[2] for row in rows}) == 3
+    assert len({row[3] for row in rows}) == 1
+    other = sampling.neighbours_table(8, 35).splitlines()[2].split("|")
+    assert other[3] != rows[0][3]

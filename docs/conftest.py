@@ -1,0 +1,49 @@
+"""Runs the tests of exercises: on the reader's `exercise.py`, or with `--solutions` on ours."""
+
+import os
+
+# The exercises' models are tiny: more threads than one wait for each other. Before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parent
+
+
+class SolutionFinder(MetaPathFinder):
+    """Finds `solution.py` where a test asks for the `exercise.py` beside it."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for folder in map(Path, path or ()):
+            if name.endswith(".exercise") and folder.parent == DOCS:
+                return spec_from_file_location(name, folder / "solution.py")
+        return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--solutions", action="store_true", help="test each solution.py in place of exercise.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--solutions"):
+        sys.meta_path.insert(0, SolutionFinder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for the course alone: to start a second takes longer than an exercise's test."""
+    asked = [config.invocation_params.dir / argument for argument in config.args]
+    return 0 if all(path.is_relative_to(DOCS) for path in asked) else None
