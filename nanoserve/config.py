@@ -1,4 +1,4 @@
-"""What the user chose: `EngineConfig`. What the checkpoint says is in `nanoserve.model_config`."""
+"""What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
 import os

@@ -7,12 +7,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.checkpoint.hub import checkpoint_folder, fetch_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
-from nanoserve.hub import checkpoint_folder, fetch_weights
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress

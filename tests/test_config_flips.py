@@ -24,10 +24,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class, supported_architectures
-from nanoserve.worker.loader import load_weights
 
 TOKEN_IDS = [(7 * i * i + i) % 300 for i in range(45)]
 WINDOWED = {"sliding_window": 9}

@@ -14,13 +14,13 @@ from transformers import Gemma2ForCausalLM, Gemma3ForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.gemma2 import GemmaRMSNorm
 from nanoserve.models.registry import model_class
-from nanoserve.rope_config import RopeConfig
-from nanoserve.worker.loader import load_weights
 
 MODELS = {"gemma2": (Gemma2ForCausalLM, GEMMA2), "gemma3": (Gemma3ForCausalLM, GEMMA3)}
 MODEL = pytest.mark.parametrize("name", MODELS)

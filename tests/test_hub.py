@@ -16,8 +16,9 @@ from fake_hub import FakeHub, Repository, fake_hub
 from huggingface_hub import constants
 from tiny_checkpoints import edit_json, make_qwen3
 
-from nanoserve import LLM, SamplingParams, hub
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint import hub
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 8, "max_num_seqs": 4}
 SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]
@@ -213,7 +214,7 @@ def test_offline_a_cached_model_answers_without_a_request(
         "print(llm.generate('What is a KV cache?', params, False)[0].outputs[0].token_ids)"
     )
     settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    settings |= {"HF_ENDPOINT": server.endpoint, "PYTHONPATH": str(Path(hub.__file__).parents[1])}
+    settings |= {"HF_ENDPOINT": server.endpoint, "PYTHONPATH": str(Path(hub.__file__).parents[2])}
     shown = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True
     )

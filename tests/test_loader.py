@@ -15,11 +15,11 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint import loader
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
-from nanoserve.worker import loader
-from nanoserve.worker.loader import load_weights
 
 IDS = [(7 * i * i + i) % 300 for i in range(37)]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"  # one part of a fused weight

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 

@@ -10,12 +10,12 @@ from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalL
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig, MoEConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.experts import SparseMoE
-from nanoserve.model_config import ModelConfig, MoEConfig
 from nanoserve.models.mixtral import MixtralMoE
 from nanoserve.models.registry import model_class
-from nanoserve.worker.loader import load_weights
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

@@ -8,7 +8,7 @@ from roofline import Need, Step, limit, planned_steps
 from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 # As their makers say.
 BILLIONS = {

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rope_scaling import inverse_frequencies
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
-from nanoserve.rope_config import RopeConfig
 
 ORIGINAL = "original_max_position_embeddings"
 HEAD_DIM, THETA = 64, 500_000.0

@@ -46,8 +46,8 @@ def test_only_the_front_door_builds_the_parts() -> None:
         allowed = (
             "nanoserve.engine",
             "nanoserve.config",
-            "nanoserve.config_file",
-            "nanoserve.model_config",
+            "nanoserve.checkpoint.config_json",
+            "nanoserve.checkpoint.model_config",
             "nanoserve.outputs",
             "nanoserve.sampling_params",
         )

@@ -13,7 +13,7 @@ from roofline import Need, Step
 from shapes import SHAPES
 from worked import benchmarking as worked
 
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 
 def test_percentiles_lie_between_two_values() -> None:

@@ -14,10 +14,10 @@ from tiny_checkpoints import prompt_logits
 from worked import cuda_graphs as worked
 
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import UnquantizedLinearMethod
 from nanoserve.layers.ops import TorchOps
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.cuda_graphs import graph_sizes
 

@@ -9,9 +9,9 @@ from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.model_config import ModelConfig
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 from nanoserve.worker.kv_cache import GPUMemory, decide_num_kv_blocks, kv_block_bytes
 
 sys.path.append(str(Path(__file__).parents[1] / "docs"))

@@ -8,7 +8,7 @@ import pytest
 from roofline import Need, Step
 from shapes import SHAPES
 
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 from worked import serving

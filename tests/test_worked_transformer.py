@@ -7,12 +7,12 @@ import pytest
 import torch
 from shapes import SHAPES
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps, _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
-from nanoserve.rope_config import RopeConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "docs"))
 from worked import transformer

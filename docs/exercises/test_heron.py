@@ -10,10 +10,10 @@ from heron import HeronForCausalLM
 from safetensors.torch import save_file
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models import registry
-from nanoserve.worker.loader import load_weights
 
 VOCAB, HIDDEN, SIZE, LAYERS, HEADS, KV_HEADS, DIM, EPS, THETA = 96, 32, 64, 2, 4, 2, 8, 1e-5, 1e4
 Weights = dict[str, torch.Tensor]

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from packed_attention import attention, rotate
 
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.rope_config import RopeConfig
 
 RNG = np.random.default_rng(0)
 

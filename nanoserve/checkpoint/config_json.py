@@ -1,7 +1,7 @@
 """`config.json` of a checkpoint, as transformers' class for its architecture reads it.
 
-Here, and in `nanoserve.rope_config`, is all that knows that transformers 4 and 5 write that file
-differently. It imports neither torch nor transformers.
+Here, and in `nanoserve.checkpoint.rope_config`, is all that knows that transformers 4 and 5 write
+that file differently. It imports neither torch nor transformers.
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import check_choice, check_int, require
-from nanoserve.rope_config import RopeConfig
 
 # The settings that transformers reads, with its values for files that leave them out (None: there
 # is no such value, or it follows from others). What is not listed for an architecture has no effect

@@ -1,7 +1,7 @@
 """What a checkpoint says of its model: `ModelConfig`, made from its `config.json` alone.
 
 It imports neither torch nor transformers: the brain reads it, and data types travel as names
-("bfloat16"). How the file is read is in `nanoserve.config_file`.
+("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
 import math
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import DTYPES, check_choice, check_int, require
-from nanoserve.config_file import ConfigFile, architecture_of, read_json
-from nanoserve.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)

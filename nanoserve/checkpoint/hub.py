@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.checkpoint.loader import INDEX, SINGLE_FILE, shard_names
 from nanoserve.config import EngineConfig, require
-from nanoserve.worker.loader import INDEX, SINGLE_FILE, shard_names
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 _TIMEOUT = 10.0  # seconds that the hub has to answer; the cache is asked then
 # Mistral's own tokenizer format, 15 MB beside the tokenizer.json that is read.
