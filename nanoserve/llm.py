@@ -109,7 +109,7 @@ class LLM:
         """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`."""
         from nanoserve.beam_search import beam_search
 
-        return beam_search(self, as_prompt_list(prompts), params)
+        return beam_search(self.engine, self.generate, as_prompt_list(prompts), params)
 
     def chat(
         self,

@@ -186,7 +186,7 @@ def test_every_parameter_changes_the_table(name: str, change: dict[str, Any]) ->
     assert (before[:, :shared] - after[:, :shared]).abs().max() > 1e-3
 
 
-NUMBER, SIZE = "must be a positive number", "must be an integer >= 2"
+NUMBER, SIZE = "must be a number, finite and > 0", "must be an integer >= 2"
 BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"rope_theta": 1.0}, "rope_theta=1.0"),
     ("default", {"rope_theta": "1e4"}, "rope_theta='1e4'"),
@@ -195,7 +195,7 @@ BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"factor": 2.0}, "'factor': 2.0"),
     ("default", {"mrope_section": [8, 12, 12]}, "'mrope_section': [8, 12, 12]"),
     ("linear", {"factor": None}, "factor=None"),
-    ("linear", {"factor": 0.5}, "factor=0.5 must be a number >= 1"),
+    ("linear", {"factor": 0.5}, "factor=0.5 must be a number, finite and >= 1"),
     ("linear", {"factor": "4"}, "factor='4'"),
     ("linear", {"factor": math.nan}, "factor=nan"),
     ("linear", {"beta_fast": 8.0}, "'beta_fast': 8.0"),
