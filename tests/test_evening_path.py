@@ -14,8 +14,11 @@ PACKAGE = Path(nanoserve.__file__).parent
 # Beside the path, what lies before and behind the engine: options, text, loading, sizing.
 SUPPORT = {
     "nanoserve/__init__.py",
+    "nanoserve/checks.py",
     "nanoserve/config.py",
+    "nanoserve/checkpoint/checkpoint.py",
     "nanoserve/checkpoint/hub.py",
+    "nanoserve/checkpoint/loader.py",
     "nanoserve/checkpoint/config_json.py",
     "nanoserve/checkpoint/model_config.py",
     "nanoserve/checkpoint/rope_config.py",
@@ -30,7 +33,6 @@ SUPPORT = {
     "nanoserve/engine/interrupts.py",
     "nanoserve/tiny_qwen3/__init__.py",
     "nanoserve/models/registry.py",
-    "nanoserve/checkpoint/loader.py",
     "nanoserve/worker/kv_cache.py",
     "nanoserve/worker/device.py",
 }
