@@ -115,8 +115,13 @@ def beside_the_path() -> str:
 def lines_of_code(path: Path) -> int:
     """Lines that hold code: no blank lines, comments or docstrings."""
     skipped = (
-        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
-        *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+        tokenize.ENDMARKER,
     )
     lines: set[int] = set()
     source = path.read_text(encoding="utf-8")

@@ -64,9 +64,9 @@ def on_post_build(env: Any) -> None:
 def names() -> dict[str, Any]:
     """All names that a page may use, but for `trace`, which depends on where the page lies."""
     functions = (
-        *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, house_map),
-        *(glossary, how_many_terms, stops, hours),
-    )
+        lines, how_many, readme, beside_the_path, evening_lines, reading_order, house_map,
+        glossary, how_many_terms, stops, hours,
+    )  # fmt: skip
     return {"worked": worked(), **{function.__name__: function for function in functions}}
 
 

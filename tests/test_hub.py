@@ -25,10 +25,10 @@ SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]
 SMALL += ["tokenizer.json", "tokenizer_config.json"]
 NAME = "org/tiny-model"
 DECOYS = [
-    *("README.md", "pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth"),
-    *("model.fp16.safetensors", "model.gguf", "tekken.json", "tokenization_mine.py"),
-    *("original/params.json", "original/model.safetensors", "onnx/config.json"),
-]
+    "README.md", "pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth",
+    "model.fp16.safetensors", "model.gguf", "tekken.json", "tokenization_mine.py",
+    "original/params.json", "original/model.safetensors", "onnx/config.json",
+]  # fmt: skip
 
 
 def make_repository(folder: Path, seed: int = 0, shard_size: str = "1GB") -> None:
@@ -304,11 +304,11 @@ def test_the_hubs_own_error_is_the_cause(server: FakeHub) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "gpt2", "org/", "/model", "org/model/file", "org/my model", "org/mödel?", "~/model"),
-        *("..", "../model", "org/..", "org/../model", "./model", "org/model.git", "org\0/model"),
-        *("x" * 300, "org/" + "x" * 300, "x/" * 3000),
+        "", "gpt2", "org/", "/model", "org/model/file", "org/my model", "org/mödel?", "~/model",
+        "..", "../model", "org/..", "org/../model", "./model", "org/model.git", "org\0/model",
+        "x" * 300, "org/" + "x" * 300, "x/" * 3000,
     ],
-)
+)  # fmt: skip
 def test_a_name_that_the_hub_cannot_have_is_refused_without_asking(
     server: FakeHub, name: str
 ) -> None:

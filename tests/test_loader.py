@@ -279,8 +279,14 @@ def test_an_absent_shard_is_named(sharded: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "[]", "{}", "3"),
-        *('{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'),
+        "",
+        "{",
+        "[]",
+        "{}",
+        "3",
+        '{"weight_map": null}',
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
     ],
 )
 def test_a_broken_index_is_named(sharded: Path, content: str) -> None:

@@ -13,8 +13,10 @@ from worked import errata as worked
 ROOT = Path(__file__).parents[1]
 
 PAGES = (
-    *("chapters/14-tensor-parallelism.md", "chapters/15-benchmarking.md"),
-    *("chapters/16-adding-a-model.md", "errata.md"),
+    "chapters/14-tensor-parallelism.md",
+    "chapters/15-benchmarking.md",
+    "chapters/16-adding-a-model.md",
+    "errata.md",
 )
 
 

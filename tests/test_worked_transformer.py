@@ -21,8 +21,11 @@ from worked.transformer import LLAMA_2_7B, QWEN3_06B, K, Q, V
 
 def test_the_parameters_of_qwen3_06b() -> None:
     assert transformer.parameters(QWEN3_06B) == {
-        **{"embedding": 155_582_464, "attention": 176_160_768, "feed-forward": 264_241_152},
-        **{"norms": 65_536, "LM head": 0},
+        "embedding": 155_582_464,
+        "attention": 176_160_768,
+        "feed-forward": 264_241_152,
+        "norms": 65_536,
+        "LM head": 0,
     }
     assert transformer.num_parameters(QWEN3_06B) == 596_049_920
 

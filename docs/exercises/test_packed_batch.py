@@ -12,8 +12,12 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
 FIELDS = (
-    *("input_ids", "positions", "slot_mapping"),
-    *("cu_seqlens_q", "context_lens", "logits_rows"),
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "cu_seqlens_q",
+    "context_lens",
+    "logits_rows",
 )
 
 
