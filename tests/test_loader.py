@@ -321,8 +321,11 @@ def test_the_v4_and_v5_forms_of_a_config_mean_the_same(tmp_path: Path, dtype: st
     shutil.copytree(v5, v4)
     edit_json(
         v4 / "config.json",
-        **{"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None},
-        **{"dtype": ..., "torch_dtype": dtype},
+        rope_parameters=...,
+        rope_theta=5e5,
+        rope_scaling=None,
+        dtype=...,
+        torch_dtype=dtype,
     )
     config = ModelConfig.from_checkpoint(v5)
     assert config == ModelConfig.from_checkpoint(v4)

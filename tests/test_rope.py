@@ -279,8 +279,10 @@ def test_su_with_the_original_context_beside_it_is_longrope_as_phi_3_wrote_it() 
     settings, length = TYPES["longrope"]
     factors = {name: settings[name] for name in ("short_factor", "long_factor")}
     old = read(
-        **{"rope_theta": THETA, "rope_scaling": {"type": "su"} | factors},
-        **{"max_position_embeddings": length, ORIGINAL: 2048},
+        rope_theta=THETA,
+        rope_scaling={"type": "su"} | factors,
+        max_position_embeddings=length,
+        **{ORIGINAL: 2048},
     )
     assert old.rope == v5(settings, length).rope
     assert old.rope.factor == 4.0
