@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.model_config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 
 _NO_WINDOW = 2**31 - 1  # longer than any context

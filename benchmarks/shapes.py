@@ -6,21 +6,25 @@ Speed does not depend on what a model has learned, so no download is needed to m
 from typing import Any
 
 _QWEN3: dict[str, Any] = {
-    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936},
-    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6},
-    **{"rms_norm_eps": 1e-6, "max_position_embeddings": 40_960, "tie_word_embeddings": True},
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
+}  # fmt: skip
 _QWEN3_600M = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
 _QWEN25: dict[str, Any] = {
-    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151_936},
-    **{"rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768},
-    **{"tie_word_embeddings": True},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
 }
 _LLAMA: dict[str, Any] = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256},
-    **{"num_key_value_heads": 8, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
-    **{"max_position_embeddings": 131_072, "bos_token_id": None, "eos_token_id": None},
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256,
+    "num_key_value_heads": 8, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 def _stretched(factor: float) -> dict[str, Any]:

@@ -24,14 +24,14 @@ from hardware import choose_device, describe, set_threads
 from shapes import SHAPES
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, StepResult
 from nanoserve.engine.llm_engine import LLMEngine, StepTimes
 from nanoserve.engine.scheduler import Plan
-from nanoserve.model_config import ModelConfig
 from nanoserve.sampling_params import SlotParams
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 PARTS = ("schedule", "pack", "model", "sample", "update")
 

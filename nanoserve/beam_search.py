@@ -5,16 +5,15 @@ shares all full blocks with the beam that it grew from. The rules for what is ke
 are those of transformers' `generate(num_beams=...)`, whose result this reproduces.
 """
 
-import math
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from nanoserve.checks import check_bool, check_int, is_number, require
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.sampling_params import SamplingParams, is_int
-
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.outputs import RequestOutput
+from nanoserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,11 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer >= 1")
-        for name in ("ignore_eos", "early_stopping"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1))  # frozen
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("early_stopping", self.early_stopping)
         penalty = self.length_penalty
-        if not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
-            raise ValueError(f"length_penalty={penalty!r} must be a finite number")
+        require(is_number(penalty), f"length_penalty={penalty!r} must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,17 @@ class _Search:
 
 
 def beam_search(
-    llm: "LLM", prompts: AbstractSequence[Prompt], params: BeamSearchParams
+    engine: LLMEngine,
+    generate: Callable[..., list[RequestOutput]],
+    prompts: AbstractSequence[Prompt],
+    params: BeamSearchParams,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts side by side: a step of all their beams is one batch."""
-    processor = llm.engine.input_processor
+    """Search all prompts side by side: a step of all their beams is one batch.
+
+    `generate` is `LLM.generate`, of the LLM that has this engine. Raises `ValueError` for a prompt
+    that leaves no room for `max_tokens`, and for more beams than `max_logprobs` allows.
+    """
+    processor = engine.input_processor
     searches = [
         _Search(processor.token_ids(prompt, params.max_tokens), params, processor.eos_token_ids)
         for prompt in prompts
@@ -140,7 +142,7 @@ def beam_search(
         one_token = SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs
         )
-        outputs = llm.generate([beam.tokens for _, beam in beams], one_token, use_tqdm=False)
+        outputs = generate([beam.tokens for _, beam in beams], one_token, use_tqdm=False)
         next_tokens = iter(
             {token_id: candidate.logprob for token_id, candidate in step.items()}
             for output in outputs
@@ -149,10 +151,10 @@ def beam_search(
         for search in searches:
             if search.running:
                 search.advance([next(next_tokens) for _ in search.running])
-    return [BeamSearchOutput([_sequence(llm, s, beam) for beam in s.finished]) for s in searches]
+    return [BeamSearchOutput([_sequence(engine, s, beam) for beam in s.finished]) for s in searches]
 
 
-def _sequence(llm: "LLM", search: _Search, beam: _Beam) -> BeamSearchSequence:
-    tokenizer, output = llm.engine.tokenizer, beam.tokens[search.prompt_len :]
+def _sequence(engine: LLMEngine, search: _Search, beam: _Beam) -> BeamSearchSequence:
+    tokenizer, output = engine.tokenizer, beam.tokens[search.prompt_len :]
     text = "" if tokenizer is None else tokenizer.decode(output)
     return BeamSearchSequence(beam.tokens, text, beam.cum_logprob, beam.score, beam.finish_reason)

@@ -1,4 +1,4 @@
-"""What the user chose: `EngineConfig`. What the checkpoint says is in `nanoserve.model_config`."""
+"""What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
 import os
@@ -6,14 +6,42 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_list,
+    check_number,
+    is_text,
+    require,
+)
+
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+_SMALLEST = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "block_size": 1,
+    "seed": 0,
+    "max_logprobs": 0,
+    "tensor_parallel_size": 1,
+}
+_SMALLEST_IF_GIVEN = {
+    "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
+    "num_kv_blocks": 1,
+    "kv_cache_memory_bytes": 1,
+    "prefix_cache_seed": 0,
+}
+_CHOICES = {
+    "dtype": ("auto", *DTYPES),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "scheduling_policy": ("fcfs", "priority"),
+    "device": ("auto", "cpu", "cuda"),
+    "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
+}
+_SWITCHES = ["skip_tokenizer_init", "trust_remote_code", "enable_prefix_caching", "enforce_eager"]
 
 
 @dataclass
@@ -66,55 +94,37 @@ class EngineConfig:
         return cls(model=str(model), **options)
 
     def __post_init__(self) -> None:
-        for name in (
-            *("max_num_seqs", "max_num_batched_tokens", "block_size"),
-            "tensor_parallel_size",
-        ):
-            check_int(name, getattr(self, name), minimum=1)
-        # A sequence is at least a token of prompt and one of output.
-        minima = {"max_model_len": 2, "num_kv_blocks": 1, "kv_cache_memory_bytes": 1}
-        for name, minimum in minima.items():
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum)
+        for name, smallest in (_SMALLEST | _SMALLEST_IF_GIVEN).items():
+            value = getattr(self, name)
+            if value is not None or name in _SMALLEST:
+                setattr(self, name, check_int(name, value, smallest))
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        for name in _SWITCHES:
+            check_bool(name, getattr(self, name))
+        share = self.gpu_memory_utilization
+        check_number("gpu_memory_utilization", share, 0, 1, excludes_low=True)
+        check_list("logits_processors", self.logits_processors, callable, "callables")
+        self._check_names()
+        self._check_pairs()
+
+    def _check_names(self) -> None:
+        """Of folders, of a version, of a file."""
         for name in ("tokenizer", "download_dir"):
             value = getattr(self, name)
             is_path = isinstance(value, (str, Path, type(None)))
             require(is_path, f"{name}={value!r} must be a folder")
-        if self.trace is not None:
-            check_output_file("trace", self.trace)
-        is_revision = self.revision is None or (isinstance(self.revision, str) and self.revision)
+        is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
-        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, minimum=0)
-        check_int("seed", self.seed, minimum=0)
-        check_int("max_logprobs", self.max_logprobs, minimum=0)
-        if self.prefix_cache_seed is not None:
-            check_int("prefix_cache_seed", self.prefix_cache_seed, minimum=0)
+        if self.trace is not None:
+            _check_output_file("trace", self.trace)
+
+    def _check_pairs(self) -> None:
+        """What two options must agree on."""
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
             f"max_num_seqs={self.max_num_seqs}: decoding all of them takes a token each",
-        )
-        processors = self.logits_processors
-        require(
-            isinstance(processors, (list, tuple)) and all(map(callable, processors)),
-            f"logits_processors={processors!r} must be a list of callables",
-        )
-        check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        check_choice("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        backends = ("auto", "torch", "numba", "triton", "flash_attn")
-        check_choice("attention_backend", self.attention_backend, backends)
-        for name in (
-            *("skip_tokenizer_init", "trust_remote_code"),
-            *("enable_prefix_caching", "enforce_eager"),
-        ):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name}={value!r} must be True or False")
-        share = self.gpu_memory_utilization
-        require(
-            isinstance(share, (int, float)) and 0 < share <= 1,
-            f"gpu_memory_utilization={share!r} must be a number in (0, 1]",
         )
         require(
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
@@ -138,7 +148,10 @@ class EngineConfig:
             if pool_limit < model_limit:
                 logger.warning(
                     "max_model_len lowered from %d to %d, the tokens that %d KV blocks of %d hold",
-                    *(model_limit, pool_limit, num_kv_blocks, self.block_size),
+                    model_limit,
+                    pool_limit,
+                    num_kv_blocks,
+                    self.block_size,
                 )
             return min(model_limit, pool_limit)
         require(
@@ -154,7 +167,7 @@ class EngineConfig:
         return self.max_model_len
 
 
-def check_output_file(name: str, value: Any) -> None:
+def _check_output_file(name: str, value: Any) -> None:
     """A file that can be written, or replaced; it is not touched."""
     is_path = isinstance(value, (str, Path))
     require(is_path, f"{name}={value!r} must be the name of a file")
@@ -163,12 +176,3 @@ def check_output_file(name: str, value: Any) -> None:
     require(not path.is_dir(), f"{name}={str(value)!r} is a folder, not a file")
     is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
     require(is_writable, f"{name}={str(value)!r} cannot be written")
-
-
-def check_int(name: str, value: Any, minimum: int) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(is_int and value >= minimum, f"{name}={value!r} must be an integer >= {minimum}")
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    require(value in choices, f"{name}={value!r} is not one of {list(choices)}")

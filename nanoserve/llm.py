@@ -7,12 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import Request
-from nanoserve.hub import checkpoint_folder, fetch_weights
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress
@@ -42,16 +41,16 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig.from_options(model, **options)
-        path = checkpoint_folder(model, config, config.revision)
-        model_config = ModelConfig.from_checkpoint(path, config.dtype, supported_architectures())
+        checkpoint = Checkpoint.find(model, config, config.revision)
+        model_config = checkpoint.model_config(supported_architectures())
         SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
         # The weights come last: whatever can be refused is refused before they are fetched or read.
         tokenizer = None
         if not config.skip_tokenizer_init:
-            folder = checkpoint_folder(config.tokenizer, config) if config.tokenizer else path
-            tokenizer = Tokenizer(folder, config.trust_remote_code)
-        fetch_weights(model, path, config)
-        executor = make_executor(config, model_config, path)
+            source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
+            tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+        checkpoint.fetch_weights()
+        executor = make_executor(config, model_config, checkpoint.folder)
         self.engine = LLMEngine(config, model_config, executor, tokenizer)
         self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
@@ -110,7 +109,7 @@ class LLM:
         """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`."""
         from nanoserve.beam_search import beam_search
 
-        return beam_search(self, as_prompt_list(prompts), params)
+        return beam_search(self.engine, self.generate, as_prompt_list(prompts), params)
 
     def chat(
         self,

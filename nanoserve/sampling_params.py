@@ -5,13 +5,35 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
+from nanoserve.checks import (
+    check_bool,
+    check_int,
+    check_list,
+    check_number,
+    is_int,
+    is_number,
+    is_text,
+    require,
+)
 
 # (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
 
 _INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# The smallest and the largest value.
+_INTEGERS = {"n": (1, 16_384), "top_k": (-1, _INT32_MAX), "min_tokens": (0, _INT32_MAX)}
+_INTEGERS_IF_GIVEN = {
+    "seed": (-1, 2**64 - 1),
+    "max_tokens": (1, _INT32_MAX),
+    "logprobs": (0, _INT32_MAX),
+    "prompt_logprobs": (0, _INT32_MAX),
+}
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
 class RequestOutputKind(Enum):
@@ -94,43 +116,26 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Called on construction, and again when a request is made: fields can be assigned to."""
-        self._check_integer("n", 1, 16_384)
-        self._check_number("presence_penalty", -2.0, 2.0, "in [-2, 2]")
-        self._check_number("frequency_penalty", -2.0, 2.0, "in [-2, 2]")
-        self._check_number(
-            "repetition_penalty", 0.0, _FLOAT32_MAX, "finite and > 0", open_below=True
-        )
-        self._check_number("temperature", 0.0, _FLOAT32_MAX, "finite and >= 0")
-        self._check_number("top_p", 0.0, 1.0, "in (0, 1]", open_below=True)
-        self._check_number("min_p", 0.0, 1.0, "in [0, 1]")
-        self._check_integer("top_k", -1, _INT32_MAX)
-        self._check_integer("seed", -1, 2**64 - 1, optional=True)
-        self._check_integer("max_tokens", 1, _INT32_MAX, optional=True)
-        self._check_integer("min_tokens", 0, _INT32_MAX)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
-        self._check_integer("logprobs", 0, _INT32_MAX, optional=True)
-        self._check_integer("prompt_logprobs", 0, _INT32_MAX, optional=True)
-        self._check_list("stop_token_ids", is_int, "integers")
-        self._check_list("allowed_token_ids", is_int, "integers", may_be_empty=False)
-        self._check_list("bad_words", _is_text, "texts that are not empty")
-        self._check_list("logits_processors", callable, "callables")
-        if not _is_text(self.stop):
-            self._check_list("stop", _is_text, "texts that are not empty")
-        self._check_logit_bias()
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(
-                f"n={self.n} completions at temperature={self.temperature} would all be the same"
-            )
-        for name in (
-            *("ignore_eos", "include_stop_str_in_output"),
-            *("skip_special_tokens", "spaces_between_special_tokens"),
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        """Called on construction, and again when a request is made: fields can be assigned to.
+
+        Integers are Python's afterwards, so that sums of them cannot overflow.
+        """
+        for name, (low, high) in (_INTEGERS | _INTEGERS_IF_GIVEN).items():
+            value = getattr(self, name)
+            if value is not None or name in _INTEGERS:
+                setattr(self, name, check_int(name, value, low, high))
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_number("repetition_penalty", self.repetition_penalty, 0, excludes_low=True)
+        check_number("temperature", self.temperature, 0)
+        check_number("top_p", self.top_p, 0, 1, excludes_low=True)
+        check_number("min_p", self.min_p, 0, 1)
+        for name in _SWITCHES:
+            check_bool(name, getattr(self, name))
+        is_kind = isinstance(self.output_kind, RequestOutputKind)
+        require(is_kind, f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        self._check_collections()
+        self._check_pairs()
 
     @property
     def is_greedy(self) -> bool:
@@ -152,40 +157,40 @@ class SamplingParams:
         asked = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.logits_processors)
         return self.has_penalties or self.min_tokens > 0 or any(asked)
 
-    def _check_list(
-        self, name: str, is_good: Callable[[Any], bool], what: str, may_be_empty: bool = True
-    ) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
-        if not is_list or not (value or may_be_empty):
-            empty = "" if may_be_empty else ", at least one"
-            raise ValueError(f"{name}={value!r} must be a list of {what}{empty}")
+    def _check_collections(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                may_be_empty = name != "allowed_token_ids"
+                check_list(name, getattr(self, name), is_int, "integers", may_be_empty)
+                setattr(self, name, list(map(int, getattr(self, name))))
+        if self.bad_words is not None:
+            check_list("bad_words", self.bad_words, is_text, "texts that are not empty")
+        if self.stop is not None and not is_text(self.stop):
+            check_list("stop", self.stop, is_text, "texts that are not empty")
+        if self.logits_processors is not None:
+            check_list("logits_processors", self.logits_processors, callable, "callables")
+        if self.logit_bias is not None:
+            self._check_logit_bias()
 
     def _check_logit_bias(self) -> None:
-        bias = self.logit_bias
         allowed = "must map token ids to numbers in [-100, 100]"
-        if not isinstance(bias, (Mapping, type(None))):
-            raise ValueError(f"logit_bias={bias!r} {allowed}")
-        for token_id, value in (bias or {}).items():
-            if not is_int(token_id) or not _is_number(value) or not -100 <= value <= 100:
-                raise ValueError(f"logit_bias={{{token_id!r}: {value!r}}} {allowed}")
+        is_map = isinstance(self.logit_bias, Mapping)
+        require(is_map, f"logit_bias={self.logit_bias!r} {allowed}")
+        for token_id, value in self.logit_bias.items():
+            is_good = is_int(token_id) and is_number(value) and -100 <= value <= 100
+            require(is_good, f"logit_bias={{{token_id!r}: {value!r}}} {allowed}")
+        self.logit_bias = {int(token_id): value for token_id, value in self.logit_bias.items()}
 
-    def _check_number(
-        self, name: str, low: float, high: float, allowed: str, open_below: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        inside = _is_number(value) and low <= value <= high  # False for NaN
-        if not inside or (open_below and value == low):
-            raise ValueError(f"{name}={value!r} must be {allowed}")
-
-    def _check_integer(self, name: str, low: int, high: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if optional and value is None:
-            return
-        if not is_int(value) or not low <= value <= high:
-            raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+    def _check_pairs(self) -> None:
+        """What two parameters must agree on."""
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
+        )
+        require(
+            self.n == 1 or not self.is_greedy,
+            f"n={self.n} completions at temperature={self.temperature} would all be the same",
+        )
 
 
 @dataclass(frozen=True)
@@ -203,16 +208,3 @@ class SlotParams:
     output_token_ids: list[int] = field(default_factory=list)
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-
-
-def _is_number(value: Any) -> bool:
-    return is_int(value) or isinstance(value, (float, np.floating))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def is_int(value: Any) -> bool:
-    """True for Python's and numpy's integers; a bool is no number here."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

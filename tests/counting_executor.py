@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.model_config import ModelConfig
 from nanoserve.outputs import RequestOutput
-from nanoserve.rope_config import RopeConfig
 from nanoserve.sampling_params import SlotParams
 
 VOCAB_SIZE = 256

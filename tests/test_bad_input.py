@@ -259,6 +259,17 @@ def test_numpy_numbers_are_as_good_as_pythons(rig: Rig) -> None:
     assert draw(np.int32, np.float64) == expected
 
 
+def test_small_numpy_integers_do_not_overflow(rig: Rig) -> None:
+    """The prompt and 127 further tokens are more than an int8 can count."""
+    small = {name: np.int8(127) for name in ("max_tokens", "min_tokens", "top_k", "seed")}
+    params = SamplingParams(**small, stop_token_ids=[np.int8(7)], logit_bias={np.int8(8): 1})
+    assert {type(getattr(params, name)) for name in small} == {int}
+    assert [*map(type, params.stop_token_ids), *map(type, params.logit_bias)] == [int, int]
+    limit = rig.llm.engine.input_processor.max_model_len - len(PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=np.int8(127), ignore_eos=True)
+    assert [len(tokens) for tokens in complete(rig.llm, PROMPT, params)] == [min(127, limit)]
+
+
 @pytest.mark.parametrize("stop_token_id", [-1, VOCAB_SIZE])
 def test_a_stop_token_outside_the_vocabulary_is_refused(rig: Rig, stop_token_id: int) -> None:
     with rig.refuses(stop_token_id, VOCAB_SIZE):

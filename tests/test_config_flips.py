@@ -24,10 +24,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class, supported_architectures
-from nanoserve.worker.loader import load_weights
 
 TOKEN_IDS = [(7 * i * i + i) % 300 for i in range(45)]
 WINDOWED = {"sliding_window": 9}
@@ -82,16 +82,14 @@ VALUES: dict[str, list[Any]] = {
 }
 # What transformers reads in training, in generation, or not at all: any other value, same logits.
 WITHOUT_EFFECT: dict[str, Any] = {
-    **{"attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5, "pretraining_tp": 2},
-    **{"initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5]},
-    **{
-        "pad_token_id": 9,
-        "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
-        "transformers_version": "4.30.0",
-        "model_type": ...,
-        "architectures": ...,
-    },
-}
+    "attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5, "pretraining_tp": 2,
+    "initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5],
+    "pad_token_id": 9,
+    "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
+    "transformers_version": "4.30.0",
+    "model_type": ...,
+    "architectures": ...,
+}  # fmt: skip
 
 
 def entries(path: Path) -> list[str]:
@@ -146,8 +144,13 @@ def test_every_entry_changed_is_as_in_transformers_or_refused(
                 refused.append((entry, value))
     print(name, "refuses", refused)
     assert {entry for entry, _ in refused} <= {
-        *("dtype", "hidden_act", "rope_parameters", "sparse_config", "layer_types"),
-        *("hidden_activation", "use_bidirectional_attention"),
+        "dtype",
+        "hidden_act",
+        "rope_parameters",
+        "sparse_config",
+        "layer_types",
+        "hidden_activation",
+        "use_bidirectional_attention",
         *(("mlp_bias",) if name == "minicpm" else ()),  # its checkpoints have none
     }
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanoserve import LLM
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.model_config import ModelConfig
 from nanoserve.worker.device import choose_attention_backend, choose_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

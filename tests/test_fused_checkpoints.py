@@ -9,10 +9,10 @@ from tiny_checkpoints import make_checkpoint
 from torch import nn
 from transformers import LlamaForCausalLM as ReferenceLlama
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.llama import LlamaForCausalLM
-from nanoserve.worker.loader import load_weights
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

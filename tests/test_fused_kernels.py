@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.ops import TritonOps
@@ -19,7 +20,6 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.rope_config import RopeConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,13 +14,13 @@ from transformers import Gemma2ForCausalLM, Gemma3ForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.gemma2 import GemmaRMSNorm
 from nanoserve.models.registry import model_class
-from nanoserve.rope_config import RopeConfig
-from nanoserve.worker.loader import load_weights
 
 MODELS = {"gemma2": (Gemma2ForCausalLM, GEMMA2), "gemma3": (Gemma3ForCausalLM, GEMMA3)}
 MODEL = pytest.mark.parametrize("name", MODELS)
@@ -315,14 +315,14 @@ def test_so_are_those_that_shape_the_weights(
 
 def test_the_file_of_the_real_gemma_3_1b() -> None:
     raw = {
-        **{"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "head_dim": 256},
-        **{"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None},
-        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "rms_norm_eps": 1e-06},
-        **{"intermediate_size": 6912, "max_position_embeddings": 32768, "vocab_size": 262144},
-        **{"num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1},
-        **{"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000},
-        **{"sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16"},
-    }
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "head_dim": 256,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "rms_norm_eps": 1e-06,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "vocab_size": 262144,
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+    }  # fmt: skip
     config = ModelConfig.from_hf(raw, {})
     assert config.sliding_windows == (*(*[512] * 5, None) * 4, 512, 512)
     assert config.rope == RopeConfig(theta=1000000)

@@ -232,9 +232,7 @@ def test_attention_with_windows_and_soft_caps(
 
 @pytest.mark.parametrize("sliding_window", [1, 2, 16, 64, 65, 4096])
 def test_attention_with_windows_of_special_sizes(sliding_window: int, seed: int) -> None:
-    batch = make_batch(
-        *(ragged_rows(), 16, 8, 128, 16, torch.bfloat16), sliding_window=sliding_window
-    )
+    batch = make_batch(ragged_rows(), 16, 8, 128, 16, torch.bfloat16, sliding_window=sliding_window)
     batch.assert_right(batch.attend(), seed)
 
 

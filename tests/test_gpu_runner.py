@@ -16,12 +16,12 @@ from fake_cuda import GIB, FakeCuda
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.worker.gpu_runner import GPURunner
 from nanoserve.worker.kv_cache import GPUMemory, kv_block_bytes
 

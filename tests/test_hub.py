@@ -16,18 +16,19 @@ from fake_hub import FakeHub, Repository, fake_hub
 from huggingface_hub import constants
 from tiny_checkpoints import edit_json, make_qwen3
 
-from nanoserve import LLM, SamplingParams, hub
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint import hub
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 8, "max_num_seqs": 4}
 SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]
 SMALL += ["tokenizer.json", "tokenizer_config.json"]
 NAME = "org/tiny-model"
 DECOYS = [
-    *("README.md", "pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth"),
-    *("model.fp16.safetensors", "model.gguf", "tekken.json", "tokenization_mine.py"),
-    *("original/params.json", "original/model.safetensors", "onnx/config.json"),
-]
+    "README.md", "pytorch_model.bin", "consolidated.safetensors", "consolidated.00.pth",
+    "model.fp16.safetensors", "model.gguf", "tekken.json", "tokenization_mine.py",
+    "original/params.json", "original/model.safetensors", "onnx/config.json",
+]  # fmt: skip
 
 
 def make_repository(folder: Path, seed: int = 0, shard_size: str = "1GB") -> None:
@@ -213,7 +214,7 @@ def test_offline_a_cached_model_answers_without_a_request(
         "print(llm.generate('What is a KV cache?', params, False)[0].outputs[0].token_ids)"
     )
     settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    settings |= {"HF_ENDPOINT": server.endpoint, "PYTHONPATH": str(Path(hub.__file__).parents[1])}
+    settings |= {"HF_ENDPOINT": server.endpoint, "PYTHONPATH": str(Path(hub.__file__).parents[2])}
     shown = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True
     )
@@ -303,11 +304,11 @@ def test_the_hubs_own_error_is_the_cause(server: FakeHub) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "gpt2", "org/", "/model", "org/model/file", "org/my model", "org/mödel?", "~/model"),
-        *("..", "../model", "org/..", "org/../model", "./model", "org/model.git", "org\0/model"),
-        *("x" * 300, "org/" + "x" * 300, "x/" * 3000),
+        "", "gpt2", "org/", "/model", "org/model/file", "org/my model", "org/mödel?", "~/model",
+        "..", "../model", "org/..", "org/../model", "./model", "org/model.git", "org\0/model",
+        "x" * 300, "org/" + "x" * 300, "x/" * 3000,
     ],
-)
+)  # fmt: skip
 def test_a_name_that_the_hub_cannot_have_is_refused_without_asking(
     server: FakeHub, name: str
 ) -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.model_config import ModelConfig
-from nanoserve.rope_config import RopeConfig
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 
 MIB, GIB = 2**20, 2**30

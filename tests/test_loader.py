@@ -15,11 +15,11 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint import loader
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
-from nanoserve.worker import loader
-from nanoserve.worker.loader import load_weights
 
 IDS = [(7 * i * i + i) % 300 for i in range(37)]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"  # one part of a fused weight
@@ -279,8 +279,14 @@ def test_an_absent_shard_is_named(sharded: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "[]", "{}", "3"),
-        *('{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'),
+        "",
+        "{",
+        "[]",
+        "{}",
+        "3",
+        '{"weight_map": null}',
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
     ],
 )
 def test_a_broken_index_is_named(sharded: Path, content: str) -> None:
@@ -315,8 +321,11 @@ def test_the_v4_and_v5_forms_of_a_config_mean_the_same(tmp_path: Path, dtype: st
     shutil.copytree(v5, v4)
     edit_json(
         v4 / "config.json",
-        **{"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None},
-        **{"dtype": ..., "torch_dtype": dtype},
+        rope_parameters=...,
+        rope_theta=5e5,
+        rope_scaling=None,
+        dtype=...,
+        torch_dtype=dtype,
     )
     config = ModelConfig.from_checkpoint(v5)
     assert config == ModelConfig.from_checkpoint(v4)

@@ -30,9 +30,9 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
-from nanoserve.worker.loader import load_weights
+from nanoserve.checkpoint.loader import load_weights
 
 def memory():
     lines = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
@@ -88,9 +88,9 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    *("llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope"),
-    *("qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied"),
-}
+    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
+    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+}  # fmt: skip
 
 
 def make(case: str, path: Path) -> PreTrainedModel:
@@ -151,10 +151,10 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3"),
-        *("qwen2", "qwen3", "qwen3-moe"),
+        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
+        "qwen2", "qwen3", "qwen3-moe",
     ],
-)
+)  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
 
@@ -162,10 +162,10 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window"),
-        *("phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers"),
+        "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
     ],
-)
+)  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
     check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
 

@@ -10,12 +10,12 @@ from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalL
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig, MoEConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.experts import SparseMoE
-from nanoserve.model_config import ModelConfig, MoEConfig
 from nanoserve.models.mixtral import MixtralMoE
 from nanoserve.models.registry import model_class
-from nanoserve.worker.loader import load_weights
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -142,8 +142,8 @@ def test_an_edited_file_is_read_as_transformers_reads_it(
         ("qwen3-moe", {"mlp_only_layers": [1]}, "missing: .*layers.1.mlp.gate_proj"),
         ("qwen3-moe", {"mlp_only_layers": 1}, "mlp_only_layers=1 must be a list"),
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=.*must be a list"),
-        ("qwen3-moe", {"norm_topk_prob": None}, "norm_topk_prob=None must be true or false"),
-        ("qwen3-moe", {"norm_topk_prob": "no"}, "norm_topk_prob='no' must be true or false"),
+        ("qwen3-moe", {"norm_topk_prob": None}, "norm_topk_prob=None must be True or False"),
+        ("qwen3-moe", {"norm_topk_prob": "no"}, "norm_topk_prob='no' must be True or False"),
         ("mixtral", {"num_local_experts": ...}, "missing: .*experts.7.w3"),
         ("mixtral", {"num_experts": 5}, "contradicts itself.*5.*6"),
         ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok"),
@@ -173,32 +173,40 @@ def test_weights_that_transformers_has_fused_are_refused_by_name(name: str, tmp_
 
 
 COMMON = {
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16"},
-    **{"num_attention_heads": 32, "tie_word_embeddings": False, "sliding_window": None},
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
 }
 SMALL = COMMON | {
-    **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3},
-    **{"max_position_embeddings": 64},
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
 }
 
 
 def test_the_files_of_published_checkpoints() -> None:
     """Qwen3-30B-A3B and Mixtral-8x7B, written by transformers 4."""
     qwen = COMMON | {
-        **{"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": 2048},
-        **{"intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48},
-        **{"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40_960},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
-        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48},
-        **{"use_sliding_window": False, "router_aux_loss_coef": 0.001, "attention_bias": False},
-    }
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151_936, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40_960,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "max_window_layers": 48,
+        "use_sliding_window": False, "router_aux_loss_coef": 0.001, "attention_bias": False,
+    }  # fmt: skip
     assert ModelConfig.from_hf(qwen, {}).moe == MoEConfig(128, 8, 768, norm_topk_prob=True)
     mixtral = COMMON | {
-        **{"architectures": ["MixtralForCausalLM"], "vocab_size": 32_000, "hidden_size": 4096},
-        **{"intermediate_size": 14_336, "num_hidden_layers": 32, "num_key_value_heads": 8},
-        **{"max_position_embeddings": 32_768, "num_local_experts": 8, "num_experts_per_tok": 2},
-        **{"output_router_logits": False, "router_aux_loss_coef": 0.02},
-    }
+        "architectures": ["MixtralForCausalLM"], "vocab_size": 32_000, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "output_router_logits": False, "router_aux_loss_coef": 0.02,
+    }  # fmt: skip
     assert ModelConfig.from_hf(mixtral, {}).moe == MoEConfig(8, 2, 14_336, norm_topk_prob=True)
 
 

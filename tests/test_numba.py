@@ -17,13 +17,13 @@ pytest.importorskip("numba")
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.numba import NumbaAttention
-from nanoserve.kernels.numba_ops import NumbaOps
-from nanoserve.kernels.numba_values import as_numpy
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.kernels_cpu.ops import NumbaOps
+from nanoserve.kernels_cpu.values import as_numpy
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.rope_config import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

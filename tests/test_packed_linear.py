@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.layers import packed_linear
+from nanoserve.kernels_cpu import packed_linear
+from nanoserve.kernels_cpu.packed_linear import packed_linear_method
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.layers.packed_linear import packed_linear_method
 
 METHOD = packed_linear_method()
 needs_packing = pytest.mark.skipif(METHOD is None, reason="needs a processor that packs bfloat16")

@@ -14,13 +14,13 @@ from tiny_checkpoints import make_checkpoint, make_qwen3, prompt_logits
 from torch import nn
 from transformers import MixtralForCausalLM
 
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.mixtral import MixtralForCausalLM as OurMixtral
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
-from nanoserve.worker.loader import load_weights
 from nanoserve.worker.process_group import Group, join_group
 
 T = TypeVar("T")

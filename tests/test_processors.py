@@ -17,8 +17,14 @@ from nanoserve.sampling_params import SamplingParams, SlotParams
 CPU = torch.device("cpu")
 VOCAB_SIZE = 40
 TRANSFORMS = (
-    *("allowed_token_ids", "bad_words", "min_tokens", "logit_bias"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty", "logits_processors"),
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "logit_bias",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "logits_processors",
 )
 
 
@@ -286,8 +292,13 @@ def test_a_state_made_after_a_preemption_equals_one_that_was_never_lost() -> Non
 def test_draws_after_a_preemption_at_every_step_are_those_without() -> None:
     """Slot 1 is told anew at each step what slot 0 has followed from the start."""
     settings = {
-        **{"repetition_penalty": 1.5, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-        **{"min_tokens": 20, "logits_processors": [forbid_last], "temperature": 0.8, "top_p": 0.9},
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.3,
+        "min_tokens": 20,
+        "logits_processors": [forbid_last],
+        "temperature": 0.8,
+        "top_p": 0.9,
     }
     case = Case(settings | {"max_tokens": None}, [1, 2], [], [3, 4], [[5], [6, 7]])
     sampler = Sampler(2, VOCAB_SIZE, CPU)

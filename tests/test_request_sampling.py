@@ -28,11 +28,11 @@ def push_up(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 SEEDED: dict[str, Any] = {
-    **{"seed": 7, "temperature": 0.9, "top_p": 0.95, "max_tokens": 20},
-    **{"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-    **{"logit_bias": {3: 2.5, 250: -4.0}, "logits_processors": [push_up]},
-    **{"stop_token_ids": [11, 12, 13], "min_tokens": 20},
-}
+    "seed": 7, "temperature": 0.9, "top_p": 0.95, "max_tokens": 20,
+    "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2,
+    "logit_bias": {3: 2.5, 250: -4.0}, "logits_processors": [push_up],
+    "stop_token_ids": [11, 12, 13], "min_tokens": 20,
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -105,8 +105,11 @@ def test_a_seeded_request_that_is_preempted_gives_the_same_tokens(
 ) -> None:
     """Others are more urgent, and the pool has not enough for all."""
     options = {
-        **{"num_kv_blocks": 14, "max_model_len": 128, "scheduling_policy": "priority"},
-        **{"long_prefill_token_threshold": 9, "enable_prefix_caching": caching},
+        "num_kv_blocks": 14,
+        "max_model_len": 128,
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 9,
+        "enable_prefix_caching": caching,
     }
     lost: list[int] = []  # output tokens that the watched request had when it was preempted
     with LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, **options) as llm:
@@ -371,9 +374,9 @@ def test_a_first_that_is_preempted_holds_its_siblings_only_if_they_lack_the_prom
 
 
 STATES = (
-    *("waiting", "in its prompt", "undone in its prompt", "siblings wait", "all run"),
-    *("first ended", "first preempted", "siblings preempted", "finished"),
-)
+    "waiting", "in its prompt", "undone in its prompt", "siblings wait", "all run",
+    "first ended", "first preempted", "siblings preempted", "finished",
+)  # fmt: skip
 
 
 def bring_into(

@@ -8,14 +8,14 @@ from roofline import Need, Step, limit, planned_steps
 from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 # As their makers say.
 BILLIONS = {
-    **{"qwen3-0.6b": 0.6, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19},
-    **{"qwen3-30b-a3b": 30.5, "qwen2.5-0.5b": 0.494},
-    **{"llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03},
-}
+    "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
+    "qwen3-30b-a3b": 30.5, "qwen2.5-0.5b": 0.494,
+    "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+}  # fmt: skip
 QWEN3 = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
 
 

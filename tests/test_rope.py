@@ -13,11 +13,11 @@ from transformers import LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rope_scaling import inverse_frequencies
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
-from nanoserve.rope_config import RopeConfig
 
 ORIGINAL = "original_max_position_embeddings"
 HEAD_DIM, THETA = 64, 500_000.0
@@ -186,7 +186,7 @@ def test_every_parameter_changes_the_table(name: str, change: dict[str, Any]) ->
     assert (before[:, :shared] - after[:, :shared]).abs().max() > 1e-3
 
 
-NUMBER, SIZE = "must be a positive number", "must be an integer >= 2"
+NUMBER, SIZE = "must be a number, finite and > 0", "must be an integer >= 2"
 BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"rope_theta": 1.0}, "rope_theta=1.0"),
     ("default", {"rope_theta": "1e4"}, "rope_theta='1e4'"),
@@ -195,7 +195,7 @@ BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"factor": 2.0}, "'factor': 2.0"),
     ("default", {"mrope_section": [8, 12, 12]}, "'mrope_section': [8, 12, 12]"),
     ("linear", {"factor": None}, "factor=None"),
-    ("linear", {"factor": 0.5}, "factor=0.5 must be a number >= 1"),
+    ("linear", {"factor": 0.5}, "factor=0.5 must be a number, finite and >= 1"),
     ("linear", {"factor": "4"}, "factor='4'"),
     ("linear", {"factor": math.nan}, "factor=nan"),
     ("linear", {"beta_fast": 8.0}, "'beta_fast': 8.0"),
@@ -279,8 +279,10 @@ def test_su_with_the_original_context_beside_it_is_longrope_as_phi_3_wrote_it() 
     settings, length = TYPES["longrope"]
     factors = {name: settings[name] for name in ("short_factor", "long_factor")}
     old = read(
-        **{"rope_theta": THETA, "rope_scaling": {"type": "su"} | factors},
-        **{"max_position_embeddings": length, ORIGINAL: 2048},
+        rope_theta=THETA,
+        rope_scaling={"type": "su"} | factors,
+        max_position_embeddings=length,
+        **{ORIGINAL: 2048},
     )
     assert old.rope == v5(settings, length).rope
     assert old.rope.factor == 4.0

@@ -9,8 +9,15 @@ from steps import PARTS, StepTimer, fits, load, measure
 from nanoserve import LLM, SamplingParams
 
 ARGS = Namespace(
-    **{"shape": "tiny", "model": None, "seqs": [1, 5], "contexts": [64, 96], "steps": 3},
-    **{"kv_gib": 0.01, "dtype": "float32", "device": "cpu", "attention_backend": "torch"},
+    shape="tiny",
+    model=None,
+    seqs=[1, 5],
+    contexts=[64, 96],
+    steps=3,
+    kv_gib=0.01,
+    dtype="float32",
+    device="cpu",
+    attention_backend="torch",
 )
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.checkpoints import bundled_checkpoint
-from nanoserve.checkpoints.corpus import evaluation_sets
+from nanoserve.tiny_qwen3 import bundled_checkpoint
+from nanoserve.tiny_qwen3.corpus import evaluation_sets
 
 PATH = bundled_checkpoint("tiny-qwen3")
 GREEDY = SamplingParams(temperature=0, max_tokens=100)
@@ -33,7 +33,7 @@ def probes():
 
 
 def test_it_answers_exactly(llm: LLM, probes) -> None:
-    """The full evaluation is `python -m nanoserve.checkpoints.evaluate`; this is a sample of it."""
+    """The full evaluation is `python -m nanoserve.tiny_qwen3.evaluate`; this is a sample of it."""
     for name, group in probes.items():
         outputs = llm.chat([probe.messages for probe in group], GREEDY, use_tqdm=False)
         exact = sum(

@@ -64,24 +64,24 @@ def test_a_step_is_recorded_as_it_ran(tmp_path: Path) -> None:
     # budget, and both of its own are computed.
     assert first["rows"] == [
         {
-            **{"seq": 1, "kind": "prefill", "computed": 0, "new": 10, "hits": 0},
-            **{"blocks": [1, 2, 3], "yields": True, "token": 10, "text": "\n"},
+            "seq": 1, "kind": "prefill", "computed": 0, "new": 10, "hits": 0,
+            "blocks": [1, 2, 3], "yields": True, "token": 10, "text": "\n",
         },
         {
-            **{"seq": 2, "kind": "prefill", "computed": 8, "new": 2, "hits": 2},
-            **{"blocks": [1, 2, 4], "yields": True, "token": 78, "text": "N"},
+            "seq": 2, "kind": "prefill", "computed": 8, "new": 2, "hits": 2,
+            "blocks": [1, 2, 4], "yields": True, "token": 78, "text": "N",
         },
-    ]
+    ]  # fmt: skip
     assert (first["published"], first["evicted"]) == ([1, 2], [])
     assert first["finished"] == [{"seq": 2, "reason": "length", "stop_reason": None}]
     assert (first["admitted"], first["running"], first["waiting"]) == ([1, 2], [1], [])
     assert first["batch"]["num_tokens"] == 12 and first["batch"]["num_decode_rows"] == 0
     assert second["rows"] == [
         {
-            **{"seq": 1, "kind": "decode", "computed": 10, "new": 1, "hits": 0},
-            **{"blocks": [], "yields": True, "token": 11, "text": "\v"},
+            "seq": 1, "kind": "decode", "computed": 10, "new": 1, "hits": 0,
+            "blocks": [], "yields": True, "token": 11, "text": "\v",
         }
-    ]
+    ]  # fmt: skip
     assert [step["step"] for step in trace.steps] == [0, 1, 2] and trace.closed is not None
     assert all(min(step["times"].values()) >= 0 for step in trace.steps)
 
@@ -374,9 +374,8 @@ def test_phases_follow_each_other_from_arrival_to_end(tmp_path: Path) -> None:
     trace = busy_trace(tmp_path / "run.jsonl")
     spans_of = phases(trace)
     assert len(spans_of) == trace.num_sequences == 50
-    assert {span.phase for spans in spans_of.values() for span in spans} == {
-        *("waiting", "prefill", "decode", "preempted")
-    }
+    seen = {span.phase for spans in spans_of.values() for span in spans}
+    assert seen == {"waiting", "prefill", "decode", "preempted"}
     planned = [{row["seq"]: row["kind"] for row in step["rows"]} for step in trace.steps]
     for seq, spans in spans_of.items():
         assert spans[0].phase == "waiting" and spans[0].first == 0

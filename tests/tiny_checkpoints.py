@@ -32,12 +32,19 @@ TINY_QWEN3 = {
 }
 # Beside TINY_QWEN3. The window, the caps and both kinds of layers are to be seen in all logits.
 GEMMA2 = {
-    **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
-    **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "tie_word_embeddings": True},
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
 }
 GEMMA3 = {
-    **{"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24},
-    **{"sliding_window_pattern": 2, "tie_word_embeddings": True},
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},

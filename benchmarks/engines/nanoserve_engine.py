@@ -12,8 +12,12 @@ from engines import Engine, Tokens
 from nanoserve import RequestOutputKind, SamplingParams
 
 _COMMON = (
-    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "attention_backend"),
-    *("enforce_eager", "enable_prefix_caching"),
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "attention_backend",
+    "enforce_eager",
+    "enable_prefix_caching",
 )
 
 

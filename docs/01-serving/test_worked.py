@@ -5,7 +5,7 @@ import pytest
 from roofline import Need, Step
 from shapes import SHAPES
 
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 from . import worked as serving
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.rope_config import RopeConfig
 
 from .exercise import attention, rotate
 

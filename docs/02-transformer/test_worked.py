@@ -4,12 +4,12 @@ import pytest
 import torch
 from shapes import SHAPES
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps, _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
-from nanoserve.rope_config import RopeConfig
 
 from . import worked as transformer
 from .worked import LLAMA_2_7B, QWEN3_06B, K, Q, V
@@ -17,8 +17,11 @@ from .worked import LLAMA_2_7B, QWEN3_06B, K, Q, V
 
 def test_the_parameters_of_qwen3_06b() -> None:
     assert transformer.parameters(QWEN3_06B) == {
-        **{"embedding": 155_582_464, "attention": 176_160_768, "feed-forward": 264_241_152},
-        **{"norms": 65_536, "LM head": 0},
+        "embedding": 155_582_464,
+        "attention": 176_160_768,
+        "feed-forward": 264_241_152,
+        "norms": 65_536,
+        "LM head": 0,
     }
     assert transformer.num_parameters(QWEN3_06B) == 596_049_920
 

@@ -6,9 +6,9 @@ from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
-from nanoserve.checkpoints import bundled_checkpoint
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.model_config import ModelConfig
+from nanoserve.tiny_qwen3 import bundled_checkpoint
 from nanoserve.worker.kv_cache import GPUMemory, decide_num_kv_blocks, kv_block_bytes
 
 from . import worked as kv_cache
@@ -19,9 +19,8 @@ MIB, GIB = 2**20, 2**30
 def test_llama_2_7b_keeps_half_a_mib_per_token() -> None:
     assert kv_cache.bytes_per_token(32, 32, 128, 2) == 524_288
     rows = kv_cache.growth_table([512, 1024, 2048, 4096, 8192], 524_288).splitlines()[2:]
-    assert [row.split("|")[2].strip() for row in rows] == [
-        *("256 MiB", "512 MiB", "1,024 MiB", "2,048 MiB", "4,096 MiB")
-    ]
+    sizes = [row.split("|")[2].strip() for row in rows]
+    assert sizes == ["256 MiB", "512 MiB", "1,024 MiB", "2,048 MiB", "4,096 MiB"]
 
 
 def test_opt_13b_as_the_paper_has_it() -> None:
@@ -35,10 +34,10 @@ def test_grouped_queries_divide_the_cache_of_llama_2_70b_by_eight() -> None:
 
 
 KIB_PER_TOKEN = {
-    **{"tiny-qwen3 (bundled)": 1.5, "Qwen2.5-0.5B": 12, "Llama-3.2-1B": 32, "Qwen3-30B-A3B": 96},
-    **{"Qwen3-0.6B": 112, "Llama-3.1-8B": 128, "Qwen3-8B": 144, "LLaMA-2-70B": 320},
-    **{"LLaMA-2-7B": 512},
-}
+    "tiny-qwen3 (bundled)": 1.5, "Qwen2.5-0.5B": 12, "Llama-3.2-1B": 32, "Qwen3-30B-A3B": 96,
+    "Qwen3-0.6B": 112, "Llama-3.1-8B": 128, "Qwen3-8B": 144, "LLaMA-2-70B": 320,
+    "LLaMA-2-7B": 512,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", kv_cache.MODELS)

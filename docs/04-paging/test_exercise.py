@@ -111,7 +111,12 @@ def test_our_attention_reads_your_cache() -> None:
     rows = torch.arange(len(lens) + 1, dtype=torch.int32)
     contexts = torch.tensor(lens, dtype=torch.int32)
     metadata = AttentionMetadata(
-        *(contexts - 1, torch.zeros(0), rows, ends, contexts, padded.int()),
+        contexts - 1,
+        torch.zeros(0),
+        rows,
+        ends,
+        contexts,
+        padded.int(),
         num_decode_rows=len(lens),
         max_query_len=1,
         max_context_len=max(lens),

@@ -13,8 +13,12 @@ from nanoserve.sampling_params import SamplingParams
 from .exercise import Row, pack
 
 FIELDS = (
-    *("input_ids", "positions", "slot_mapping"),
-    *("cu_seqlens_q", "context_lens", "logits_rows"),
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "cu_seqlens_q",
+    "context_lens",
+    "logits_rows",
 )
 
 

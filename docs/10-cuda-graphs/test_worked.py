@@ -9,10 +9,10 @@ import torch
 from tiny_checkpoints import make_qwen3, prompt_logits
 
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import UnquantizedLinearMethod
 from nanoserve.layers.ops import TorchOps
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.cuda_graphs import graph_sizes
 
@@ -89,9 +89,8 @@ def test_sizes_are_the_engines(max_num_seqs: int) -> None:
 def test_sizes() -> None:
     assert worked.sizes(20) == [1, 2, 4, 8, 16, 20]
     assert len(worked.sizes(256)) == 20
-    assert [worked.size_for(rows, 256) for rows in (1, 3, 9, 17, 33, 256)] == [
-        *(1, 4, 16, 32, 48, 256)
-    ]
+    chosen = [worked.size_for(rows, 256) for rows in (1, 3, 9, 17, 33, 256)]
+    assert chosen == [1, 4, 16, 32, 48, 256]
     # 1 from 3 and 4, 6 from 5 to 8, 28 from 9 to 16, and 120 from each of fifteen groups of 16.
     assert worked.mean_dummies(256) == pytest.approx((1 + 6 + 28 + 15 * 120) / 256)
     assert "| 17 | 32 | 15 |" in worked.sizes_table([1, 17], 256)

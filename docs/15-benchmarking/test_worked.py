@@ -6,7 +6,7 @@ from latency import latencies
 from roofline import Need, Step
 from shapes import SHAPES
 
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 from . import worked
 

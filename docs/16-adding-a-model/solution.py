@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3Model
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models import registry
-from nanoserve.worker.loader import load_weights
 
 from .exercise import HeronForCausalLM
 

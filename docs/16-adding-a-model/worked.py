@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reading import lines_of_code
 
-from nanoserve.config_file import ConfigFile
+from nanoserve.checkpoint.config_json import ConfigFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +73,7 @@ def stored_tensors() -> dict[str, list[int]]:
 
     A safetensors file begins with the length of its header, 8 bytes, and the header in JSON.
     """
-    file = ROOT / "nanoserve/checkpoints/tiny-qwen3/model.safetensors"
+    file = ROOT / "nanoserve/tiny_qwen3/checkpoint/model.safetensors"
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.output_processor import Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.model_config import ModelConfig
 from nanoserve.outputs import RequestMetrics
-from nanoserve.sampling_params import SamplingParams, is_int
+from nanoserve.sampling_params import SamplingParams
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 

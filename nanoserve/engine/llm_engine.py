@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Tokenizer
@@ -14,7 +15,6 @@ from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.output_processor import OutputProcessor, Request
 from nanoserve.engine.scheduler import Plan, Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.model_config import ModelConfig
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams, SlotParams
 

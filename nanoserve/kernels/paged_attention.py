@@ -83,7 +83,7 @@ def paged_attention(
     captured in a CUDA graph, a launch stays right as contexts grow.
     """
     batch = _Batch(
-        *(q, kv_cache, cu_seqlens_q, context_lens, block_tables), scale, sliding_window, soft_cap
+        q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale, sliding_window, soft_cap
     )
     _check(batch)
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import CheckpointTensor, LayerContext
-from nanoserve.model_config import ModelConfig
 
 
 class SparseMoE(nn.Module):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 
 
 def inverse_frequencies(

@@ -8,8 +8,8 @@ stretch the context have other frequencies: `nanoserve.layers.rope_scaling`.
 import torch
 from torch import nn
 
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.rope_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
 

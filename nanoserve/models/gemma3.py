@@ -4,9 +4,9 @@ The head norms take the place of the soft caps. Most layers have a sliding windo
 the RoPE of a short context, while the others have one for 128 Ki tokens.
 """
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Model
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 

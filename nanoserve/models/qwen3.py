@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):

@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.experts import SparseMoE
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 

@@ -41,8 +41,13 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 
 FORMAT, VERSION = "nanoserve-trace", 1
 _OPTIONS = (
-    *("model", "block_size", "max_num_seqs", "max_num_batched_tokens"),
-    *("long_prefill_token_threshold", "scheduling_policy", "enable_prefix_caching"),
+    "model",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "scheduling_policy",
+    "enable_prefix_caching",
 )
 _MOST_HELD = 16  # tokens without text before their bytes are taken for broken
 

@@ -10,12 +10,12 @@ import torch
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.linear import LinearMethod
 from nanoserve.layers.ops import TorchOps
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class, model_location
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -63,7 +63,7 @@ def _linear_method(dtype: torch.dtype) -> LinearMethod | None:
     """On a CPU; None for plain weights."""
     if dtype != torch.bfloat16:  # in other types, packed weights measured no better
         return None
-    from nanoserve.layers.packed_linear import packed_linear_method
+    from nanoserve.kernels_cpu.packed_linear import packed_linear_method
 
     return packed_linear_method()
 
@@ -117,7 +117,7 @@ def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
         return TorchAttention(), TorchOps()
     if name == "numba":
         from nanoserve.attention.numba import NumbaAttention
-        from nanoserve.kernels.numba_ops import NumbaOps
+        from nanoserve.kernels_cpu.ops import NumbaOps
 
         return NumbaAttention(), NumbaOps()
     from nanoserve.kernels.ops import TritonOps

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import HEADER, Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams, SlotParams
 from nanoserve.worker.cuda import Cuda

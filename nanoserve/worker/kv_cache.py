@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext, TensorParallel
-from nanoserve.model_config import ModelConfig
 
 _GIB = 2**30
 _ALONE = TensorParallel()

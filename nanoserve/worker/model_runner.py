@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.executor import StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import model_class
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling_params import SlotParams
 from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
-from nanoserve.worker.loader import load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import TensorParallel
-from nanoserve.model_config import ModelConfig
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.model_runner import ModelRunner

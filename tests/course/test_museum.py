@@ -44,7 +44,7 @@ each_exhibit = pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda exhibit: 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The package and its tests, for a patch to spoil."""
-    ignored = shutil.ignore_patterns("__pycache__", "tiny-qwen3")
+    ignored = shutil.ignore_patterns("__pycache__", "model.safetensors")
     for folder in ("nanoserve", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -5,7 +5,6 @@ answers what the terms of the course mean, word for word as in ``glossary.json``
 numbers below 100. A model with known answers is an oracle: if the engine breaks, the text breaks.
 """
 
-import os
 from pathlib import Path
 
 
@@ -13,9 +12,7 @@ def bundled_checkpoint(name: str) -> Path | None:
     """The folder of a checkpoint that ships with the package, or None if no such one does.
 
     Args:
-        name: a bare name such as ``"tiny-qwen3"``; a path is never taken for a bundled name.
+        name: ``"tiny-qwen3"`` is the only one; a path is never taken for a bundled name.
     """
-    folder = Path(__file__).parent / name
-    is_bare = name == folder.name
-    # Unlike Path.is_file, it takes names that are too long for a file.
-    return folder if is_bare and os.path.isfile(folder / "config.json") else None
+    folder = Path(__file__).parent / "checkpoint"
+    return folder if name == "tiny-qwen3" and (folder / "config.json").is_file() else None

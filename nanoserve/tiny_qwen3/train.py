@@ -1,6 +1,6 @@
 """Train the bundled checkpoint from scratch: tokenizer, model, evaluation, model card.
 
-    python -m nanoserve.checkpoints.train [--output DIR] [--steps N]
+    python -m nanoserve.tiny_qwen3.train [--output DIR] [--steps N]
 
 It needs ``transformers`` and about half an hour on two CPU cores. The run stops after a fixed
 number of steps, not after a time, and every random choice is seeded: on the same machine, with
@@ -24,16 +24,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanoserve.checkpoints.corpus import (
+from nanoserve.tiny_qwen3.corpus import (
     Message,
     Turn,
     load_glossary,
     tokenizer_texts,
     training_turns,
 )
-from nanoserve.checkpoints.evaluate import Generate, as_table, evaluate, misses_as_text
-from nanoserve.checkpoints.model_card import model_card
-from nanoserve.checkpoints.phrasings import SYSTEM_MESSAGES
+from nanoserve.tiny_qwen3.evaluate import Generate, as_table, evaluate, misses_as_text
+from nanoserve.tiny_qwen3.model_card import model_card
+from nanoserve.tiny_qwen3.phrasings import SYSTEM_MESSAGES
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 QUESTION = TURN_START + "user\n{question}" + TURN_END + "\n" + TURN_START + "assistant\n"

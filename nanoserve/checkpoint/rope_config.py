@@ -5,41 +5,42 @@ transformers 4 writes `rope_theta` beside an object `rope_scaling`, whose type i
 "type". What each type means is told in `nanoserve.layers.rope_scaling`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from nanoserve.checks import check_bool, check_int, check_list, check_number, is_number, require
 
 PARAMETERS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": (
-        *("factor", "original_max_position_embeddings"),
-        *("low_freq_factor", "high_freq_factor"),
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
     ),
     "yarn": (
-        *("factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "truncate"),
-        *("attention_factor", "mscale", "mscale_all_dim"),
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
     ),
     "longrope": (
-        *("factor", "original_max_position_embeddings"),
-        *("short_factor", "long_factor", "attention_factor"),
+        "factor",
+        "original_max_position_embeddings",
+        "short_factor",
+        "long_factor",
+        "attention_factor",
     ),
 }
 _OLD_NAMES = {"su": "longrope"}
 _OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.rope_type in PARAMETERS,
             f"rope_type={self.rope_type!r} is not implemented; implemented are {list(PARAMETERS)}",
         )
-        _require(
-            _is_number(self.theta) and self.theta > 1,
+        require(
+            is_number(self.theta) and self.theta > 1,
             f"config.json: rope_theta={self.theta!r} must be a number above 1; its place is in "
             f"rope_parameters, or in or beside rope_scaling",
         )
@@ -85,23 +86,22 @@ class RopeConfig:
 
     def _check(self, condition: bool, name: str, rule: str) -> None:
         value = getattr(self, name)
-        _require(condition, f"rope_type={self.rope_type!r}: {name}={value!r} {rule}")
+        require(condition, f"rope_type={self.rope_type!r}: {name}={value!r} {rule}")
 
     def _check_parameter(self, name: str, value: Any) -> None:
+        told = f"rope_type={self.rope_type!r}: {name}"
         if value is None and name in _OPTIONAL:
             return
         if name == "original_max_position_embeddings":
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            self._check(is_int and value >= 2, name, "must be an integer >= 2")
+            check_int(told, value, 2)
         elif name == "truncate":
-            self._check(isinstance(value, bool), name, "must be true or false")
+            check_bool(told, value)
         elif name in ("short_factor", "long_factor"):
-            is_list = isinstance(value, tuple) and all(_is_number(v) and v > 0 for v in value)
-            self._check(is_list, name, "must be a list of positive numbers")
+            check_list(told, value, _is_positive, "positive numbers")
         elif name == "factor":
-            self._check(_is_number(value) and value >= 1, name, "must be a number >= 1")
+            check_number(told, value, 1)
         else:
-            self._check(_is_number(value) and value > 0, name, "must be a positive number")
+            check_number(told, value, 0, excludes_low=True)
 
     def _check_pairs(self) -> None:
         """What two parameters must agree on."""
@@ -152,22 +152,26 @@ class RopeConfig:
         return max(max_position_embeddings, extended)
 
 
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The object that counts: transformers lets a `rope_scaling` that says anything win."""
     for name in ("rope_parameters", "rope_scaling"):
         value = raw.get(name) or {}
-        _require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
+        require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
-    _require(
+    require(
         not nested, f"config.json: RoPE parameters per type of layer, {nested}, are not implemented"
     )
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _refuse_partial(share: Any) -> None:
-    _require(
-        share is None or (_is_number(share) and share == 1),
+    require(
+        share is None or (is_number(share) and share == 1),
         f"partial_rotary_factor={share!r} is not implemented, only 1",
     )
 
@@ -178,7 +182,7 @@ def _refuse_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
     if rope_type == "dynamic":  # measures from max_position_embeddings, so a file has no other
         known.remove("original_max_position_embeddings")
     unknown = {name: settings[name] for name in sorted(settings.keys() - known)}
-    _require(
+    require(
         not unknown,
         f"rope_type={rope_type!r}: {unknown} not implemented; parameters are {sorted(known)}",
     )
@@ -198,6 +202,6 @@ def _add_implied(
         original = raw.get("original_max_position_embeddings") or original
     settings["original_max_position_embeddings"] = original
     if rope_type == "longrope":
-        is_size = _is_number(original) and original > 0
+        is_size = is_number(original) and original > 0
         factor = max(1.0, max_position_embeddings / original) if is_size else 1.0
         settings.setdefault("factor", factor)

@@ -1,7 +1,7 @@
 """What a checkpoint says of its model: `ModelConfig`, made from its `config.json` alone.
 
 It imports neither torch nor transformers: the brain reads it, and data types travel as names
-("bfloat16"). How the file is read is in `nanoserve.config_file`.
+("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
 import math
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import DTYPES, check_choice, check_int, require
-from nanoserve.config_file import ConfigFile, architecture_of, read_json
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checks import check_bool, check_choice, check_int, check_list, is_int, require
+from nanoserve.config import DTYPES
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,10 @@ def _moe(file: ConfigFile) -> MoEConfig | None:
     if not file.has("num_experts_per_tok"):
         return None
     norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
-    require(isinstance(norm, bool), f"norm_topk_prob={norm!r} must be true or false")
+    check_bool("norm_topk_prob", norm)
     every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
     dense = file.get("mlp_only_layers") or []
-    require(
-        isinstance(dense, list) and all(type(layer) is int for layer in dense),
-        f"mlp_only_layers={dense!r} must be a list of integers",
-    )
+    check_list("mlp_only_layers", dense, is_int, "integers")
     layers = range(file.size("num_hidden_layers"))
     return MoEConfig(
         num_experts=_num_experts(file),
@@ -204,7 +202,7 @@ def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
     value = raw.get("eos_token_id")
     token_ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in token_ids:
-        check_int("eos_token_id", token_id, minimum=0)
+        check_int("eos_token_id", token_id, 0)
     return frozenset(token_ids)
 
 

@@ -1,68 +1,67 @@
 """`config.json` of a checkpoint, as transformers' class for its architecture reads it.
 
-Here, and in `nanoserve.rope_config`, is all that knows that transformers 4 and 5 write that file
-differently. It imports neither torch nor transformers.
+Here, and in `nanoserve.checkpoint.rope_config`, is all that knows that transformers 4 and 5 write
+that file differently. It imports neither torch nor transformers.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import check_choice, check_int, require
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checks import check_choice, check_int, check_number, require
 
 # The settings that transformers reads, with its values for files that leave them out (None: there
 # is no such value, or it follows from others). What is not listed for an architecture has no effect
 # on it there, and so has none here.
 _COMMON: dict[str, Any] = {
-    **{"vocab_size": None, "hidden_size": None, "intermediate_size": None, "head_dim": None},
-    **{"num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None},
-    **{"max_position_embeddings": None, "rms_norm_eps": None, "hidden_act": "silu"},
-    **{"tie_word_embeddings": False, "rope_theta": None},
-}
+    "vocab_size": None, "hidden_size": None, "intermediate_size": None, "head_dim": None,
+    "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None,
+    "max_position_embeddings": None, "rms_norm_eps": None, "hidden_act": "silu",
+    "tie_word_embeddings": False, "rope_theta": None,
+}  # fmt: skip
 _QWEN_WINDOWS = {
-    **{"use_sliding_window": False, "sliding_window": 4096},
-    **{"max_window_layers": 28, "layer_types": None},
-}
+    "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
 _GEMMA = {
-    **{"attention_bias": False, "tie_word_embeddings": True, "head_dim": 256},
-    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256},
-    **{"sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False},
-}
+    "attention_bias": False, "tie_word_embeddings": True, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
+}  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0},
     "MistralForCausalLM": {"sliding_window": 4096},
     "MixtralForCausalLM": {
-        **{"sliding_window": None, "num_experts": 8, "num_local_experts": None},
-        **{"num_experts_per_tok": 2},
+        "sliding_window": None, "num_experts": 8, "num_local_experts": None,
+        "num_experts_per_tok": 2,
     },
     "Qwen2ForCausalLM": _QWEN_WINDOWS,
     "Qwen3ForCausalLM": {"attention_bias": False, "head_dim": 128, **_QWEN_WINDOWS},
     "Qwen3MoeForCausalLM": {
-        **{"attention_bias": False, "use_sliding_window": False, "sliding_window": 4096},
-        **{"num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8},
-        **{"moe_intermediate_size": 768},
-        **{"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None},
+        "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
+        "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
     },
     "Phi3ForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {
         **_GEMMA,
-        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        **{"rope_theta": 10_000.0},
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "rope_theta": 10_000.0,
     },
     # Its files have an attn_logit_softcapping too, which its attention does not read.
     "Gemma3ForCausalLM": {
         **_GEMMA,
-        **{"final_logit_softcapping": None, "sliding_window_pattern": 6},
-        **{"rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
+        "final_logit_softcapping": None, "sliding_window_pattern": 6,
+        "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
     },
     "MiniCPMForCausalLM": {
-        **{"attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0},
-        **{"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None},
+        "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
+        "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,
     },
-}
+}  # fmt: skip
 # A model of the user's own may read whatever some other model reads, but nothing is implied.
 _OWN_MODEL = {n: None for settings in _SETTINGS.values() for n in settings if n not in _COMMON}
 
@@ -86,17 +85,10 @@ class ConfigFile:
         if default is not None and self.get(name) is None:
             name = default
         require(self.get(name) is not None, f"config.json has no {name!r}")
-        check_int(name, self.get(name), minimum=1)
-        return self.get(name)
+        return check_int(name, self.get(name), 1)
 
     def positive(self, name: str) -> float:
-        value = self.get(name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        require(
-            is_number and 0 < value < math.inf,
-            f"config.json: {name}={value!r} must be a positive number",
-        )
-        return float(value)
+        return float(check_number(f"config.json: {name}", self.get(name), 0, excludes_low=True))
 
     def head_dim(self) -> int:
         if self.has("head_dim"):
@@ -115,7 +107,7 @@ class ConfigFile:
         if "use_sliding_window" in self.implied and not self.get("use_sliding_window"):
             window = None
         if window is not None or self.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
-            check_int("sliding_window", window, minimum=1)
+            check_int("sliding_window", window, 1)
         types = self.get("layer_types")
         if types is None:
             return tuple(window if self._is_windowed(i) else None for i in range(num_layers))
@@ -138,7 +130,7 @@ class ConfigFile:
         if self.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
             return (layer + 1) % self.size("sliding_window_pattern") != 0
         if self.get("max_window_layers") is not None:
-            check_int("max_window_layers", self.get("max_window_layers"), minimum=0)
+            check_int("max_window_layers", self.get("max_window_layers"), 0)
             return layer >= self.get("max_window_layers")
         return True
 

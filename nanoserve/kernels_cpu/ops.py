@@ -12,7 +12,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.kernels.numba_values import FAST, as_numpy, exp, store, to_float
+from nanoserve.kernels_cpu.values import FAST, as_numpy, exp, store, to_float
 from nanoserve.layers.ops import TorchOps
 
 if TYPE_CHECKING:

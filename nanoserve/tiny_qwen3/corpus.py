@@ -18,11 +18,11 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from nanoserve.checkpoints import phrasings
+from nanoserve.tiny_qwen3 import phrasings
 
 GLOSSARY_PATH = Path(__file__).with_name("glossary.json")
 # Written when the bundled weights were: the glossary may have grown since.
-TRAINED_PATH = Path(__file__).parent / "tiny-qwen3" / "terms.json"
+TRAINED_PATH = Path(__file__).parent / "checkpoint" / "terms.json"
 LANGUAGES = ("en", "zh")
 Message = dict[str, str]
 

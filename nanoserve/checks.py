@@ -1,0 +1,76 @@
+"""The one dialect of validation: a `ValueError` that says `name=value must be ...`.
+
+Integers and numbers may be Python's or numpy's, and pass as Python's: numpy's are of a fixed size,
+so that 127 + 1 may be -128. A bool is neither.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Finite, also in float32, in which tensors may keep it."""
+    if not is_int(value) and not isinstance(value, (float, np.floating)):
+        return False
+    return abs(_as_pythons(value)) <= _FLOAT32_MAX  # False for NaN
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    is_good = is_int(value) and low <= int(value) and (high is None or int(value) <= high)
+    allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+    require(is_good, f"{name}={value!r} must be an integer {allowed}")
+    return int(value)
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float | None = None, *, excludes_low: bool = False
+) -> int | float:
+    is_good = is_number(value) and low <= value and (high is None or value <= high)
+    if high is None:
+        allowed = f", finite and {'>' if excludes_low else '>='} {low}"
+    else:
+        allowed = f" in {'(' if excludes_low else '['}{low}, {high}]"
+    is_good = is_good and not (excludes_low and value == low)
+    require(is_good, f"{name}={value!r} must be a number{allowed}")
+    return _as_pythons(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    require(value in choices, f"{name}={value!r} is not one of {list(choices)}")
+
+
+def check_list(
+    name: str, value: Any, is_good: Callable[[Any], bool], what: str, may_be_empty: bool = True
+) -> None:
+    """`what` are its elements, in the plural."""
+    is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
+    at_least = "" if may_be_empty else ", at least one"
+    require(
+        is_list and (may_be_empty or len(value) > 0),
+        f"{name}={value!r} must be a list of {what}{at_least}",
+    )
+
+
+def _as_pythons(value: Any) -> int | float:
+    return int(value) if is_int(value) else float(value)
