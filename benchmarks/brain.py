@@ -13,7 +13,7 @@ import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -37,17 +37,17 @@ def measure(num_seqs: int, context: int) -> list[tuple[float, float, float]]:
     times = []
     while len(times) < _STEPS:
         start = time.perf_counter()
-        plan = Plan()
-        scheduler.schedule(plan)
+        plan = scheduler.schedule()
         scheduled = time.perf_counter()
-        batch.pack(plan, scheduler.block_tables, config.block_size, step=0)
+        batch.pack(plan, scheduler.block_tables, config.block_size)
         packed = time.perf_counter()
-        header = batch.header_dict()
-        token_ids = [7] * header["num_logits_rows"]
+        header = batch.header
+        token_ids = [[7] for _ in range(header.num_sampled)]
         before_update = time.perf_counter()
+        scheduler.commit(plan)
         scheduler.update(plan, token_ids)
         updated = time.perf_counter()
-        if header["num_decode_rows"] == num_seqs:
+        if header.num_decode_rows == num_seqs:
             times.append((scheduled - start, packed - scheduled, updated - before_update))
     return times
 

@@ -27,7 +27,7 @@ import facts  # noqa: E402
 from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
 from trace_pages import scenarios, trace_page  # noqa: E402
 
-from nanoserve.checkpoints.corpus import load_glossary, trained_terms  # noqa: E402
+from nanoserve.tiny_qwen3.corpus import load_glossary, trained_terms  # noqa: E402
 
 FRONT = "front_door"
 _shown: set[str] = set()  # scenarios of this build; mkdocs-macros loads this file for every build

@@ -41,7 +41,13 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
 }
-_SWITCHES = ["skip_tokenizer_init", "trust_remote_code", "enable_prefix_caching", "enforce_eager"]
+_SWITCHES = [
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "async_scheduling",
+    "enable_prefix_caching",
+    "enforce_eager",
+]
 
 
 @dataclass
@@ -67,6 +73,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # token budget of one step
     long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
     scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
+    # Plan and launch a step while the one before it runs. Off until it has run on a GPU; on a CPU,
+    # which computes a step in this very process, there is nothing to gain.
+    async_scheduling: bool = False
 
     block_size: int = 16  # tokens per KV block
     num_kv_blocks: int | None = None  # fixes the pool
@@ -130,6 +139,10 @@ class EngineConfig:
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
+        )
+        require(
+            self.trace is None or not self.async_scheduling,
+            f"trace={str(self.trace)!r} needs async_scheduling=False: it shows one step at a time",
         )
 
     def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:

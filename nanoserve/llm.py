@@ -1,6 +1,5 @@
 """The front door: `LLM(path).generate(prompts, params)`."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
@@ -11,7 +10,7 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.engine.output_processor import Request
+from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.progress import Progress
@@ -22,6 +21,7 @@ from nanoserve.worker.device import make_executor
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanoserve.streams import Streams
 
 
 class LLM:
@@ -54,7 +54,7 @@ class LLM:
         self.engine = LLMEngine(config, model_config, executor, tokenizer)
         self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
-        self._streams: dict[str, deque[RequestOutput]] = {}  # by request: what is not yet read
+        self._streams: Streams | None = None  # made when the first one is asked for
 
     def generate(
         self,
@@ -67,22 +67,23 @@ class LLM:
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}`. `sampling_params`
         is one for all or one per prompt; None takes the checkpoint's own defaults. `priority` is
-        one per prompt, the lowest first, and needs `scheduling_policy="priority"`.
+        one per prompt, the lowest first, and needs `scheduling_policy="priority"`. Requests share
+        cached prefixes with those that have the same text as `"cache_salt"` in their prompt.
 
         Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
-        included, none of these requests stays behind.
+        included, none of these requests stays behind. A request whose own logits processor raises
+        ends with finish reason "error" and that `error`; the others go on.
         """
         prompts = as_prompt_list(prompts)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
         if self.engine.has_unfinished_requests():
             raise ValueError("requests are unfinished: step the engine or its streams to the end")
+        only_final = RequestOutputKind.FINAL_ONLY
         ready = [
-            self.engine.prepare(next(self._request_ids), prompt, p, value or 0)
+            self.engine.prepare(next(self._request_ids), prompt, p, value or 0, only_final)
             for prompt, p, value in zip(prompts, params, priorities, strict=True)
         ]
-        for request in ready:
-            request.params.output_kind = RequestOutputKind.FINAL_ONLY
         return self._run(ready, use_tqdm)
 
     def stream(
@@ -91,17 +92,18 @@ class LLM:
         """Yield what is new after every token; the pieces of text concatenate to the final text.
 
         Several streams may be read in turn: whichever is asked first runs the engine for all. A
-        stream that is dropped before its end is aborted.
+        stream that is dropped before its end is aborted. What a logits processor of the request
+        raises is raised here.
         """
-        if not set(self.engine.output_processor.requests) <= set(self._streams):
-            raise ValueError("requests are unfinished: step the engine to its end first")
-        request = self.engine.prepare(next(self._request_ids), prompt, sampling_params)
-        request.params.output_kind = RequestOutputKind.DELTA
-        self._streams[request.request_id] = deque()
-        self.engine.add(request)
-        stream = self._read_stream(request.request_id)
-        next(stream)  # from here on dropping it, even unread, runs its `finally`
-        return stream
+        if self._streams is None:
+            from nanoserve.streams import Streams
+
+            self._streams = Streams(self.engine)
+        self._streams.check_others()
+        kind = RequestOutputKind.DELTA
+        request_id = next(self._request_ids)
+        request = self.engine.prepare(request_id, prompt, sampling_params, output_kind=kind)
+        return self._streams.open(request)
 
     def beam_search(
         self, prompts: Prompt | AbstractSequence[Prompt], params: "BeamSearchParams"
@@ -154,38 +156,6 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _read_stream(self, request_id: str) -> Iterator[RequestOutput]:
-        unread = self._streams[request_id]
-        try:
-            yield  # to `stream`, which starts this generator
-            finished = False
-            while not finished:
-                while not unread:
-                    if request_id not in self.engine.output_processor.requests:
-                        return  # aborted by somebody else, or the engine is closed
-                    self._distribute(self.engine.step())
-                output = unread.popleft()
-                finished = output.finished
-                yield output
-        finally:
-            del self._streams[request_id]
-            self._withdraw({request_id})
-
-    def _distribute(self, outputs: list[RequestOutput]) -> None:
-        """Give each stream its own; what no stream asked for waits for whoever steps the engine."""
-        for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
-            else:
-                self.engine.undelivered.append(output)
-
-    def _withdraw(self, request_ids: set[str]) -> None:
-        """Leave nothing of them in the engine: neither what runs nor what nobody will fetch."""
-        for request_id in request_ids:
-            self.engine.abort_request(request_id)
-        waiting = self.engine.undelivered
-        self.engine.undelivered = [o for o in waiting if o.request_id not in request_ids]
-
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress = Progress(len(ready), enabled=use_tqdm)
@@ -198,5 +168,5 @@ class LLM:
                     progress.add(output)
         finally:
             progress.close()
-            self._withdraw({request.request_id for request in ready})
+            self.engine.withdraw(request.request_id for request in ready)
         return [finished[request.request_id] for request in ready]

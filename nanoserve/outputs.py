@@ -9,7 +9,8 @@ import numpy as np
 class RequestMetrics:
     """Times are readings of one monotonic clock, in seconds; None is "not yet".
 
-    A request for n completions has one of these for all of them together.
+    A request for n completions has one of these for all of them together; times between tokens are
+    those within a completion.
     """
 
     arrival_time: float = 0.0
@@ -18,6 +19,8 @@ class RequestMetrics:
     last_token_time: float | None = None  # of those that belong to the output
     finished_time: float | None = None
     num_output_tokens: int = 0
+    num_intervals: int = 0  # from a token to the next one of the same completion
+    interval_seconds: float = 0.0  # all of them together
     num_cached_prompt_tokens: int = 0  # taken from the prefix cache at first admission
     num_preemptions: int = 0
 
@@ -34,10 +37,7 @@ class RequestMetrics:
     @property
     def inter_token_time(self) -> float | None:
         """Mean seconds between two tokens; None with fewer than two of them."""
-        span = _difference(self.last_token_time, self.first_token_time)
-        if span is None or self.num_output_tokens < 2:
-            return None
-        return span / (self.num_output_tokens - 1)
+        return self.interval_seconds / self.num_intervals if self.num_intervals else None
 
     @property
     def total_time(self) -> float | None:
@@ -74,8 +74,8 @@ class Logprob:
 class CompletionOutput:
     """One completion. `token_ids` and `text` end before the EOS or stop token that ended them.
 
-    finish_reason: None while it runs; "stop" (EOS, a stop token or a stop string), "length" or
-        "abort".
+    finish_reason: None while it runs; "stop" (EOS, a stop token or a stop string), "length",
+        "abort", or "error" if the request's own code raised: see `RequestOutput.error`.
     stop_reason: the stop token's id or the stop string; None when it was the model's own EOS.
     logprobs: for each token the asked-for candidates, by token id; the chosen one is among them.
     cumulative_logprob: the sum over the chosen tokens.
@@ -100,6 +100,7 @@ class RequestOutput:
 
     prompt_logprobs: for each token of the prompt the asked-for candidates, by token id; None for
         the first token, which nothing predicts.
+    error: what a logits processor of the request raised; its other completions end with it.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: Exception | None = None
 
 
 @dataclass

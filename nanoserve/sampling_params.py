@@ -1,7 +1,7 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -191,20 +191,3 @@ class SamplingParams:
             self.n == 1 or not self.is_greedy,
             f"n={self.n} completions at temperature={self.temperature} would all be the same",
         )
-
-
-@dataclass(frozen=True)
-class SlotParams:
-    """A sequence that has just been given `slot`, and how to sample for it: only changes travel.
-
-    What it has generated before a preemption is part of `output_token_ids`.
-    """
-
-    slot: int
-    params: SamplingParams
-    seed: int
-    stream: int = 0  # separates the draws of the completions of one prompt
-    prompt_token_ids: list[int] = field(default_factory=list)
-    output_token_ids: list[int] = field(default_factory=list)
-    stop_token_ids: frozenset[int] = frozenset()
-    bad_words_token_ids: list[list[int]] = field(default_factory=list)

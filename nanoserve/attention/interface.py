@@ -1,8 +1,9 @@
 """What an attention backend is told and what it must do."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,18 +30,21 @@ class AttentionMetadata:
     positions: Tensor  # int32 [num_tokens]
     slot_mapping: Tensor  # int32 [num_tokens]: where each token's K and V go
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
-    cu_seqlens_k: Tensor  # int32 [num_rows + 1]
     context_lens: Tensor  # int32 [num_rows]
     block_tables: Tensor  # int32 [num_rows, max_blocks]
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
-    # What a backend derives from the above once in a step and reuses in every layer.
-    scratch: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.context_lens)
+
+    @cached_property
+    def cu_seqlens_k(self) -> Tensor:
+        """int32 [num_rows + 1]: where each row's context would begin and end, laid side by side."""
+        ends = self.context_lens.cumsum(0, dtype=self.context_lens.dtype)
+        return F.pad(ends, (1, 0))
 
 
 class AttentionBackend:

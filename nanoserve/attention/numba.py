@@ -42,6 +42,5 @@ class NumbaAttention(TorchAttention):
                 math.gcd(layer.num_kv_heads, get_num_threads()),
                 as_numpy(out[:rows]),
             )
-        if rows < metadata.num_rows:
-            self._attend_chunks(layer, q, kv_cache, metadata, out)
+        self.attend_chunks(layer, q, kv_cache, metadata, out)
         return out

@@ -9,10 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoserve.checkpoint.hub import is_hub_name, snapshot
 from nanoserve.checkpoint.loader import INDEX, SINGLE_FILE, shard_names
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig, require
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
 from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 
@@ -42,6 +42,8 @@ class Checkpoint:
                 f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk",
             )
             return cls(name, folder, is_from_hub=False, config=config)
+        from nanoserve.checkpoint.hub import is_hub_name, snapshot
+
         require(
             is_hub_name(name),
             f"{str(name)!r} is neither a folder nor a bundled checkpoint, nor can it be a name on "
@@ -66,6 +68,8 @@ class Checkpoint:
         folder, index = self.folder, self.folder / INDEX
         files = shard_names(index) if index.is_file() else [SINGLE_FILE]
         if not all((folder / file).is_file() for file in files):
+            from nanoserve.checkpoint.hub import snapshot
+
             # The folder is called by the commit, so the weights are those of its config.json.
             cache = self.config.download_dir
             snapshot(self.name, folder.name, files, cache, are_weights=True)

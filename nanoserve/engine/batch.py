@@ -1,11 +1,14 @@
 """The packed step: every integer that the device needs, in one flat buffer.
 
-Sequences of different lengths lie one after the other, without padding:
+Sequences of different lengths lie one after the other, without padding. Three rows: a and b decode,
+c is a prefill of four tokens. Blocks have 4 tokens; the block tables are a: [5, 2], b: [8], c: [3].
 
-    input_ids      [a7 | b3 | c0 c1 c2 c3]      a and b decode, c is a prefill of four tokens
+    input_ids      [a7 | b3 | c0 c1 c2 c3]
     positions      [ 7 |  3 |  0  1  2  3]
+    slot_mapping   [11 | 35 | 12 13 14 15]      a7 is token 3 of a's second block, 2: 2 x 4 + 3
     cu_seqlens_q   [0, 1, 2, 6]                 where each row's tokens begin and end
     context_lens   [8, 4, 4]                    tokens each row attends to, its own included
+    output_rows    [0, 1, 5]                    tokens whose hidden state is wanted
 
 The buffer is memory that the executor hands in: plain, pinned, or shared with worker processes.
 So a step is handed over by one copy, nothing is pickled, and nothing can overflow: the capacities
@@ -13,50 +16,59 @@ are those that the scheduler keeps to.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanoserve.engine.scheduler import Plan
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.plan import Plan
 
+PENDING = -1  # an input id that only the device knows: `last_token` of the row's slot
 _ALIGNMENT = 16  # bytes; what vector loads want
-HEADER = (
-    "step",
-    "num_tokens",
-    "num_rows",
-    "num_decode_rows",  # rows with one token; they come first
-    "num_logits_rows",  # tokens whose logits are needed
-    "num_sampled_rows",  # of which a next token is sampled; they come first
-    "max_query_len",
-    "max_context_len",
-)
+
+
+class BatchHeader(NamedTuple):
+    step: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_decode_rows: int = 0  # rows with one token; they come first
+    num_pending: int = 0  # of which so many take their token from the device
+    num_outputs: int = 0  # tokens whose hidden state is wanted
+    num_sampled: int = 0  # of which a next token is sampled; they come first
+    max_query_len: int = 0
+    max_context_len: int = 0
+    table_width: int = 0  # blocks of the longest context
 
 
 @dataclass(frozen=True)
 class BatchLayout:
     """Where each field of a batch lies. All fields are int32.
 
-    `block_tables` is last, so that a step copies the first `Batch.num_bytes_used` bytes only.
+    `block_tables` is last and only as wide as a step needs, so that a step copies the first
+    `Batch.num_bytes_used` bytes only. `heads` are the names of those that take outputs of a
+    prompt's tokens, in the order in which they get them.
     """
 
     max_num_tokens: int
     max_num_rows: int
     max_blocks_per_row: int
+    heads: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, int]:
         """Capacity of each field, in integers."""
         tokens, rows = self.max_num_tokens, self.max_num_rows
         return {
-            "header": len(HEADER),
+            "header": len(BatchHeader._fields),
             "input_ids": tokens,
             "positions": tokens,
             "slot_mapping": tokens,  # where in the KV cache each token's K and V go
             "cu_seqlens_q": rows + 1,
-            "cu_seqlens_k": rows + 1,
             "context_lens": rows,
-            "logits_rows": tokens,  # index of each token whose logits are needed
-            "slots": tokens,  # the slot of the sequence behind each logits row
-            "next_ids": tokens,  # for a logits row that is not sampled: the token that follows it
+            "row_slots": rows,  # the slot of the sequence behind each row
+            "output_rows": tokens,  # index of each token whose hidden state is wanted
+            "output_slots": tokens,  # the slot of the sequence behind each output
+            "next_ids": tokens,  # for an output that is not sampled: the token that follows it
+            "head_counts": len(self.heads),  # outputs of each head, behind those of the sampler
             "block_tables": rows * self.max_blocks_per_row,
         }
 
@@ -66,110 +78,144 @@ class BatchLayout:
         for name, capacity in self.fields().items():
             offsets[name] = offset
             offset += -(-capacity * 4 // _ALIGNMENT) * _ALIGNMENT
-        offsets["end"] = offset
-        return offsets
+        return {**offsets, "end": offset}
 
     @property
     def num_bytes(self) -> int:
         return self.offsets()["end"]
 
+    def views(self, memory: Any, integer: Any) -> dict[str, Any]:
+        """The fields as views of `memory`, bytes in an array or a tensor; `integer` is its int32.
+
+        Each is as long as its capacity.
+        """
+        first = self.offsets()
+        return {
+            name: memory[first[name] : first[name] + capacity * 4].view(integer)
+            for name, capacity in self.fields().items()
+        }
+
 
 class Batch:
     """One step's integers, as numpy views of `memory` (uint8, `layout.num_bytes` long)."""
 
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    cu_seqlens_q: np.ndarray
+    context_lens: np.ndarray
+    row_slots: np.ndarray
+    output_rows: np.ndarray
+    output_slots: np.ndarray
+    next_ids: np.ndarray
+    head_counts: np.ndarray
+
     def __init__(self, layout: BatchLayout, memory: np.ndarray) -> None:
-        self.layout = layout
-        self.memory = memory
-        self._offsets = layout.offsets()
-        view = {
-            name: memory[self._offsets[name] : self._offsets[name] + capacity * 4].view(np.int32)
-            for name, capacity in layout.fields().items()
-        }
-        self.header = view["header"]
-        self.input_ids = view["input_ids"]
-        self.positions = view["positions"]
-        self.slot_mapping = view["slot_mapping"]
-        self.cu_seqlens_q = view["cu_seqlens_q"]
-        self.cu_seqlens_k = view["cu_seqlens_k"]
-        self.context_lens = view["context_lens"]
-        self.logits_rows = view["logits_rows"]
-        self.slots = view["slots"]
-        self.next_ids = view["next_ids"]
-        self.block_tables = view["block_tables"].reshape(layout.max_num_rows, -1)
+        self.layout, self.memory = layout, memory
+        self.step = 0  # the number that `pack` writes; set by the executor
+        views = layout.views(memory, np.int32)
+        self._header, self._tables = views.pop("header"), views.pop("block_tables")
+        self.__dict__.update(views)
 
-    def header_dict(self) -> dict[str, int]:
-        return dict(zip(HEADER, self.header.tolist(), strict=True))
+    @property
+    def header(self) -> BatchHeader:
+        return BatchHeader._make(self._header.tolist())
 
-    def num_bytes_used(self, num_rows: int) -> int:
-        """How much of the buffer a step of so many rows needs."""
-        return self._offsets["block_tables"] + num_rows * self.layout.max_blocks_per_row * 4
+    def block_tables(self, num_rows: int, width: int) -> np.ndarray:
+        """[num_rows, width]: as wide as the longest context of the step."""
+        return self._tables[: num_rows * width].reshape(num_rows, width)
 
-    def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int, step: int) -> None:
+    def num_bytes_used(self, header: BatchHeader) -> int:
+        """How much of the buffer a step needs."""
+        before = self.layout.offsets()["block_tables"]
+        return before + header.num_rows * header.table_width * 4
+
+    def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
         """Write `plan` into this buffer; `block_tables` is the scheduler's table, by slot.
 
-        Per sequence a few list operations, per token none but numpy's.
+        Per sequence a few list operations, per token none but numpy's. Said slowly, token i of a
+        row is at position start + i, and its slot is block_table[position // block_size] *
+        block_size + position % block_size.
         """
         # 1) One pass over the sequences, in batch order.
-        sequences = list(plan.num_new_tokens)
-        num_new = np.array(list(plan.num_new_tokens.values()), dtype=np.int32)
-        computed = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
+        sequences, starts, counts, num_outputs, num_sampled = zip(*plan.rows, strict=True)
+        start, n = np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32)
         slots = np.array([seq.slot for seq in sequences], dtype=np.int32)
-        caught_up = computed + num_new == [len(seq.token_ids) for seq in sequences]
-        token_ids: list[int] = []
-        for seq, n in plan.num_new_tokens.items():
-            start = seq.num_computed_tokens
-            if n == 1:
-                token_ids.append(seq.token_ids[start])
-            else:
-                token_ids += seq.token_ids[start : start + n]
+        input_ids: list[int] = []
+        for seq, first, count in zip(sequences, starts, counts, strict=True):
+            if count > 1:
+                input_ids += seq.token_ids[first : first + count]
+            elif first < len(seq.token_ids):
+                input_ids.append(seq.token_ids[first])
+            else:  # what is not known yet is the only token of its row
+                input_ids.append(PENDING)
 
         # 2) Rows.
-        rows, tokens = len(sequences), len(token_ids)
-        context_lens = computed + num_new
-        self.context_lens[:rows] = context_lens
-        self.cu_seqlens_q[0] = self.cu_seqlens_k[0] = 0
-        np.cumsum(num_new, out=self.cu_seqlens_q[1 : rows + 1])
-        np.cumsum(context_lens, out=self.cu_seqlens_k[1 : rows + 1])
-        max_context_len = int(context_lens.max())
-        used_blocks = -(-max_context_len // block_size)
-        self.block_tables[:rows, :used_blocks] = block_tables[slots, :used_blocks]
+        rows, tokens = len(sequences), len(input_ids)
+        ends = self.cu_seqlens_q[1 : rows + 1]
+        self.cu_seqlens_q[0] = 0
+        np.cumsum(n, out=ends)
+        np.add(start, n, out=self.context_lens[:rows])
+        self.row_slots[:rows] = slots
+        max_context_len = int(self.context_lens[:rows].max())
+        width = blocks_needed(max_context_len, block_size)
+        tables = self.block_tables(rows, width)
+        tables[:] = block_tables[slots, :width]
 
-        # 3) Tokens: token i of a row is at position computed + i.
-        self.input_ids[:tokens] = token_ids
-        row_of_token = np.repeat(np.arange(rows, dtype=np.int32), num_new)
-        shift = computed - self.cu_seqlens_q[:rows]
+        # 3) Tokens.
+        self.input_ids[:tokens] = input_ids
+        row_of_token = np.repeat(np.arange(rows, dtype=np.int32), n)
+        shift = start - self.cu_seqlens_q[:rows]
         positions = np.arange(tokens, dtype=np.int32) + shift[row_of_token]
         self.positions[:tokens] = positions
-        blocks = self.block_tables[row_of_token, positions // block_size]
+        blocks = tables[row_of_token, positions // block_size]
         self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
 
-        # 4) The last token of each caught-up row has the logits that the next token comes from.
-        logits_rows = self.cu_seqlens_q[1 : rows + 1][caught_up] - 1
-        num_sampled = num_logits = len(logits_rows)
-        self.logits_rows[:num_sampled] = logits_rows
-        self.slots[:num_sampled] = slots[caught_up]
-        for seq, n in plan.prompt_logprobs.items():
-            num_logits += self._add_prompt_rows(seq, n, sequences.index(seq), num_logits)
-        self.header[:] = (
-            step,
-            tokens,
-            rows,
-            np.count_nonzero(num_new == 1),
-            num_logits,
-            num_sampled,
-            num_new.max(),
-            max_context_len,
+        # 4) Outputs: the sampler's are the last tokens of the rows that catch up.
+        catches_up = np.flatnonzero(num_sampled)
+        outputs = len(catches_up)
+        self.output_rows[:outputs] = ends[catches_up] - 1
+        self.output_slots[:outputs] = slots[catches_up]
+        all_outputs = sum(num_outputs)
+        if all_outputs > outputs:
+            self._add_prompt_outputs(plan, outputs)
+        self._header[:] = BatchHeader(
+            step=self.step,
+            num_tokens=tokens,
+            num_rows=rows,
+            num_decode_rows=counts.count(1),
+            num_pending=input_ids.count(PENDING),
+            num_outputs=all_outputs,
+            num_sampled=outputs,
+            max_query_len=max(counts),
+            max_context_len=max_context_len,
+            table_width=width,
         )
 
-    def _add_prompt_rows(self, seq: Sequence, n: int, row: int, first: int) -> int:
-        """Ask for the logits of the prompt tokens in this chunk that another prompt token follows.
+    def _add_prompt_outputs(self, plan: Plan, first: int) -> None:
+        """From output `first` on, those that are not sampled: a known token follows each of them.
 
-        They go to logits rows `first` and on; returns how many there are.
+        Head by head, and within a head in batch order.
         """
-        start = seq.num_computed_tokens
-        following = seq.token_ids[start + 1 : min(start + n + 1, seq.num_prompt_tokens)]
-        span = slice(first, first + len(following))
-        self.logits_rows[span] = self.cu_seqlens_q[row] + np.arange(len(following))
-        self.slots[span] = seq.slot
-        self.next_ids[span] = following
-        return len(following)
+        for head, name in enumerate(self.layout.heads):
+            before = first
+            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
+                count = num_outputs - num_sampled
+                if count and seq.prompt_head == name:
+                    span = slice(first, first + count)
+                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
+                    self.output_slots[span] = seq.slot
+                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
+                    first += count
+            self.head_counts[head] = first - before
+
+    def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
+        """Which outputs go to which head, apart from the sampler's, which are the first."""
+        ranges: dict[str, slice] = {}
+        first = header.num_sampled
+        if first < header.num_outputs:
+            for name, count in zip(self.layout.heads, self.head_counts.tolist(), strict=True):
+                if count:
+                    ranges[name] = slice(first, first + count)
+                first += count
+        return ranges

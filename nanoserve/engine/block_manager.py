@@ -19,8 +19,14 @@ import xxhash
 
 from nanoserve.engine.sequence import Sequence
 
-# The parent, as the number of its content or, for a first block, the root of the chain; token ids.
-Content = tuple[int | bytes, list[int]]
+# The parent, as the number of its content or, for a first block, the sequence's key; token ids.
+Parent = int | tuple[str, ...]
+Content = tuple[Parent, list[int]]
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """How many blocks hold so many tokens; the last one may be partly empty."""
+    return -(-num_tokens // block_size)
 
 
 def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
@@ -72,18 +78,7 @@ class BlockManager:
         return len(self._free)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _root_for(self, seq: Sequence) -> bytes | None:
-        """Where the hash chain of `seq` begins: sequences share blocks only under one root.
-
-        The completions of one prompt share among themselves even without prefix caching, under a
-        root of their own. None shares nothing.
-        """
-        if self.enable_prefix_caching:
-            return self._root
-        leader = seq.arrival - seq.index  # siblings arrive one after the other
-        return self._root + str(leader).encode() if seq.params.n > 1 else None
+        return blocks_needed(num_tokens, self.block_size)
 
     def lookup(self, seq: Sequence) -> list[int]:
         """The cached blocks that hold the longest known prefix of `seq`. Changes nothing.
@@ -93,14 +88,14 @@ class BlockManager:
 
         A hit never covers the last token: its logits are needed, so it must be computed. A block
         cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
-        blocks of 16. A sequence whose prompt logits are needed computes all of its prompt.
+        blocks of 16. A sequence that wants something of every token of its prompt computes them all.
         """
-        parent: int | bytes | None = self._root_for(seq)
-        if parent is None or seq.needs_prompt_logits:
+        if not self.enable_prefix_caching or seq.needs_prompt_outputs:
             return []
         hits: list[int] = []
-        max_hits = (seq.num_tokens - 1) // self.block_size
+        max_hits = (len(seq.token_ids) - 1) // self.block_size
         self._hash_blocks(seq, max_hits)
+        parent: Parent = seq.cache_key
         for index in range(max_hits):
             block = self._block_of.get(seq.block_hashes[index])
             if block is None or not self._is_at(block, seq, index, parent):
@@ -123,28 +118,32 @@ class BlockManager:
         for block in cached_blocks:
             self._share(block)
             table.append(block)
+        seq.num_registered_blocks += len(cached_blocks)
         for _ in range(num_new):
             table.append(self._take())
         return True
 
-    def register(self, seq: Sequence, num_new_tokens: int) -> list[int]:
-        """Publish the blocks that this step's `num_new_tokens` fill, and return them.
+    def register(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Publish the blocks that the first `num_tokens` tokens fill, and return the new ones.
 
-        Only blocks whose last token lies inside what this step computes: a token that is known
-        but not computed has no K and V yet. If another block already holds the same content (two
-        sequences computed it side by side), or one whose hash collides, that one stays the
+        `num_tokens` are those whose K and V are in the cache when the step that is being planned
+        has run. A token that is known but not computed has none yet; one that is pending has no
+        id yet, and its block is published later. If another block already holds the same content
+        (two sequences computed it side by side), or one whose hash collides, that one stays the
         published one.
         """
-        first = seq.num_computed_tokens // self.block_size
-        end = (seq.num_computed_tokens + num_new_tokens) // self.block_size
-        root = self._root_for(seq)
-        if first == end or root is None:
+        first, end = (
+            seq.num_registered_blocks,
+            min(num_tokens, len(seq.token_ids)) // self.block_size,
+        )
+        if first >= end or not self.enable_prefix_caching:
             return []
+        seq.num_registered_blocks = end
         self._hash_blocks(seq, end)
         published = []
         for index, block in enumerate(seq.block_table[first:end], first):
             block_hash = seq.block_hashes[index]
-            parent = self._content_ids[seq.block_table[index - 1]] if index else root
+            parent = self._content_ids[seq.block_table[index - 1]] if index else seq.cache_key
             found = self._block_of.get(block_hash)
             if found is not None and self._is_at(found, seq, index, parent):
                 self._content_ids[block] = self._content_ids[found]
@@ -176,6 +175,7 @@ class BlockManager:
         before its head: [1, 2, 3, 4] is evicted as 4, 3, 2, 1. The other way round, losing the
         head would make the whole chain unreachable.
         """
+        seq.num_registered_blocks = 0
         while seq.block_table:
             block = seq.block_table.pop()
             self._ref_counts[block] -= 1
@@ -195,7 +195,11 @@ class BlockManager:
             del self._free[block]
         self._ref_counts[block] += 1
 
-    def _is_at(self, block: int, seq: Sequence, index: int, parent: int | bytes) -> bool:
+    def _root_of(self, seq: Sequence) -> bytes:
+        """Where its chain begins: whatever makes equal tokens mean other K and V is folded in."""
+        return self._root + repr(seq.cache_key).encode() if seq.cache_key else self._root
+
+    def _is_at(self, block: int, seq: Sequence, index: int, parent: Parent) -> bool:
         """Whether published `block` holds what `seq` has at `index`: its tokens, its parent."""
         return self._content_of[block] == (parent, self._token_ids(seq, index))
 
@@ -211,5 +215,5 @@ class BlockManager:
             return
         token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
         for start in range(0, len(token_ids), size):
-            parent = hashes[-1] if hashes else self._root_for(seq)
+            parent = hashes[-1] if hashes else self._root_of(seq)
             hashes.append(chain_hash(parent, token_ids[start : start + size]))

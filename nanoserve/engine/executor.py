@@ -1,35 +1,82 @@
 """The seam between the brain and its muscle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling_params import SlotParams
+from nanoserve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SlotChange:
+    """A sequence that has just been given `slot`, and how to sample for it: only changes travel.
+
+    What it has generated before a preemption is part of `output_token_ids`. Token ids are given
+    only if something of a token's past changes how the next one is chosen.
+    """
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    completion: int = 0  # separates the draws of the completions of one prompt
+    prompt_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    prompt_head: str | None = None
+
+    @classmethod
+    def of(cls, seq: Sequence, with_tokens: bool) -> "SlotChange":
+        return cls(
+            slot=seq.slot,
+            params=seq.params,
+            seed=seq.seed,
+            completion=seq.index,
+            prompt_token_ids=seq.prompt_token_ids if with_tokens else [],
+            output_token_ids=seq.output_token_ids if with_tokens else [],
+            stop_token_ids=seq.stop_token_ids,
+            bad_words_token_ids=seq.bad_words_token_ids,
+            prompt_head=seq.prompt_head,
+        )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One sampled token id for each caught-up sequence, in batch order.
+    """What a step has yielded.
 
-    `logprobs` has a row for each of those that asked for them, `prompt_logprobs` one for each
-    prompt row of the batch.
+    token_ids: for each row that catches up, in batch order, zero or more new tokens.
+    logprobs: a row for each of those rows whose request asked for them.
+    errors: by index of such a row, what its request's own code raised; it has got no tokens.
+    of_heads: by name of a head, what it made of its outputs.
     """
 
-    token_ids: list[int]
+    token_ids: list[list[int]]
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    of_heads: dict[str, Any] = field(default_factory=dict)
 
 
 class Executor(Protocol):
-    """The muscle. `submit` starts a step and `collect` waits for it."""
+    """The muscle. Steps run in the order in which they are launched.
+
+    A step that is given up, because it or another one raised, is simply never collected.
+    """
 
     num_kv_blocks: int
     max_model_len: int
-    batches: tuple[Batch, Batch]  # they alternate: one may still be read while the next is packed
 
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Any: ...
+    def next_batch(self) -> Batch:
+        """A batch to pack, which no device and no rank reads any more."""
 
-    def collect(self, handle: Any) -> StepResult: ...
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
+        """Launch the model; returns the step's handle. Does not wait."""
+
+    def sample(self, handle: Any) -> None:
+        """Launch the sampler. By now the step before has been collected."""
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for the step's tokens."""
 
     def close(self) -> None: ...

@@ -1,7 +1,6 @@
 """What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from types import NoneType
@@ -13,10 +12,10 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.detokenizer import Tokenizer
-from nanoserve.engine.output_processor import Request
+from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
@@ -51,7 +50,9 @@ class InputProcessor:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         max_model_len: int,
+        clock: Callable[[], float],
     ) -> None:
+        self.clock = clock
         self.by_priority = config.scheduling_policy == "priority"
         self.max_logprobs = min(config.max_logprobs, model_config.vocab_size)
         self.vocab_size = model_config.vocab_size
@@ -68,8 +69,14 @@ class InputProcessor:
         return SamplingParams(**self.default_sampling)
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        output_kind: RequestOutputKind | None = None,
     ) -> Request:
+        metrics = RequestMetrics(arrival_time=self.clock())
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         params = self.default_sampling_params() if params is None else params
@@ -80,13 +87,12 @@ class InputProcessor:
         if priority != 0 and not self.by_priority:
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         text, token_ids = self._tokenize(prompt)
-        params = replace(
-            params
-        )  # checks it again, and is ours: the caller may go on assigning to his
+        cache_key = _cache_key(prompt)
+        # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
+        params = replace(params, output_kind=output_kind or params.output_kind)
         self._check_prompt(token_ids)
         self._check_params(params)
         token_ids = [int(token_id) for token_id in token_ids]
-        metrics = RequestMetrics(arrival_time=time.perf_counter())
         bad_words = self._tokenize_bad_words(params)
         sequences = [
             Sequence(
@@ -99,11 +105,14 @@ class InputProcessor:
                 metrics=metrics,
                 index=index,
                 bad_words_token_ids=bad_words,
+                cache_key=cache_key,
             )
             for index in range(params.n)
         ]
         sequences[0].siblings = sequences[1:]
-        return Request(request_id, text, token_ids, params, sequences)
+        # Nothing predicts the first token.
+        prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        return Request(request_id, text, token_ids, params, sequences, prompt_logprobs)
 
     def token_ids(self, prompt: Prompt, num_new_tokens: int) -> list[int]:
         """A prompt's token ids, checked to leave room for `num_new_tokens`."""
@@ -120,10 +129,11 @@ class InputProcessor:
         """The prompt's text, where there is one, and its token ids."""
         text = None
         if isinstance(prompt, Mapping):
-            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids"}))
+            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}))
             if unknown or not prompt:
                 raise ValueError(
-                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both; {unknown=}"
+                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "
+                    f"'cache_salt'; {unknown=}"
                 )
             text = prompt.get("prompt")  # beside token ids it is only carried along
             token_ids = prompt.get("prompt_token_ids")
@@ -177,3 +187,13 @@ class InputProcessor:
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
                 f"leaves room for at most {self.max_model_len - 1} and one token of output"
             )
+
+
+def _cache_key(prompt: Prompt) -> tuple[str, ...]:
+    """Whose KV blocks it may share: those of requests with the same `cache_salt`."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None:
+        return ()
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
+    return ("cache_salt", salt)

@@ -2,40 +2,44 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Tokenizer
-from nanoserve.engine.executor import Executor
+from nanoserve.engine.executor import Executor, SlotChange
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.engine.output_processor import OutputProcessor, Request
-from nanoserve.engine.scheduler import Plan, Scheduler
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.output_processor import OutputProcessor
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.request import Request
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.stopwatch import StepTimes, Stopwatch
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.sampling_params import SamplingParams, SlotParams
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds that one step spent in each part of the loop."""
-
-    schedule: float
-    pack: float
-    execute: float
-    update: float
-
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 StepObserver = Callable[[Plan, Batch, StepTimes], None]
+
+
+@dataclass
+class Step:
+    """A step under way."""
+
+    plan: Plan
+    batch: Batch
+    times: StepTimes
+    handle: Any = None
 
 
 class LLMEngine:
     """Takes requests at any time and advances all of them step by step.
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
+    `clock` gives seconds, and is the only one that is read.
     """
 
     def __init__(
@@ -44,22 +48,24 @@ class LLMEngine:
         model_config: ModelConfig,
         executor: Executor,
         tokenizer: Tokenizer | None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config
-        self.model_config = model_config
-        self.executor = executor
-        self.tokenizer = tokenizer
+        self.config, self.model_config = config, model_config
+        self.executor, self.tokenizer, self.clock = executor, tokenizer, clock
         self.input_processor = InputProcessor(
-            config, model_config, tokenizer, executor.max_model_len
+            config, model_config, tokenizer, executor.max_model_len, clock
         )
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
         self.observers: list[StepObserver] = []
-        self._num_arrivals = self._num_packed = 0
+        self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
+        self._undelivered: list[RequestOutput] = []  # what the next step returns first
+        self._due: list[Callable[[], None]] | None = None  # while a step runs: for its end
+        self._num_arrivals = 0
         self._rng = random.Random(config.seed)
-        self._closed = False
-        self.undelivered: list[RequestOutput] = []  # what the next step returns first
         self._stats = EngineStats()
+        self._watch = Stopwatch(clock)
+        self._closed = False
 
     @property
     def stats(self) -> EngineStats:
@@ -87,9 +93,13 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         priority: int = 0,
+        output_kind: RequestOutputKind | None = None,
     ) -> Request:
-        """Check a request and make its sequences, without queueing them."""
-        return self.input_processor.process(request_id, prompt, params, priority)
+        """Check a request and make its sequences, without queueing them.
+
+        `output_kind` goes before what the parameters say.
+        """
+        return self.input_processor.process(request_id, prompt, params, priority, output_kind)
 
     def add(self, request: Request) -> None:
         """Queue what `prepare` made; now it gets its place in line and its seed."""
@@ -102,85 +112,150 @@ class LLMEngine:
             for seq in request.sequences:
                 self._num_arrivals += 1
                 seq.arrival, seq.seed = self._num_arrivals, seed
-            self.scheduler.add(request.sequences[0])
+            self.scheduler.add(request.sequences[0])  # its siblings follow when it has the prompt
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
 
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
-        unknown or has finished already, which is no error: the two may cross.
+        unknown or has finished already, which is no error: the two may cross. Inside a step, as
+        from a logits processor, it is aborted when the step is over, which then returns the output.
         """
+        if self._due is not None:
+            self._due.append(lambda: self._abort_late(request_id))
+            return None
         with DeferredInterrupt():
-            return self.output_processor.abort(request_id, self.scheduler.finish)
+            return self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Leave nothing of these requests: neither what runs nor what nobody will fetch."""
+        gone = set(request_ids)
+        if self._due is not None:  # a stream that the garbage collector has ended inside a step
+            self._due.append(lambda: self.withdraw(gone))
+            return
+        for request_id in gone:
+            self.abort_request(request_id)
+        self._undelivered = [o for o in self._undelivered if o.request_id not in gone]
+
+    def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs that `step` returned to somebody whose they are not: the next step has them."""
+        self._undelivered += outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to hand out."""
-        return self.scheduler.has_unfinished() or bool(self.undelivered)
+        is_at_work = self.scheduler.has_unfinished() or self._in_flight
+        return bool(is_at_work or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Advance every planned sequence; returns what finished and what streams.
 
-        If anything raises, the step is undone: its sequences wait to be computed again. A Ctrl-C
-        is raised when the step is over; what the step has finished comes with the next one.
+        If anything raises, what is under way is undone: its sequences wait to be computed again,
+        and the error's `request_ids` say whose they are. A Ctrl-C is raised when the step is over;
+        what the step has finished comes with the next one.
         """
+        if self._due is not None:
+            raise RuntimeError("step() was called from inside a step, which is not over")
         with DeferredInterrupt():
-            if self.scheduler.has_unfinished():
-                self._advance()
-        outputs, self.undelivered = self.undelivered, []
+            if self.scheduler.has_unfinished() or self._in_flight:
+                self._due = []
+                try:
+                    finished = self._advance()
+                finally:
+                    due, self._due = self._due, None
+                    for call in due:
+                        call()
+                for step in finished:
+                    for observer in self.observers:
+                        observer(step.plan, step.batch, step.times)
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
-    def _advance(self) -> None:
-        start = time.perf_counter()
-        plan = Plan()
+    def _advance(self) -> list[Step]:
+        """One turn of the loop; the steps that have ended in it.
+
+        With `async_scheduling` there is always a step under way: while the device computes it, its
+        successor is planned and launched, so the device never waits for this loop.
+        """
+        finished: list[Step] = []
+        plan: Plan | None = None
         try:
-            self.scheduler.schedule(plan)
-            assert plan.num_new_tokens, "every admitted sequence fits alone: no plan is empty"
-            scheduled = time.perf_counter()
-            batch = self._pack(plan)
-            packed = time.perf_counter()
-            changes = [_slot_params(seq) for seq in plan.admitted]
-            result = self.executor.collect(self.executor.submit(batch, changes))
-            executed = time.perf_counter()
-            advanced = self.scheduler.update(plan, result.token_ids)
-        except BaseException:
-            self.scheduler.rollback(plan)
+            # 1) Plan a step and launch the model. It needs no token of the step before: where one
+            #    is still pending, the device takes it from where sampling has left it.
+            self._watch.start()
+            plan = self.scheduler.schedule()
+            step = self._launch(plan) if plan.rows else None
+            # 2) While that runs: the tokens of the step before.
+            if self._in_flight:
+                finished.append(self._finish_step())
+            # 3) Sample, which may depend on those tokens, as penalties do.
+            if step is not None:
+                self.executor.sample(step.handle)
+                self.scheduler.commit(plan)
+                self._in_flight.append(step)
+                self._watch.lap(step.times, "execute")
+            # 4) Without a step ahead, wait for it at once.
+            if self._in_flight and not self.config.async_scheduling:
+                finished.append(self._finish_step())
+        except BaseException as error:
+            self._roll_back(plan, error)
             raise
+        return finished
+
+    def _abort_late(self, request_id: str) -> None:
+        output = self.abort_request(request_id)
+        if output is not None:
+            self._undelivered.append(output)
+
+    def _launch(self, plan: Plan) -> Step:
+        self.output_processor.note_admitted(plan, self.clock())
+        times = StepTimes()
+        self._watch.lap(times, "schedule")
+        batch = self.executor.next_batch()
+        batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
+        self._watch.lap(times, "pack")
+        sees_all = bool(self.config.logits_processors)
+        changes = [
+            SlotChange.of(seq, with_tokens=sees_all or seq.params.changes_logits)
+            for seq in plan.admitted
+        ]
+        step = Step(plan, batch, times, self.executor.forward(batch, changes))
+        self._watch.lap(times, "execute")
+        return step
+
+    def _finish_step(self) -> Step:
+        """Wait for the oldest step's tokens and hand them out."""
+        step = self._in_flight[0]
+        result = self.executor.collect(step.handle)
+        now = self._watch.lap(step.times, "execute")
+        joined = self.scheduler.update(step.plan, result.token_ids)
+        self._in_flight.popleft()
         self._stats.num_steps += 1
-        self._stats.num_computed_tokens += sum(plan.num_new_tokens.values())
-        for output in self.output_processor.process(plan, result, advanced, self.scheduler.finish):
-            self.undelivered.append(output)
+        self._stats.num_computed_tokens += step.plan.num_tokens
+        outputs = self.output_processor.process(
+            step.plan, result, joined, self.scheduler.finish, now
+        )
+        for output in outputs:
+            self._undelivered.append(output)
             if output.finished:
                 self._stats.num_prompt_tokens += len(output.prompt_token_ids)
                 self._stats.num_output_tokens += output.metrics.num_output_tokens
-        times = StepTimes(
-            scheduled - start, packed - scheduled, executed - packed, time.perf_counter() - executed
-        )
-        for observer in self.observers:
-            observer(plan, batch, times)
+        self._watch.lap(step.times, "update")
+        return step
+
+    def _roll_back(self, plan: Plan | None, error: BaseException) -> None:
+        """Undo all that is under way, the newest first: later steps build on earlier ones."""
+        plans = [step.plan for step in self._in_flight] + ([plan] if plan is not None else [])
+        self._in_flight.clear()
+        for undone in reversed(plans):
+            self.scheduler.rollback(undone)
+        error.request_ids = sorted({row.seq.request_id for p in plans for row in p.rows})
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"in a step of the requests {error.request_ids}")
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory."""
         for request_id in list(self.output_processor.requests):
             self.abort_request(request_id)
+        self._in_flight.clear()
         self._closed = True
         self.executor.close()
-
-    def _pack(self, plan: Plan) -> Batch:
-        # Counts also the steps that fail: with one number, two batches could be mistaken.
-        step, self._num_packed = self._num_packed, (self._num_packed + 1) % 2**31
-        batch = self.executor.batches[step % 2]
-        batch.pack(plan, self.scheduler.block_tables, self.config.block_size, step)
-        return batch
-
-
-def _slot_params(seq: Sequence) -> SlotParams:
-    return SlotParams(
-        seq.slot,
-        seq.params,
-        seq.seed,
-        seq.index,
-        seq.token_ids[: seq.num_prompt_tokens],
-        seq.output_token_ids,
-        seq.stop_token_ids,
-        seq.bad_words_token_ids,
-    )

@@ -1,34 +1,24 @@
-"""What a step brought -> what the user gets: text, log-probabilities, `RequestOutput`."""
+"""What a step brought -> what the user gets: text, log-probabilities, times, `RequestOutput`."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 from nanoserve.engine.detokenizer import Detokenizer, Tokenizer
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import RequestOutputKind
 
+logger = logging.getLogger(__name__)
 
-@dataclass(eq=False)
-class Request:
-    """The sequences of one prompt, and what has been collected for them."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    sequences: list[Sequence]
-    completions: dict[int, CompletionOutput] = field(default_factory=dict)  # latest, by index
-    num_sent: dict[int, int] = field(default_factory=dict)  # tokens handed out as deltas
-    logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)  # by index
-    cumulative_logprobs: dict[int, float] = field(default_factory=dict)  # by index
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(seq.finished for seq in self.sequences)
+# Ends a sequence from outside: (seq, finish_reason, stop_reason).
+Finish = Callable[[Sequence, str, str | None], None]
+# Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
+# the row's first output in it).
+Collector = Callable[[Request, Row, Any, int], None]
 
 
 class OutputProcessor:
@@ -36,6 +26,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.requests: dict[str, Request] = {}
+        self.collectors: dict[str, Collector] = {"prompt_logprobs": self._collect_prompt_logprobs}
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
 
@@ -44,65 +35,87 @@ class OutputProcessor:
             raise ValueError(f"request_id={request.request_id!r} is already in use")
         self.requests[request.request_id] = request
 
+    def note_admitted(self, plan: Plan, now: float) -> None:
+        """From now on these are worked on."""
+        for seq in plan.admitted:
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+
     def process(
-        self,
-        plan: Plan,
-        result: StepResult,
-        advanced: list[Sequence],
-        finish: Callable[[Sequence, str, str], None],
+        self, plan: Plan, result: StepResult, joined: list[int], finish: Finish, now: float
     ) -> list[RequestOutput]:
         """Outputs of the requests that finished or stream.
 
-        `finish(seq, reason, stop_reason)` ends a sequence that has run into a stop string, which
-        only its text shows.
+        `joined` is how many tokens each row that caught up has got, from `Scheduler.update`.
+        `finish` ends what has run into a stop string, which only its text shows.
         """
-        if plan.prompt_logprobs:
-            self._collect_prompt_logprobs(plan, result.prompt_logprobs)
+        rows = list(plan.sampled())
+        if result.of_heads:
+            self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
-            self._collect_logprobs(advanced, result.logprobs)
-        outputs = []
+            self._collect_logprobs(rows, joined, result.logprobs)
         progressed: dict[Request, list[CompletionOutput]] = {}
-        for seq in advanced:
+        for index, error in result.errors.items():
+            request = self.requests.get(rows[index].seq.request_id)
+            if request is not None and not request.finished:
+                logger.error("request %r failed", request.request_id, exc_info=error)
+                request.error = error
+                progressed[request] = self._end(request, "error", finish, now)
+        for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
+            seq = row.seq
+            if num_new < 0 or not new_ids:
+                continue  # it had ended before, or its request has failed
+            _note_tokens(seq, num_new, now)
             is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
             if is_final_only and not seq.finished and not seq.params.stop:
                 continue  # nobody looks at it now, and this is by far the most common case
+            request = self.requests[seq.request_id]
+            if request.error is not None:
+                continue
             stop_string = self._detokenizer.advance(seq)
             if stop_string is not None and seq.finished:  # by its length, on this very token
                 seq.finish_reason, seq.stop_reason = "stop", stop_string
             elif stop_string is not None:
                 finish(seq, "stop", stop_string)
+            if seq.finished:
+                seq.metrics.finished_time = now
             if seq.finished or not is_final_only:
-                request = self.requests[seq.request_id]
-                progressed.setdefault(request, []).append(self._complete(request, seq))
-        for request, completions in progressed.items():
-            kind = request.params.output_kind
-            if request.finished or kind is not RequestOutputKind.FINAL_ONLY:
-                is_delta = kind is RequestOutputKind.DELTA
-                outputs.append(self._output(request, completions if is_delta else None))
-        return outputs
+                completion = self._complete(request.completions[seq.index])
+                progressed.setdefault(request, []).append(completion)
+        return [
+            self._output(request, completions)
+            for request, completions in progressed.items()
+            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        ]
 
-    def abort(
-        self, request_id: str, finish: Callable[[Sequence, str, None], None]
-    ) -> RequestOutput | None:
+    def abort(self, request_id: str, finish: Finish, now: float) -> RequestOutput | None:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        aborted = []
-        for seq in request.sequences:
-            if not seq.finished:
-                finish(seq, "abort", None)
-                aborted.append(self._complete(request, seq))
-        is_delta = request.params.output_kind is RequestOutputKind.DELTA
-        return self._output(request, aborted if is_delta else None)
+        return self._output(request, self._end(request, "abort", finish, now))
 
-    def _output(
-        self, request: Request, completions: list[CompletionOutput] | None = None
-    ) -> RequestOutput:
-        """All completions of `request` so far, or those given; the last output forgets it."""
+    def _end(
+        self, request: Request, reason: str, finish: Finish, now: float
+    ) -> list[CompletionOutput]:
+        """End what has not ended of a request; the last outputs of that."""
+        ended = []
+        for completion in request.completions:
+            seq = completion.seq
+            if not seq.finished:
+                finish(seq, reason, None)
+                seq.metrics.finished_time = now
+                ended.append(self._complete(completion))
+        return ended
+
+    def _output(self, request: Request, completions: list[CompletionOutput]) -> RequestOutput:
+        """All completions of `request` so far, or as deltas those that are given.
+
+        The last output forgets the request.
+        """
         if request.finished:
             del self.requests[request.request_id]
-        if completions is None:
-            completions = [request.completions[i] for i in sorted(request.completions)]
+        if request.params.output_kind is not RequestOutputKind.DELTA:
+            completions = [c.latest for c in request.completions if c.latest is not None]
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -111,49 +124,62 @@ class OutputProcessor:
             request.finished,
             request.sequences[0].metrics,
             request.prompt_logprobs,
+            request.error,
         )
 
-    def _complete(self, request: Request, seq: Sequence) -> CompletionOutput:
+    def _complete(self, completion: Completion) -> CompletionOutput:
         """The completion as it stands, or what is new in it."""
-        logprobs = request.logprobs.get(seq.index)
-        first_new = 0
+        seq, logprobs, first_new = completion.seq, completion.logprobs, 0
         if seq.params.output_kind is RequestOutputKind.DELTA:
-            first_new = request.num_sent.get(seq.index, 0)
-            request.num_sent[seq.index] = seq.num_tokens - seq.num_prompt_tokens
-        completion = CompletionOutput(
+            first_new, completion.num_sent = completion.num_sent, seq.num_output_tokens
+        completion.latest = CompletionOutput(
             index=seq.index,
             text=self._detokenizer.text(seq),
             token_ids=seq.token_ids[seq.num_prompt_tokens + first_new :],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             logprobs=None if logprobs is None else logprobs[first_new:],
-            cumulative_logprob=request.cumulative_logprobs.get(seq.index),
+            cumulative_logprob=completion.cumulative_logprob,
         )
-        request.completions[seq.index] = completion
-        return completion
+        return completion.latest
 
-    def _collect_logprobs(self, advanced: list[Sequence], rows: TokenLogprobs) -> None:
-        asked = [seq for seq in advanced if seq.params.logprobs is not None]
-        for row, seq in enumerate(asked):
-            request, index = self.requests[seq.request_id], seq.index
-            collected = request.logprobs.setdefault(index, [])
-            total = request.cumulative_logprobs.setdefault(index, 0.0)
-            if len(collected) < seq.num_tokens - seq.num_prompt_tokens:  # not for a stop token
-                candidates = self._candidates(rows, row, seq.params.logprobs)
-                collected.append(candidates)
-                chosen = candidates[seq.token_ids[-1]]
-                request.cumulative_logprobs[index] = total + chosen.logprob
+    def _collect_logprobs(self, rows: list[Row], joined: list[int], values: TokenLogprobs) -> None:
+        asked = [
+            (row.seq, num_new)
+            for row, num_new in zip(rows, joined, strict=True)
+            if row.seq.params.logprobs is not None
+        ]
+        for index, (seq, num_new) in enumerate(asked):
+            request = self.requests.get(seq.request_id)
+            if request is None or num_new < 0:
+                continue
+            completion = request.completions[seq.index]
+            if completion.logprobs is None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+            if num_new:  # a stop token has not joined
+                candidates = self._candidates(values, index, seq.params.logprobs)
+                completion.logprobs.append(candidates)
+                completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
 
-    def _collect_prompt_logprobs(self, plan: Plan, rows: TokenLogprobs) -> None:
-        row = 0
-        for seq, n in plan.prompt_logprobs.items():
-            request, end = self.requests[seq.request_id], seq.num_computed_tokens
-            if end == n:  # the first chunk, perhaps once more after a preemption
-                request.prompt_logprobs = [None]
-            for _ in range(end - n + 1, min(end + 1, seq.num_prompt_tokens)):
-                candidates = self._candidates(rows, row, seq.params.prompt_logprobs)
-                request.prompt_logprobs.append(candidates)
-                row += 1
+    def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> None:
+        for name, values in of_heads.items():
+            first = 0
+            for row in plan.rows:
+                count = row.num_outputs - row.num_sampled
+                if count and row.seq.prompt_head == name:
+                    request = self.requests.get(row.seq.request_id)
+                    if request is not None:
+                        self.collectors[name](request, row, values, first)
+                    first += count
+
+    def _collect_prompt_logprobs(
+        self, request: Request, row: Row, values: TokenLogprobs, first: int
+    ) -> None:
+        if row.start == 0:  # the first chunk, perhaps once more after a preemption
+            del request.prompt_logprobs[1:]
+        for index in range(first, first + row.num_outputs - row.num_sampled):
+            candidates = self._candidates(values, index, request.params.prompt_logprobs)
+            request.prompt_logprobs.append(candidates)
 
     def _candidates(self, rows: TokenLogprobs, row: int, k: int) -> dict[int, Logprob]:
         """The row's own token and the k most likely ones."""
@@ -167,3 +193,16 @@ class OutputProcessor:
 
     def _decode(self, token_id: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode([token_id], False)
+
+
+def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:
+    """A step has yielded tokens for `seq`, of which `num_new` belong to its output."""
+    metrics = seq.metrics
+    if metrics.first_token_time is None:
+        metrics.first_token_time = now
+    if num_new:
+        if seq.last_token_time is not None:
+            metrics.num_intervals += num_new
+            metrics.interval_seconds += now - seq.last_token_time
+        metrics.num_output_tokens += num_new
+        metrics.last_token_time = seq.last_token_time = now

@@ -1,6 +1,5 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
-from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from nanoserve.outputs import RequestMetrics
@@ -8,72 +7,112 @@ from nanoserve.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    HELD = auto()  # a sibling: waits until the first completion has computed their prompt
+    HELD = auto()  # waits for something outside the queues: see `Sequence.held_for`
     WAITING = auto()  # new, or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
 
 
-@dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
 class Sequence:
-    """The state of one request, in plain integers.
+    """The state of one completion, in plain integers.
 
     There is no prefill phase and no decode phase: a step gives a sequence `n` new tokens, so that
     `num_computed_tokens` (those whose K and V are in the cache) catches up with `num_tokens`.
     When it does, the logits of the last token yield the next one, and `num_tokens` moves ahead by
     one. Hence the last token's K and V are never stored while it is the last token.
 
+    A token that a step under way will yield is *pending*: it counts, so that the step after it can
+    be planned, but nobody here knows its id yet. The device does.
+
     A request for `n` completions is n sequences. The first one computes the prompt and carries the
     others as `siblings`; then they share its full blocks by reference count. No copy-on-write is
     needed: only full blocks are ever shared, nobody writes to a full block, and the tokens in the
     prompt's last, partly filled block are computed once more by each sibling.
+
+    token_ids: the prompt, then the output.
+    arrival: a counter, not a time, so that no two are equal.
+    index: which completion of its prompt.
+    cache_key: sequences share KV blocks only with those that have the same one.
     """
 
-    request_id: str
-    token_ids: list[int]  # the prompt, then the output
-    params: SamplingParams
-    max_model_len: InitVar[int]
-    eos_token_ids: InitVar[frozenset[int]] = frozenset()
-    prompt: str | None = None
-    seed: int = 0
-    priority: int = 0
-    arrival: int = 0  # a counter, not a time: ties are impossible
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    index: int = 0  # which completion of its prompt
-    siblings: list["Sequence"] = field(default_factory=list)
-    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    __slots__ = (  # noqa: RUF023  in the order of their story
+        "request_id", "token_ids", "params", "seed", "priority", "arrival", "metrics", "index",
+        "siblings", "bad_words_token_ids", "cache_key", "num_prompt_tokens", "max_num_tokens",
+        "stop_token_ids", "prompt_head", "status", "held_for", "num_computed_tokens",
+        "num_pending", "slot", "block_table", "block_hashes", "num_registered_blocks",
+        "finish_reason", "stop_reason", "last_token_time",
+    )  # fmt: skip
 
-    status: SequenceStatus = SequenceStatus.WAITING
-    num_computed_tokens: int = 0
-    slot: int = -1  # row of the per-slot tables while RUNNING
-    block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    needs_prompt_logits: bool = field(init=False)
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        arrival: int = 0,
+        index: int = 0,
+        metrics: RequestMetrics | None = None,
+        bad_words_token_ids: list[list[int]] | None = None,
+        cache_key: tuple[str, ...] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = token_ids
+        self.params = params
+        self.seed, self.priority, self.arrival, self.index = seed, priority, arrival, index
+        self.metrics = metrics or RequestMetrics()
+        self.siblings: list[Sequence] = []
+        self.bad_words_token_ids = bad_words_token_ids or []
+        self.cache_key = cache_key
 
-    num_prompt_tokens: int = field(init=False)
-    max_num_tokens: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-
-    def __post_init__(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
-        self.needs_prompt_logits = self.params.prompt_logprobs is not None and self.index == 0
+        self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_model_len
-        if self.params.max_tokens is not None:
-            longest = self.num_prompt_tokens + self.params.max_tokens
-            self.max_num_tokens = min(max_model_len, longest)
-        self.stop_token_ids = frozenset(self.params.stop_token_ids or ())
-        if not self.params.ignore_eos:
+        if params.max_tokens is not None:
+            self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
             self.stop_token_ids |= eos_token_ids
+        # The head that wants the hidden state of every token of the prompt, if there is one.
+        wants_prompt = params.prompt_logprobs is not None and index == 0
+        self.prompt_head = "prompt_logprobs" if wants_prompt else None
+
+        self.status = SequenceStatus.WAITING
+        self.held_for: str | None = None  # while HELD
+        self.num_computed_tokens = 0
+        self.num_pending = 0
+        self.slot = -1  # row of the per-slot tables while RUNNING
+        self.block_table: list[int] = []  # [i] holds positions i * block_size and on
+        self.block_hashes: list[bytes] = []  # of the full blocks, computed once
+        self.num_registered_blocks = 0  # full blocks that the prefix cache has been told of
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.last_token_time: float | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """All that there are, the pending one included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Those that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def needs_prompt_outputs(self) -> bool:
+        """Whether its prompt must be computed token by token, whatever the prefix cache has."""
+        return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
@@ -82,7 +121,8 @@ class Sequence:
     def append(self, token_id: int) -> bool:
         """Take a sampled token; False if it ended the sequence without joining it, as EOS does.
 
-        A stop token wins over the length limit when both fall on the same token.
+        This is the only way for a token to join. A stop token wins over the length limit when both
+        fall on the same token.
         """
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"

@@ -174,7 +174,7 @@ def _mix(x):
 
 @triton.jit
 def _log_exponential(key, token_ids):
-    """log of Exp(1) noise as in `ExponentialRace`: E = -log(1 - u) with u = (bits + 0.5) / 2^32."""
+    """log of Exp(1) noise as in `Noise`: E = -log(1 - u) with u = (bits + 0.5) / 2^32."""
     bits = _mix((token_ids.to(tl.uint32, bitcast=True) * _WEYL) ^ key)
     # Below 1, as there: the largest bits round up to it, and an infinite E loses to anything.
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)

@@ -11,13 +11,11 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels_cpu.values import FAST, as_numpy, exp, store, to_float
 from nanoserve.layers.ops import TorchOps
 
 if TYPE_CHECKING:
-    from nanoserve.layers.norm import RMSNorm
-    from nanoserve.layers.rotary import RotaryEmbedding
+    pass
 
 _FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
@@ -44,26 +42,32 @@ class NumbaOps(TorchOps):
         _silu_and_mul(as_numpy(gate_up), as_numpy(out))
         return out
 
-    def store_kv(
+    def norm_rotate_store(
         self,
         heads: Tensor,
-        rotary: "RotaryEmbedding",
-        norms: "tuple[RMSNorm, RMSNorm] | None",
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
         kv_cache: Tensor,
-        metadata: AttentionMetadata,
+        slot_mapping: Tensor,
     ) -> Tensor:
+        """See `nanoserve.kernels.store_kv.store_kv`."""
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
-        weights = (norm.weight for norm in norms) if norms else (heads.new_empty(0),) * 2
+        none = heads.new_empty(0)
         _store_kv(
             as_numpy(heads),
-            metadata.positions.numpy(),
-            as_numpy(rotary.cos),
-            as_numpy(rotary.sin),
-            *map(as_numpy, weights),
-            np.float32(norms[0].eps if norms else 0.0),
+            positions.numpy(),
+            as_numpy(cos),
+            as_numpy(sin),
+            as_numpy(none if q_weight is None else q_weight),
+            as_numpy(none if k_weight is None else k_weight),
+            np.float32(eps),
             as_numpy(kv_cache),
-            metadata.slot_mapping.numpy(),
+            slot_mapping.numpy(),
             as_numpy(q),
         )
         return q

@@ -52,6 +52,11 @@ class TensorParallel(NamedTuple):
         parts = self.group.gather(x)
         return None if parts is None else torch.cat(parts, dim=-1)
 
+    def broadcast(self, x: Tensor) -> None:
+        """What rank 0 has in `x`, on all ranks."""
+        if self.group is not None:
+            self.group.broadcast(x)
+
     def smallest(self, value: int) -> int:
         """What all ranks can agree on."""
         return value if self.group is None else self.group.smallest(value)

@@ -43,11 +43,12 @@ class SparseMoE(nn.Module):
         self.router = context.empty(moe.num_experts, hidden)
         self.gate_up = context.empty(num_here, 2 * moe.intermediate_size, hidden)
         self.down = context.empty(num_here, hidden, moe.intermediate_size)
-        self.ops, self.tp = context.ops, tp
+        self.sum_of_experts, self.tp = context.ops.sum_of_experts or sum_of_experts, tp
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert_ids, expert_weights = self.route(hidden)
-        return self.tp.all_reduce(self.ops.experts(hidden, expert_ids, expert_weights, self))
+        weights = (self.gate_up, self.down, self.first_expert, self.num_experts)
+        return self.tp.all_reduce(self.sum_of_experts(hidden, expert_ids, expert_weights, *weights))
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts, int64 [num_tokens, top_k], and their weights, the same shape."""
@@ -81,6 +82,7 @@ def sum_of_experts(
     gate_up: Tensor,
     down: Tensor,
     first_expert: int = 0,
+    num_experts: int | None = None,
 ) -> Tensor:
     """The weighted sum of those of each token's experts that are here.
 
@@ -89,6 +91,7 @@ def sum_of_experts(
     expert_weights  [num_tokens, top_k]
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
     down            [experts here, hidden, size]
+    num_experts     of all ranks together; None if all are here
 
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
     in float32: its sum does not depend on its neighbours.
@@ -96,7 +99,7 @@ def sum_of_experts(
     out = torch.zeros_like(hidden, dtype=torch.float32)
     ids, weights, top_k = expert_ids.flatten(), expert_weights.flatten(), expert_ids.shape[1]
     end = first_expert + len(down)
-    counts = torch.bincount(ids, minlength=end).tolist()
+    counts = torch.bincount(ids, minlength=num_experts or end).tolist()
     pairs_of_experts = ids.argsort(stable=True).split(counts)[first_expert:end]
     for pairs, expert_gate_up, expert_down in zip(pairs_of_experts, gate_up, down, strict=True):
         if len(pairs):

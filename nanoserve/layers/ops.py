@@ -4,21 +4,18 @@ They cost few operations and many bytes, so a GPU wants each of them as one pass
 `nanoserve.kernels.ops` has the same methods as Triton kernels, and is measured against these.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.attention.interface import AttentionMetadata
-
-if TYPE_CHECKING:
-    from nanoserve.layers.experts import SparseMoE
-    from nanoserve.layers.norm import RMSNorm
-    from nanoserve.layers.rotary import RotaryEmbedding
-
 
 class TorchOps:
+    # Where a layer's several operations are one kernel; None: the layer does them one by one.
+    norm_rotate_store: Callable[..., Tensor] | None = None
+    sum_of_experts: Callable[..., Tensor] | None = None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
         # Gemma's weights are float32 beside activations in 16 bits.
@@ -39,42 +36,23 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def experts(
-        self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, layer: "SparseMoE"
-    ) -> Tensor:
-        """The weighted sum of each token's experts: see `nanoserve.layers.experts`."""
-        from nanoserve.layers.experts import sum_of_experts
 
-        weights = (layer.gate_up, layer.down, layer.first_expert)
-        return sum_of_experts(hidden, expert_ids, expert_weights, *weights)
+def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """K and V [num_tokens, num_kv_heads, head_dim] go to their slots: block x block_size + offset.
 
-    def store_kv(
-        self,
-        heads: Tensor,
-        rotary: "RotaryEmbedding",
-        norms: "tuple[RMSNorm, RMSNorm] | None",
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Norm and turn queries and keys, store keys and values, and return the queries.
-
-        heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim], as the fused qkv projection
-        gives them. norms: of queries and of keys, with one eps, for models that have them. Slots
-        are numbered block x block_size + offset.
-        """
-        num_kv_heads, block_size = kv_cache.shape[2:4]
-        num_heads = heads.shape[1] - 2 * num_kv_heads
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if norms is not None:
-            q, k = norms[0](q), norms[1](k)
-        cos, sin = (table[metadata.positions].unsqueeze(1) for table in (rotary.cos, rotary.sin))
-        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-        kv_cache[0][blocks, :, offsets] = _rotate(k, cos, sin)
-        kv_cache[1][blocks, :, offsets] = v
-        return _rotate(q, cos, sin)
+    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim].
+    """
+    block_size = kv_cache.shape[3]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[0][blocks, :, offsets] = k
+    kv_cache[1][blocks, :, offsets] = v
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, num_heads, head_dim], cos and sin [num_tokens, 1, head_dim / 2]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [num_tokens, num_heads, head_dim]; cos and sin [num_tokens, head_dim / 2] of its positions.
+
+    Pairs (x[i], x[i + head_dim / 2]) are turned by their angles: see `RotaryEmbedding`.
+    """
     first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -24,5 +24,6 @@ class RotaryEmbedding(nn.Module):
 
             inv_freq, scale = inverse_frequencies(rope, head_dim, length)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
-        for name, table in (("cos", angles.cos() * scale), ("sin", angles.sin() * scale)):
-            self.register_buffer(name, table.to(context.device, context.dtype), persistent=False)
+        where = (context.device, context.dtype)
+        self.register_buffer("cos", (angles.cos() * scale).to(*where), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scale).to(*where), persistent=False)

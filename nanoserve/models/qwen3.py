@@ -16,6 +16,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
+from nanoserve.layers.ops import rotate, store_kv
 from nanoserve.layers.rotary import RotaryEmbedding
 
 
@@ -44,23 +45,60 @@ class Qwen3Attention(nn.Module):
             num_slices={"k_proj": kv_slices, "v_proj": kv_slices},
         )
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, context, bias=config.o_bias)
-        self.norms = None
+        self.q_norm = self.k_norm = None
         if parts.has_head_norms:
             self.q_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
             self.k_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
-            self.norms = (self.q_norm, self.k_norm)
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
         self.layer = AttentionLayer(
-            *(num_heads, num_kv_heads, head_dim, config.attention_scale),
-            *(config.sliding_windows[index], config.attention_soft_cap),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            scale=config.attention_scale,
+            sliding_window=config.sliding_windows[index],
+            soft_cap=config.attention_soft_cap,
         )
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
+        num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
+        # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
-        q = self.ops.store_kv(heads, self.rotary, self.norms, kv_cache, metadata)
+        if self.ops.norm_rotate_store is not None:
+            q = self._norm_rotate_store(heads, kv_cache, metadata)
+        else:
+            # 2) Queries, keys and values. Of k and v there are fewer heads: a group of query heads
+            #    shares one of them (GQA, Ainslie et al. 2023), which makes the cache smaller.
+            q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            # 3) Every query and key head is normalised: [num_tokens, heads, head_dim] over the last.
+            if self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            # 4) And turned by its position, so that q k depends on how far apart the two are.
+            cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            # 5) K and V go to their slots of the cache, before anybody reads it.
+            store_kv(k, v, kv_cache, metadata.slot_mapping)
+        # 6) Every token looks at those before it, out of the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
+
+    def _norm_rotate_store(
+        self, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """2) to 5) as one kernel; returns q."""
+        has_norms = self.q_norm is not None
+        return self.ops.norm_rotate_store(
+            heads,
+            metadata.positions,
+            self.rotary.cos,
+            self.rotary.sin,
+            self.q_norm.weight if has_norms else None,
+            self.k_norm.weight if has_norms else None,
+            self.q_norm.eps if has_norms else 0.0,
+            kv_cache,
+            metadata.slot_mapping,
+        )
 
 
 class Qwen3MLP(nn.Module):
@@ -73,6 +111,7 @@ class Qwen3MLP(nn.Module):
         self.ops, self.config = context.ops, config
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # [num_tokens, hidden_size] -> [num_tokens, 2 intermediate_size] -> half of that -> and back.
         gate_up = self.gate_up_proj(hidden)
         return self.down_proj(self.ops.act_and_mul(gate_up, self.config.hidden_act))
 
@@ -96,6 +135,8 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
+        """(what the last block gave, the stream beside it) -> the same two, one layer on."""
+        # `add` is two steps in one: residual += hidden, and hidden = norm(residual).
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, kv_cache, metadata)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -121,7 +162,7 @@ class Qwen3Model(nn.Module):
         return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
-        hidden = self.embed(input_ids)
+        hidden = self.embed(input_ids)  # [num_tokens, hidden_size], and so it stays
         residual = torch.zeros_like(hidden)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             hidden, residual = layer(hidden, residual, kv_cache, metadata)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from nanoserve.engine.executor import SlotChange
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling_params import SlotParams
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import BatchProcessor
-    from nanoserve.worker.model_runner import BatchTensors
+    from nanoserve.sampling.processors import BatchProcessor, SlotState
+    from nanoserve.worker.batch_tensors import BatchTensors
 
 
 class FusedSampler(Sampler):
@@ -21,8 +21,6 @@ class FusedSampler(Sampler):
 
     Which slots and positions the rows of a step have, the kernel reads from the batch itself.
     """
-
-    _chooses_at_random = True
 
     def __init__(
         self,
@@ -32,34 +30,55 @@ class FusedSampler(Sampler):
         processors: "Sequence[BatchProcessor]" = (),
     ) -> None:
         super().__init__(num_slots, vocab_size, device, processors)
-        # Pinned, so that the copy below does not wait. A step is collected before the next one
-        # changes a slot, so nothing is overwritten on its way.
-        self._host = torch.zeros(
-            num_slots, SETTINGS_WORDS.value, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+        self._host = torch.zeros(num_slots, SETTINGS_WORDS.value, dtype=torch.int32)
         self._on_device = torch.zeros_like(self._host, device=device)
         self._is_stale = False
-        self._is_filtered = np.zeros(num_slots, dtype=bool)
-        self.tensors: BatchTensors | None = None  # the batch on the device: set by the runner
 
-    def set_slot(self, change: SlotParams) -> None:
+    def set_slot(self, change: SlotChange) -> None:
         super().set_slot(change)
-        params = change.params
-        temperature = 0.0 if params.is_greedy else params.temperature
-        filters = (params.top_k, params.top_p, params.min_p)
-        settings = pack_settings(temperature, change.seed, change.stream, *filters)
-        self._host[change.slot] = torch.from_numpy(settings)
+        settings = self._settings[change.slot]
+        filters = (int(settings["top_k"]), float(settings["top_p"]), float(settings["min_p"]))
+        temperature = float(settings["temperature"])
+        words = pack_settings(temperature, change.seed, change.completion, *filters)
+        self._host[change.slot] = torch.from_numpy(words)
         self._is_stale = True
-        is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self._is_filtered[change.slot] = is_filtered and not params.is_greedy
 
-    def _choose(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        if self._is_stale:
-            self._on_device.copy_(self._host, non_blocking=True)
-            self._is_stale = False
-        tensors, rows = self.tensors, len(logits)
-        positions = tensors.positions[tensors.logits_rows[:rows]] + 1
-        row_slots, borders = tensors.slots[:rows], None
-        if self._is_filtered[slots].any():
+    def _is_plain(self, temperature: float, state: "SlotState | None") -> bool:
+        return state is None
+
+    def _choose_plain(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        tensors: "BatchTensors | None" = None,
+    ) -> torch.Tensor:
+        self._update_settings()
+        if tensors is None:  # some of a step's rows
+            row_slots, row_positions = (
+                torch.from_numpy(array.astype(np.int32)).to(logits.device)
+                for array in (slots, positions)
+            )
+        else:
+            row_slots = tensors.output_slots[: len(logits)]
+            row_positions = tensors.positions[tensors.output_rows[: len(logits)]] + 1
+        borders = None
+        if self._settings["is_filtered"][slots].any():
             borders = filter_borders(logits, row_slots, self._on_device)
-        return choose_tokens(logits, row_slots, positions, self._on_device, borders)
+        return choose_tokens(logits, row_slots, row_positions, self._on_device, borders)
+
+    def _choose(
+        self, logits: torch.Tensor, settings: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        return self._choose_plain(logits, slots, positions)
+
+    def _update_settings(self) -> None:
+        """Without waiting, and from memory of its own: the copy may run when `_host` has changed.
+
+        torch keeps pinned memory until the copies from it are over.
+        """
+        if self._is_stale:
+            is_gpu = self._on_device.device.type == "cuda"
+            staged = self._host.pin_memory() if is_gpu else self._host
+            self._on_device.copy_(staged, non_blocking=True)
+            self._is_stale = False

@@ -1,12 +1,26 @@
 """Log-probabilities of chosen and most likely tokens, from the model's own logits."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TokenLogprobs:
+class LogprobTensors(NamedTuple):
+    """`TokenLogprobs` on the device, where they may not have been computed yet."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+    def to_host(self) -> TokenLogprobs:
+        """Waits for them."""
+        return TokenLogprobs(*(tensor.cpu().numpy() for tensor in self))
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:
     """For each row of `logits` [num_rows, vocab_size]: the row's token, then the k most likely.
 
     token_ids: [num_rows]. A token's rank is 1 plus the number of tokens that are more likely.
@@ -14,11 +28,11 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> To
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1) + 1
-    best = logprobs.topk(min(k, logits.shape[-1]), dim=-1)
-    return TokenLogprobs(
-        token_ids=torch.cat([token_ids.unsqueeze(1), best.indices], dim=1).cpu().numpy(),
-        logprobs=torch.cat([chosen, best.values], dim=1).cpu().numpy(),
-        ranks=ranks.cpu().numpy(),
+    best = logprobs.topk(min(int(k), logits.shape[-1]), dim=-1)
+    return LogprobTensors(
+        token_ids=torch.cat([token_ids.unsqueeze(1), best.indices], dim=1),
+        logprobs=torch.cat([chosen, best.values], dim=1),
+        ranks=ranks,
     )
 
 

@@ -1,6 +1,6 @@
 """Random numbers from a counter: no generator, no state, the same on every machine.
 
-A draw depends on (seed, position, stream, token id) and on nothing else, so a seeded request gives
+A draw depends on (seed, position, completion, token id) and on nothing else, so a seeded request gives
 the same tokens whatever shares its batch, however it is chunked, and after a preemption. The idea
 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a 32-bit
 multiply-xorshift finaliser, because 64-bit integer products cost a CPU five times as much.
@@ -8,8 +8,6 @@ multiply-xorshift finaliser, because 64-bit integer products cost a CPU five tim
 
 import numpy as np
 import torch
-
-from nanoserve.sampling.sampler import best_tokens
 
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
 _LAST_SHIFT = 16
@@ -19,15 +17,15 @@ _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over a
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 23}
 
 
-def row_keys(seeds: np.ndarray, positions: np.ndarray, streams: np.ndarray) -> np.ndarray:
+def row_keys(seeds: np.ndarray, positions: np.ndarray, completions: np.ndarray) -> np.ndarray:
     """One 32-bit key per row, as int32, from 64-bit seeds and the positions of the new tokens.
 
-    Streams separate draws that share a seed and a position, such as completions of one prompt.
+    Completions of one prompt share a seed and a position; their indices separate their draws.
     """
     key = _mix((seeds & 0xFFFFFFFF).astype(np.uint32))
     key = _mix(key ^ (seeds >> np.uint64(32)).astype(np.uint32))
     key = _mix(key ^ positions.astype(np.uint32))
-    return _mix(key ^ streams.astype(np.uint32)).view(np.int32)
+    return _mix(key ^ completions.astype(np.uint32)).view(np.int32)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -37,12 +35,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(_LAST_SHIFT))
 
 
-class ExponentialRace:
-    """Draws one token per row in proportion to softmax(logits).
-
-    Each token runs for a time E / p with E from Exp(1), and the first one wins: the minimum is
-    distributed as p. In logarithms, the winner is argmax(logit - log E), which needs no softmax.
-    """
+class Noise:
+    """log E, with E from Exp(1), for every token of a vocabulary."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         token_ids = torch.arange(vocab_size, dtype=torch.int64)
@@ -53,15 +47,14 @@ class ExponentialRace:
         self._shifted = torch.empty_like(self._hash)
         self._exponential = torch.empty_like(self._hash, dtype=torch.float32)
 
-    def draw(self, logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-        """Token ids [num_rows] for float32 logits [num_rows, vocab_size], which are overwritten."""
+    def subtract_log_exponential(self, logits: torch.Tensor, keys: np.ndarray) -> None:
+        """In place, from float32 logits [num_rows, vocab_size]; keys: [num_rows], of `row_keys`."""
         row_keys = torch.from_numpy(keys).to(logits.device).unsqueeze(1)
         num_rows, vocab_size = logits.shape
         width = max(1, self._at_once // num_rows)
         for start in range(0, vocab_size, width):
             part = logits[:, start : start + width]
             part -= self._log_exponential(row_keys, start, part.shape[1])
-        return best_tokens(logits)
 
     def _log_exponential(self, row_keys: torch.Tensor, start: int, width: int) -> torch.Tensor:
         """log of Exp(1) noise [num_rows, width] for token ids from `start` on, in place."""

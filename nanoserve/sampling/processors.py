@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.engine.executor import SlotChange
 
 
 class TokenCounts:
@@ -70,25 +70,18 @@ class SlotState:
     It is made on admission, from the prompt and from what was generated before a preemption.
     """
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: list[int],
-        output_token_ids: list[int],
-        stop_token_ids: Iterable[int],
-        bad_words_token_ids: list[list[int]],
-    ) -> None:
-        self.params = params
-        self.prompt_token_ids = prompt_token_ids
-        self.output_token_ids = list(output_token_ids)
+    def __init__(self, change: SlotChange) -> None:
+        self.params = params = change.params
+        self.prompt_token_ids = change.prompt_token_ids
+        self.output_token_ids = list(change.output_token_ids)
         self.allowed = _ids(params.allowed_token_ids)
-        self.stops = _ids(stop_token_ids)
-        self.bad_words = bad_words_token_ids
+        self.stops = _ids(change.stop_token_ids)
+        self.bad_words = change.bad_words_token_ids
         self.bias_ids = _ids(params.logit_bias)
         self.bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
         self.counts: TokenCounts | None = None
         if params.has_penalties:
-            self.counts = TokenCounts(prompt_token_ids, output_token_ids)
+            self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
 
     def append(self, token_id: int) -> None:
         """The sequence has got a token."""
@@ -111,15 +104,23 @@ BatchProcessor = Callable[[torch.Tensor, list[SlotState]], None]
 
 def apply_processors(
     logits: torch.Tensor, states: list[SlotState], of_engine: Sequence[BatchProcessor] = ()
-) -> None:
-    """Change float32 `logits` [num_rows, vocab_size] in place; `states` has one entry per row."""
+) -> dict[int, Exception]:
+    """Change float32 `logits` [num_rows, vocab_size] in place; `states` has one entry per row.
+
+    Returns what requests' own processors raised, by row: no other request need suffer from that.
+    """
     for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
         transform(logits, states)
+    errors: dict[int, Exception] = {}
     for row, state in enumerate(states):
-        for processor in state.params.logits_processors or ():
-            logits[row] = processor(state.output_token_ids, logits[row])
+        try:
+            for processor in state.params.logits_processors or ():
+                logits[row] = processor(state.output_token_ids, logits[row])
+        except Exception as error:
+            errors[row] = error
     for batch_processor in of_engine:
         batch_processor(logits, states)
+    return errors
 
 
 def keep_allowed(logits: torch.Tensor, states: list[SlotState]) -> None:

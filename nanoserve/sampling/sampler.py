@@ -1,30 +1,61 @@
-"""One token for each row of logits, each row under its own request's settings."""
+"""One token for each row of logits, each row under its own request's settings.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+A row goes through at most five stages, in one pass:
+
+    logits -> changed (masks, biases, penalties) -> / temperature -> filtered -> - log E -> argmax
+
+What a stage does is in a module of its own, which is loaded when the first request asks for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling_params import SlotParams
+from nanoserve.engine.executor import SlotChange
+from nanoserve.sampling.greedy import best_tokens
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import BatchProcessor
-    from nanoserve.sampling.special_rows import SpecialRows
+    from nanoserve.sampling.logprobs import LogprobTensors
+    from nanoserve.sampling.processors import BatchProcessor, SlotState
 
-_CHUNK = 1024  # of a vocabulary; see `best_tokens`
+_SETTINGS = np.dtype(
+    [
+        ("temperature", "f4"),  # 0 is greedy
+        ("top_k", "i8"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+        ("is_filtered", "?"),
+        ("seed", "u8"),
+        ("completion", "u4"),
+        ("num_logprobs", "i8"),  # -1: none asked for
+        ("is_changed", "?"),  # whether it has a `SlotState`
+        ("is_plain", "?"),  # whether its logits are chosen from as the model gave them
+    ]
+)
+
+
+class Sampled(NamedTuple):
+    """What a step has chosen; tensors may not have been computed yet.
+
+    token_ids: int64 [num_rows]. states: of the rows that must learn their token, by row. errors:
+    what requests' own processors raised, by row; such a row's token means nothing.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: "LogprobTensors | None"
+    states: "list[tuple[int, SlotState]]"
+    errors: dict[int, Exception]
 
 
 class Sampler:
     """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
 
-    A greedy row costs an argmax. Rows that sample, rows whose logits are changed first and rows
-    that want log-probabilities are special: they are taken out and worked on together, by a module
-    that is loaded when the first of them comes. Nobody pays for what only a neighbour wants.
+    A greedy row costs an argmax. All others are copied once, in float32, and worked on together;
+    each stage takes those of them that want it, so nobody pays for what only a neighbour wants.
     """
-
-    _chooses_at_random = False  # whether `_choose` gives rows that sample their token, too
 
     def __init__(
         self,
@@ -33,67 +64,144 @@ class Sampler:
         device: torch.device,
         processors: "Sequence[BatchProcessor]" = (),
     ) -> None:
-        self._settings = (num_slots, vocab_size, device, processors)
-        self._processes_all = bool(processors)  # the engine's own processors see every row
-        self.special: SpecialRows | None = None
-        self._is_special = np.zeros(num_slots, dtype=bool)
+        self._settings = np.zeros(num_slots, _SETTINGS)
+        self._states: list[SlotState | None] = [None] * num_slots
+        self._processors = processors  # the engine's own; they see every row
+        self._vocab_size, self._device = vocab_size, device
+        self._race: Any = None  # made when the first row samples
 
-    def set_slot(self, change: SlotParams) -> None:
+    def set_slot(self, change: SlotChange) -> None:
         """The sequence in a slot is a new one."""
-        params = change.params
-        wants_logprobs = (params.logprobs, params.prompt_logprobs) != (None, None)
-        is_changed = params.changes_logits or self._processes_all
-        is_chosen = params.is_greedy or self._chooses_at_random
-        is_special = wants_logprobs or is_changed or not is_chosen
-        if is_special and self.special is None:
-            from nanoserve.sampling.special_rows import SpecialRows
+        params, state = change.params, None
+        temperature = 0.0 if params.is_greedy else params.temperature
+        if params.changes_logits or self._processors:
+            from nanoserve.sampling.processors import SlotState
 
-            self.special = SpecialRows(*self._settings, draws=not self._chooses_at_random)
-        if self.special is not None:
-            self.special.set_slot(change)
-        self._is_special[change.slot] = is_special
+            state = SlotState(change)
+        self._states[change.slot] = state
+        self._settings[change.slot] = (
+            temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+            change.seed % 2**64,
+            change.completion,
+            -1 if params.logprobs is None else params.logprobs,
+            state is not None,
+            self._is_plain(temperature, state),
+        )
 
     def sample(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
-    ) -> tuple[torch.Tensor, TokenLogprobs | None]:
-        """Token ids [num_rows], and the log-probabilities of the rows that asked for them.
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+    ) -> Sampled:
+        """Choose a token for each row.
 
         logits: [num_rows, vocab_size], in the model's dtype; they are left as they are. slots and
         positions: [num_rows], the row's slot and the position that its new token will have.
+        tensors: the batch on the device, for a sampler that reads these there.
         """
-        token_ids = self._choose(logits, slots)
-        rows = np.flatnonzero(self._is_special[slots])
-        if not len(rows):
-            return token_ids, None
-        index = torch.from_numpy(rows).to(logits.device)
-        logits, slots = logits[index], slots[rows]
-        token_ids[index] = chosen = self.special.sample(
-            logits, token_ids[index], slots, positions[rows]
-        )
-        return token_ids, self.special.logprobs(logits, chosen, slots)
+        settings = self._settings[slots]
+        rest = np.flatnonzero(~settings["is_plain"])
+        if not len(rest):
+            token_ids = self._choose_plain(logits, slots, positions, tensors)
+            return Sampled(token_ids, self._logprobs(logits, token_ids, settings), [], {})
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        plain = np.flatnonzero(settings["is_plain"])
+        if len(plain):
+            index = _tensor(plain, logits)
+            token_ids[index] = self._choose_plain(logits[index], slots[plain], positions[plain])
+        index = _tensor(rest, logits)
+        own = logits[index].float()
+        states = [(row, self._states[slots[row]]) for row in rest if settings["is_changed"][row]]
+        errors = self._change(own, settings[rest], states) if states else {}
+        token_ids[index] = self._choose(own, settings[rest], slots[rest], positions[rest])
+        errors = {int(states[i][0]): error for i, error in errors.items()}
+        return Sampled(token_ids, self._logprobs(logits, token_ids, settings), states, errors)
 
-    def record(self, slots: np.ndarray, token_ids: list[int]) -> None:
-        """The sequences in `slots` have got these tokens."""
-        if self.special is not None:
-            self.special.record(slots, token_ids)
+    # What follows differs on a GPU, where one kernel does it all: see FusedSampler.
 
-    def _choose(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """What every row gets at first, and most rows keep."""
+    def _is_plain(self, temperature: float, state: "SlotState | None") -> bool:
+        return temperature == 0 and state is None
+
+    def _choose_plain(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+    ) -> torch.Tensor:
         return best_tokens(logits)
 
+    def _choose(
+        self, logits: torch.Tensor, settings: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        """logits: float32 [num_rows, vocab_size], the rows' own, which are overwritten."""
+        at_random = np.flatnonzero(settings["temperature"] > 0)
+        if len(at_random):
+            settings, positions = settings[at_random], positions[at_random]
+            with _rows_of(logits, at_random) as part:
+                part /= _tensor(settings["temperature"], logits).unsqueeze(1)
+                self._filter(part, settings)
+                # An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1)
+                # for each, and the first one wins. That is t with probability p(t). In logarithms
+                # the winner is argmax(logit - log E), and no softmax is needed.
+                self._subtract_log_exponential(part, settings, positions)
+        return best_tokens(logits)
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """int64 [num_rows]: each row's argmax, the first among equals.
+    def _filter(self, logits: torch.Tensor, settings: np.ndarray) -> None:
+        filtered = np.flatnonzero(settings["is_filtered"])
+        if len(filtered):
+            from nanoserve.sampling.filters import apply_filters
 
-    On a CPU `amax` alone reads a vocabulary as fast as memory gives it, and it does not say where
-    the maximum is. So it chooses a chunk, and `max`, twice as slow, only looks through that.
-    """
-    vocab_size = logits.shape[1]
-    if vocab_size <= _CHUNK:
-        return logits.max(dim=-1).indices
-    chunks = logits[:, : vocab_size // _CHUNK * _CHUNK].unflatten(1, (-1, _CHUNK))
-    rest = logits[:, -_CHUNK:]  # what it shares with the chunk before, that one has won already
-    highest = torch.cat([chunks.amax(-1), rest.amax(-1, keepdim=True)], dim=1)
-    start = highest.max(-1, keepdim=True).indices.mul_(_CHUNK).clamp_(max=vocab_size - _CHUNK)
-    chosen = logits.gather(1, start + torch.arange(_CHUNK, device=logits.device))
-    return start[:, 0] + chosen.max(dim=-1).indices
+            values = (_tensor(settings[name][filtered], logits) for name in _FILTERS)
+            with _rows_of(logits, filtered) as part:
+                apply_filters(part, *values)
+
+    def _subtract_log_exponential(
+        self, logits: torch.Tensor, settings: np.ndarray, positions: np.ndarray
+    ) -> None:
+        from nanoserve.sampling.noise import Noise, row_keys
+
+        if self._race is None:
+            self._race = Noise(self._vocab_size, self._device)
+        keys = row_keys(settings["seed"], positions, settings["completion"])
+        self._race.subtract_log_exponential(logits, keys)
+
+    def _change(
+        self, logits: torch.Tensor, settings: np.ndarray, states: "list[tuple[int, SlotState]]"
+    ) -> dict[int, Exception]:
+        from nanoserve.sampling.processors import apply_processors
+
+        with _rows_of(logits, np.flatnonzero(settings["is_changed"])) as part:
+            return apply_processors(part, [state for _, state in states], self._processors)
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
+    ) -> "LogprobTensors | None":
+        """At the rows that asked for them, as many as the most curious of them asked.
+
+        Of the model's own logits, whatever was done to a copy of them.
+        """
+        rows = np.flatnonzero(settings["num_logprobs"] >= 0)
+        if not len(rows):
+            return None
+        from nanoserve.sampling.logprobs import gather_logprobs
+
+        index = _tensor(rows, logits)
+        return gather_logprobs(logits[index], token_ids[index], settings["num_logprobs"].max())
+
+
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+@contextmanager
+def _rows_of(matrix: torch.Tensor, rows: np.ndarray) -> Iterator[torch.Tensor]:
+    """Some rows of a matrix, to be changed in place; the matrix itself if they are all of it."""
+    if len(rows) == len(matrix):
+        yield matrix
+    else:
+        index = _tensor(rows, matrix)
+        part = matrix[index]
+        yield part
+        matrix[index] = part
+
+
+def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(like.device)

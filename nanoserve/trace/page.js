@@ -259,11 +259,11 @@ function numFilled(block) {
 const MOST_TOKENS = 40; // of a row that are drawn: the first ones, and the last
 
 function drawBatch(step) {
-  const { num_tokens, num_rows, num_decode_rows, num_logits_rows, max_query_len } = step.batch;
+  const { num_tokens, num_rows, num_decode_rows, num_outputs, max_query_len } = step.batch;
   byId("layout").textContent =
     `${plural(num_tokens, "token")} in ${plural(num_rows, "row")}, without padding; rows of one ` +
     `token first (${num_decode_rows}), longest ${max_query_len}; ` +
-    `${plural(num_logits_rows, "token")} with logits, longest context ${step.batch.max_context_len}`;
+    `${plural(num_outputs, "token")} with logits, longest context ${step.batch.max_context_len}`;
   byId("packed").replaceChildren(...step.rows.map(drawRow));
 }
 

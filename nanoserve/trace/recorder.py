@@ -35,9 +35,11 @@ from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.decoders import DecodeStream
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine, StepTimes
-from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.stopwatch import StepTimes
 
 FORMAT, VERSION = "nanoserve-trace", 1
 _OPTIONS = (
@@ -79,16 +81,19 @@ class TraceRecorder:
         parts = asdict(times)
         start = self._seconds(time.perf_counter() - sum(parts.values()))
         arrived = self._introduce(plan)
-        aborted = self._ended(seq for seq in self._texts if seq not in plan.num_new_tokens)
+        planned = {row.seq: None for row in plan.rows}  # in batch order
+        aborted = self._ended(seq for seq in self._texts if seq not in planned)
         undone = self._undone(plan)
         for seq in [*undone, *plan.preempted]:
             self._tables.pop(seq, None)
-        rows = self._rows(plan, batch)
+        header = batch.header
+        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        rows = [self._row(row, table) for row, table in zip(plan.rows, tables, strict=True)]
         evicted = self._evict(block for row in rows for block in row["blocks"][row["hits"] :])
         self._cached.update(plan.registered_blocks)
         self._write(
             {
-                "step": int(batch.header[0]),
+                "step": header.step,
                 "time": start,
                 "times": {part: round(seconds, 7) for part, seconds in parts.items()},
                 "arrived": arrived,
@@ -96,11 +101,11 @@ class TraceRecorder:
                 "undone": _numbers(undone),
                 "preempted": _numbers(plan.preempted),
                 "admitted": _numbers(plan.admitted),
-                "batch": batch.header_dict(),
+                "batch": header._asdict(),
                 "rows": rows,
                 "evicted": evicted,
                 "published": plan.registered_blocks,
-                "finished": self._ended(plan.num_new_tokens),
+                "finished": self._ended(planned),
                 "waiting": _numbers(self._scheduler.waiting),
                 "running": _numbers(self._scheduler.running),
             }
@@ -121,7 +126,7 @@ class TraceRecorder:
 
     def _introduce(self, plan: Plan) -> list[dict[str, Any]]:
         """Sequences that were never seen before. An arrival may run at once, or wait."""
-        seen = {*plan.num_new_tokens, *self._scheduler.waiting}
+        seen = {*(row.seq for row in plan.rows), *self._scheduler.waiting}
         new = sorted(seen.difference(self._texts), key=lambda seq: seq.arrival)
         return [self._arrival(seq) for seq in new]
 
@@ -159,21 +164,8 @@ class TraceRecorder:
             or seq in plan.admitted
         ]
 
-    def _rows(self, plan: Plan, batch: Batch) -> list[dict[str, Any]]:
-        last_tokens = (batch.cu_seqlens_q[1 : len(plan.num_new_tokens) + 1] - 1).tolist()
-        sampled = set(batch.logits_rows[: batch.header_dict()["num_sampled_rows"]].tolist())
-        rows = []
-        for i, (seq, n) in enumerate(plan.num_new_tokens.items()):
-            row = self._row(seq, n, batch.block_tables[i].tolist())
-            row["yields"] = last_tokens[i] in sampled
-            if row["yields"]:
-                row["token"] = _yielded(seq)
-                row["text"] = self._texts[seq].next(row["token"])
-            rows.append(row)
-        return rows
-
-    def _row(self, seq: Sequence, n: int, packed_table: list[int]) -> dict[str, Any]:
-        """One sequence in a step. Where it `yields` one, `_rows` adds `token` and its `text`.
+    def _row(self, row: Row, packed_table: list[int]) -> dict[str, Any]:
+        """One sequence in a step.
 
         seq: its arrival number.
         kind: "decode" for a single token of the output, or else "prefill"; so a prompt is computed,
@@ -181,23 +173,29 @@ class TraceRecorder:
         computed, new: tokens whose K and V were in the cache before, and those of this step.
         hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
         blocks: what is new in its block table.
+        yields: whether it has got a token, which is then `token`, with its `text`.
         """
-        computed = seq.num_computed_tokens - n
+        seq, computed, n = row.seq, row.start, row.n
         # A table reaches beyond a step that computes a chunk; one that has been given back does
         # not, because only a sequence that has caught up finishes.
-        num_used = -(-seq.num_computed_tokens // self._block_size)
+        num_used = blocks_needed(computed + n, self._block_size)
         table = list(seq.block_table) or packed_table[:num_used]
         is_admitted = seq not in self._tables
         num_known = 0 if is_admitted else len(self._tables[seq])
         self._tables[seq] = table
-        return {
+        written = {
             "seq": seq.arrival,
             "kind": "decode" if n == 1 and computed >= seq.num_prompt_tokens else "prefill",
             "computed": computed,
             "new": n,
             "hits": computed // self._block_size if is_admitted else 0,
             "blocks": table[num_known:],
+            "yields": bool(row.num_sampled),
         }
+        if row.num_sampled:
+            written["token"] = _yielded(row)
+            written["text"] = self._texts[seq].next(written["token"])
+        return written
 
     def _evict(self, taken: Iterable[int]) -> list[int]:
         """The cached blocks that were lost since the step before; `taken` are new in a table."""
@@ -240,13 +238,14 @@ class TokenTexts:
         return ""
 
 
-def _yielded(seq: Sequence) -> int | None:
+def _yielded(row: Row) -> int | None:
     """The token that a sequence got in the step that is just over.
 
     A token that ends a sequence does not join it. Then it is the stop token, or the model's EOS;
     None if the model has several of these.
     """
-    if seq.num_tokens > seq.num_computed_tokens:
+    seq = row.seq
+    if len(seq.token_ids) > row.start + row.n:
         return seq.token_ids[-1]
     if isinstance(seq.stop_reason, int):
         return seq.stop_reason

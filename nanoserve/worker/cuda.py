@@ -62,6 +62,10 @@ class Cuda:
             output = forward()
         return graph.replay, output
 
+    def synchronize(self) -> None:
+        """Wait for everything that was launched on this device."""
+        torch.cuda.synchronize(self.device)
+
     def graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
@@ -83,5 +87,5 @@ class Cuda:
     def release_unused(self) -> None:
         """Give memory that no tensor uses back to the device."""
         gc.collect()
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         torch.cuda.empty_cache()

@@ -7,13 +7,13 @@ copied to, and a batch between two recorded sizes is filled up with dummy rows.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch import Batch, BatchHeader
 from nanoserve.worker.cuda import Cuda
 
 
@@ -28,8 +28,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def append_dummy_rows(
-    batch: Batch, header: Mapping[str, int], num_new_tokens: np.ndarray, block_size: int
-) -> dict[str, int]:
+    batch: Batch, header: BatchHeader, num_new_tokens: np.ndarray, block_size: int
+) -> BatchHeader:
     """Add rows that belong to nobody, of so many tokens each; returns the header that counts them.
 
     They are real rows: tokens from position 0 on, in the dummy block 0, with a context of their
@@ -37,28 +37,27 @@ def append_dummy_rows(
     `batch.header` keeps counting the real rows only. Ranks that share the memory of a batch all do
     this to it, and write the same.
     """
-    rows, tokens = header["num_rows"], header["num_tokens"]
+    rows, tokens = header.num_rows, header.num_tokens
     all_rows, all_tokens = rows + len(num_new_tokens), tokens + int(num_new_tokens.sum())
     if rows == 0:
-        batch.cu_seqlens_q[0] = batch.cu_seqlens_k[0] = 0
+        batch.cu_seqlens_q[0] = 0
     ends = np.cumsum(num_new_tokens)
     batch.cu_seqlens_q[rows + 1 : all_rows + 1] = batch.cu_seqlens_q[rows] + ends
-    batch.cu_seqlens_k[rows + 1 : all_rows + 1] = batch.cu_seqlens_k[rows] + ends
     batch.context_lens[rows:all_rows] = num_new_tokens
-    batch.block_tables[rows:all_rows] = 0
+    batch.row_slots[rows:all_rows] = 0
+    batch.block_tables(all_rows, header.table_width)[rows:] = 0
     positions = np.arange(all_tokens - tokens) - np.repeat(ends - num_new_tokens, num_new_tokens)
     batch.input_ids[tokens:all_tokens] = 0
     batch.positions[tokens:all_tokens] = positions
     batch.slot_mapping[tokens:all_tokens] = positions % block_size
     longest = int(num_new_tokens.max(initial=0))
-    return {
-        **header,
-        "num_rows": all_rows,
-        "num_tokens": all_tokens,
-        "num_decode_rows": header["num_decode_rows"] + int((num_new_tokens == 1).sum()),
-        "max_query_len": max(header["max_query_len"], longest),
-        "max_context_len": max(header["max_context_len"], longest),
-    }
+    return header._replace(
+        num_rows=all_rows,
+        num_tokens=all_tokens,
+        num_decode_rows=header.num_decode_rows + int((num_new_tokens == 1).sum()),
+        max_query_len=max(header.max_query_len, longest),
+        max_context_len=max(header.max_context_len, longest),
+    )
 
 
 class DecodeGraphs:
@@ -69,16 +68,16 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
 
-    def covers(self, header: Mapping[str, int]) -> bool:
+    def covers(self, header: BatchHeader) -> bool:
         """Whether a batch can be replayed: each of its rows has `query_len` tokens, none is more.
 
         A row of the last token of a prompt looks like any decode row, and is one.
         """
-        same_length = header["num_tokens"] == header["num_rows"] * self.query_len
+        same_length = header.num_tokens == header.num_rows * self.query_len
         return (
             same_length
-            and header["max_query_len"] == self.query_len
-            and header["num_rows"] <= self.sizes[-1]
+            and header.max_query_len == self.query_len
+            and header.num_rows <= self.sizes[-1]
         )
 
     def size_for(self, num_rows: int) -> int:

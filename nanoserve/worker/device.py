@@ -17,6 +17,7 @@ from nanoserve.layers.context import LayerContext, TensorParallel
 from nanoserve.layers.linear import LinearMethod
 from nanoserve.layers.ops import TorchOps
 from nanoserve.models.registry import model_class, model_location
+from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,13 @@ def make_runner(
     attention, ops = _backend(name)
     if device.type == "cpu":
         context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype))
-        return ModelRunner(config, model_config, path, context)
+        return ModelRunner(config, model_config, path, context, HostDevice())
     context = LayerContext(dtype, device, tp, attention, ops)
-    from nanoserve.worker.gpu_runner import GPURunner
+    from nanoserve.worker.cuda import Cuda
+    from nanoserve.worker.cuda_device import CudaDevice
 
-    return GPURunner(config, model_config, path, context)
+    cuda_device = CudaDevice(config, Cuda(device), attention.capturable)
+    return ModelRunner(config, model_config, path, context, cuda_device)
 
 
 def _linear_method(dtype: torch.dtype) -> LinearMethod | None:

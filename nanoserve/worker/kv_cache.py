@@ -9,17 +9,16 @@ import math
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.layers.context import LayerContext, TensorParallel
 
 _GIB = 2**30
 _ALONE = TensorParallel()
-_PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
 def kv_block_bytes(model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE) -> int:
@@ -57,63 +56,13 @@ def decide_num_kv_blocks(
             )
         return budget // block_bytes - 1
     budget = min(4 * _GIB, memory_bytes // 4)
-    return max(1, min(_blocks_wanted(config, model_config), budget // block_bytes - 1))
+    return max(1, min(blocks_wanted(config, model_config), budget // block_bytes - 1))
 
 
-@dataclass(frozen=True)
-class GPUMemory:
-    """Bytes of a GPU, measured when the weights were loaded and a worst-case step had been run."""
-
-    total: int
-    free: int  # with nothing but the weights loaded; other processes may hold some, too
-    weights: int
-    activations: int  # what a step of the worst case takes on top
-    graphs: int
-
-    def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel = _ALONE
-    ) -> int:
-        """Usable blocks in this process's share of the memory, `gpu_memory_utilization`.
-
-        Other processes do not shrink the share: if what they hold is missing, this raises, and
-        so it does if nothing is left. `ValueError` with the numbers and what to lower.
-        """
-        block_bytes = kv_block_bytes(model_config, config.block_size, tp)
-        share = int(self.total * config.gpu_memory_utilization)
-        taken = self.weights + self.activations + self.graphs
-        told = (
-            f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
-            f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} and "
-            f"max_num_seqs={config.max_num_seqs} {_gib(self.activations)}, CUDA graphs "
-            f"{_gib(self.graphs)}"
-        )
-        if share - taken < 2 * block_bytes:
-            raise ValueError(
-                f"no memory is left for KV blocks: {told}. Raise the first, or lower the next two"
-            )
-        # More than every running sequence at its full length only helps the prefix cache.
-        wanted = max(_blocks_wanted(config, model_config), _PLENTY)
-        most = min(wanted, (2**31 - 1) // config.block_size - 1)  # slots are numbered in 32 bits
-        num_blocks = min((share - taken) // block_bytes - 1, most)
-        missing = (num_blocks + 1) * block_bytes + self.activations + self.graphs - self.free
-        if missing > 0:
-            raise ValueError(
-                f"{_gib(missing)} are missing: {told}, so {num_blocks} KV blocks would fit, but "
-                f"only {_gib(self.free)} are free. Other processes, other engines of this one, or "
-                f"CUDA itself hold the rest; lower gpu_memory_utilization"
-            )
-        return num_blocks
-
-
-def _blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
+def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
     """What `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
-    return config.max_num_seqs * -(-max_model_len // config.block_size)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+    return config.max_num_seqs * blocks_needed(max_model_len, config.block_size)
 
 
 def allocate_kv_cache(

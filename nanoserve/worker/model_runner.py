@@ -1,130 +1,201 @@
-"""Batch -> device -> model -> logits -> sampled tokens. The executor for one device."""
+"""Batch -> device -> model -> logits -> sampled tokens. The executor of one device."""
 
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.executor import StepResult
+from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling_params import SlotParams
-from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
+from nanoserve.sampling.sampler import Sampled
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.heads import Head, make_head, registered_heads
+from nanoserve.worker.host_device import Device
+from nanoserve.worker.kv_cache import allocate_kv_cache
 
 logger = logging.getLogger(__name__)
 
 
-class BatchTensors:
-    """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device.
+@dataclass
+class Handle:
+    """A step under way. What lies on the device may not have been computed yet."""
 
-    They are attributes of the same names, as long as the field's capacity.
-    """
-
-    def __init__(self, layout: BatchLayout, memory: torch.Tensor) -> None:
-        first = layout.offsets()
-        for name, capacity in layout.fields().items():
-            setattr(self, name, memory[first[name] :][: capacity * 4].view(torch.int32))
-        self.block_tables = self.block_tables.view(layout.max_num_rows, -1)
-
-    def attention_metadata(self, header: dict[str, int]) -> AttentionMetadata:
-        rows = header["num_rows"]
-        tokens = slice(0, header["num_tokens"])
-        return AttentionMetadata(
-            positions=self.positions[tokens],
-            slot_mapping=self.slot_mapping[tokens],
-            cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
-            cu_seqlens_k=self.cu_seqlens_k[: rows + 1],
-            context_lens=self.context_lens[:rows],
-            block_tables=self.block_tables[:rows],
-            num_decode_rows=header["num_decode_rows"],
-            max_query_len=header["max_query_len"],
-            max_context_len=header["max_context_len"],
-        )
-
-
-class Step(NamedTuple):
-    """A step under way: `token_ids` [num_sampled_rows] may not have been computed yet."""
-
-    token_ids: torch.Tensor
-    slots: np.ndarray
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
+    batch: Batch
+    header: BatchHeader
+    tensors: BatchTensors
+    logits: torch.Tensor | None = None  # [num_sampled, vocab_size], on rank 0
+    of_heads: dict[str, Any] = field(default_factory=dict)
+    sampled: Sampled | None = None
+    fetched: Any = None  # the sampled ids on their way to the host
 
 
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
-    As it stands it runs on a CPU; `nanoserve.worker.gpu_runner` says what a GPU does otherwise.
-    Everything that can be refused is refused before the weights are read.
+    What a GPU does otherwise than a CPU is its `Device`'s to know. Whatever can be refused before
+    the weights are read, is.
     """
 
-    sampler_class = Sampler
-
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, path: Path, context: LayerContext
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        path: Path,
+        context: LayerContext,
+        device: Device,
     ) -> None:
-        self.config, self.model_config, self.context = config, model_config, context
-        self._make_room(decide_num_kv_blocks(config, model_config, context.tp))
-        self._load(path)
-        self._allocate()
+        self.config, self.model_config = config, model_config
+        self.context, self.device = context, device
+        self.heads: dict[str, Head] = {}
+        self._num_batches = 0
+        # By slot, the token that was sampled last: the next step's input, before the host knows it.
+        self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=context.device)
+        with device.guard():
+            # A CPU's pool is known beforehand; a GPU gives it what the weights have left.
+            num_kv_blocks = device.pool_before_loading(config, model_config, context.tp)
+            if num_kv_blocks is not None:
+                self.make_room(num_kv_blocks)
+            self._load_model(path)
+            if num_kv_blocks is None:
+                self.make_room(device.pool_after_loading(self))
+            self._allocate_pool()
+            device.warm_up(self)
 
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
-        """Start one step."""
-        for change in sampling:
-            self.sampler.set_slot(change)
-        return self._execute(batch)
-
-    def collect(self, handle: Step) -> StepResult:
-        """Wait for a step's tokens."""
-        token_ids = handle.token_ids.tolist()
-        self.sampler.record(handle.slots, token_ids)
-        return StepResult(token_ids, handle.logprobs, handle.prompt_logprobs)
-
-    def close(self) -> None:
-        """Release weights and cache, even if somebody still holds the runner."""
-        self.model = self.kv_cache = self.sampler = None
-
-    def _make_room(self, num_kv_blocks: int) -> None:
+    def make_room(self, num_kv_blocks: int) -> None:
         """With so many blocks: the longest sequence, and the buffers for a step."""
         config = self.config
         self.num_kv_blocks = num_kv_blocks = self.context.tp.smallest(num_kv_blocks)
         self.max_model_len = config.resolve_max_model_len(
             self.model_config.max_position_embeddings, num_kv_blocks
         )
-        blocks_per_row = -(-self.max_model_len // config.block_size)
-        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks_per_row)
-        self.use_memory(self._host_memory(2 * layout.num_bytes), layout)
+        self.layout = BatchLayout(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            blocks_needed(self.max_model_len, config.block_size),
+            tuple(registered_heads()),
+        )
+        self.device.make_room(self.layout)
+        self.use_memory(self.device.host_memory(2 * self.layout.num_bytes))
 
-    def use_memory(self, memory: np.ndarray, layout: BatchLayout | None = None) -> None:
-        """Batches lie in `memory` from now on: uint8, room for two of them."""
-        layout = layout or self.batches[0].layout
-        first, second = np.split(memory, 2)
-        self.batches = (Batch(layout, first), Batch(layout, second))
+    def use_memory(self, memory: np.ndarray) -> None:
+        """Batches lie in `memory` from now on: uint8, room for two of them, used in turn."""
+        self.device.lock(memory)
+        self.batches = [Batch(self.layout, part) for part in np.split(memory, 2)]
 
-    def _host_memory(self, num_bytes: int) -> np.ndarray:
-        return np.zeros(num_bytes, dtype=np.uint8)
+    def next_batch(self) -> Batch:
+        """The one before last: its step has been collected, or was given up."""
+        batch = self.batches[self._num_batches % 2]
+        self.device.wait_until_read(batch)
+        # In 31 bits, and never given twice in a row, also if a step fails: workers tell by it
+        # whether a batch is still the one that was announced to them.
+        batch.step, self._num_batches = self._num_batches, (self._num_batches + 1) % 2**31
+        return batch
 
-    def _load(self, path: Path) -> None:
+    def fill_slots(self, changes: list[SlotChange]) -> None:
+        """How to sample for the sequences that are new in their slots. Ranks above 0 do not."""
+        for change in changes:
+            self.sampler.set_slot(change)
+            if change.prompt_head is not None:
+                self._head(change.prompt_head).set_slot(change)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+        """Launch one step, as far as the logits. Every rank does this, and only this."""
+        self.fill_slots(changes)
+        header = batch.header
+        with self.device.guard():
+            # 1) Tokens that the host did not know when it packed the step are on rank 0's device.
+            if header.num_pending:
+                self.context.tp.broadcast(self.last_token)
+            # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
+            tensors, hidden = self.device.run(batch, header, self.last_token, self.run_model)
+            handle = Handle(batch, header, tensors)
+            # 3) Only the rows that somebody asked for become logits: a prompt of a thousand tokens
+            #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
+            for name, outputs in batch.prompt_outputs(header).items():
+                handle.of_heads[name] = self._head(name)(
+                    hidden[tensors.output_rows[outputs]],
+                    tensors.next_ids[outputs],
+                    batch.output_slots[outputs],
+                    self.model.compute_logits,
+                )
+            if header.num_sampled:  # else every row is a chunk in the middle of its prompt
+                rows = tensors.output_rows[: header.num_sampled]
+                handle.logits = self.model.compute_logits(hidden[rows])
+        return handle
+
+    @torch.inference_mode()
+    def sample(self, handle: Handle) -> None:
+        """Launch the choice of the next tokens, and leave them where the next step finds them."""
+        num_sampled = handle.header.num_sampled
+        if not num_sampled:
+            return
+        batch, tensors = handle.batch, handle.tensors
+        with self.device.guard():
+            handle.sampled = self.sampler.sample(
+                handle.logits,
+                batch.output_slots[:num_sampled].copy(),
+                # A new token's own position takes part in its noise.
+                batch.positions[batch.output_rows[:num_sampled]] + 1,
+                tensors,
+            )
+            token_ids = handle.sampled.token_ids
+            self.last_token[tensors.output_slots[:num_sampled]] = token_ids.int()
+            handle.fetched = self.device.fetch(token_ids)
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Wait for a step's tokens."""
+        of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
+        if handle.sampled is None:
+            return StepResult([], of_heads=of_heads)
+        token_ids = self.device.wait(handle.fetched)
+        sampled = handle.sampled
+        for row, state in sampled.states:
+            state.append(token_ids[row])
+        new_ids = [[token_id] for token_id in token_ids]
+        for row in sampled.errors:
+            new_ids[row] = []
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
+        return StepResult(new_ids, logprobs, sampled.errors, of_heads)
+
+    def close(self) -> None:
+        """Release weights and cache, even if somebody still holds the runner."""
+        self.device.finish()
+        self.model = self.kv_cache = self.sampler = None
+        self.device.close()
+
+    def run_model(
+        self, tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
+    ) -> torch.Tensor:
+        metadata = tensors.attention_metadata(header, block_tables)
+        return self.model(tensors.input_ids[: header.num_tokens], self.kv_cache, metadata)
+
+    def _head(self, name: str) -> Head:
+        if name not in self.heads:
+            self.heads[name] = make_head(name, self.config.max_num_seqs)
+        return self.heads[name]
+
+    def _load_model(self, path: Path) -> None:
         self.model = model_class(self.model_config.architecture)(self.model_config, self.context)
         is_first = self.context.tp.rank == 0
         load_weights(self.model, path, self.config.load_format, shows_progress=is_first)
-        self.sampler = self.sampler_class(
+        self.sampler = self.device.sampler_class(
             self.config.max_num_seqs,
             self.model_config.vocab_size,
             self.context.device,
             self.config.logits_processors,
         )
 
-    def _allocate(self) -> None:
+    def _allocate_pool(self) -> None:
         block_size = self.config.block_size
         self.kv_cache = allocate_kv_cache(
             self.model_config, self.num_kv_blocks, block_size, self.context
@@ -136,34 +207,3 @@ class ModelRunner:
             f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
             f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
         )
-
-    @torch.inference_mode()
-    def _execute(self, batch: Batch) -> Step:
-        header = batch.header_dict()
-        tensors, hidden = self.run_model(batch, header)
-        sampled = slice(0, header["num_sampled_rows"])
-        slots, rows = batch.slots[sampled], batch.logits_rows[sampled]
-        token_ids, logprobs, prompt_logprobs = torch.empty(0), None, None
-        asked = slice(sampled.stop, header["num_logits_rows"])
-        if asked.start < asked.stop:
-            prompt_logprobs = self.sampler.special.prompt_logprobs(
-                hidden[tensors.logits_rows[asked]],
-                tensors.next_ids[asked],
-                batch.slots[asked],
-                self.model.compute_logits,
-            )
-        if sampled.stop:  # else every row is a chunk in the middle of its prompt
-            logits = self.model.compute_logits(hidden[tensors.logits_rows[sampled]])
-            # Last, because a request's own processors may raise: the other ranks are done by then.
-            # The new token's own position takes part in its noise.
-            token_ids, logprobs = self.sampler.sample(logits, slots, batch.positions[rows] + 1)
-        return Step(token_ids, slots, logprobs, prompt_logprobs)
-
-    def run_model(self, batch: Batch, header: dict[str, int]) -> tuple[BatchTensors, torch.Tensor]:
-        """The batch on the device, and the hidden states [num_tokens, hidden_size]."""
-        tensors = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
-        return tensors, self._forward(tensors, header)
-
-    def _forward(self, tensors: BatchTensors, header: dict[str, int]) -> torch.Tensor:
-        input_ids = tensors.input_ids[: header["num_tokens"]]
-        return self.model(input_ids, self.kv_cache, tensors.attention_metadata(header))

@@ -37,6 +37,10 @@ class Group:
         self._wait(self._process_group.gather([parts] if is_first else [], [x.contiguous()]))
         return parts if is_first else None
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        """From rank 0."""
+        self._wait(self._process_group.broadcast(x, 0))
+
     def smallest(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()

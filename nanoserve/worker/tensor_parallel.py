@@ -14,7 +14,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,11 +23,11 @@ import torch
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import StepResult
+from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.layers.context import TensorParallel
-from nanoserve.sampling_params import SlotParams
-from nanoserve.worker.model_runner import ModelRunner, Step
+from nanoserve.worker.heads import registered_heads
+from nanoserve.worker.model_runner import Handle, ModelRunner
 from nanoserve.worker.process_group import Group, join_group, serve_store
 from nanoserve.worker.worker_processes import WorkerError, Workers
 
@@ -62,6 +62,7 @@ class TensorParallelExecutor:
             options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["model"] = model  # its architecture, and where its class is
+            job["heads"] = registered_heads()
             self._workers = Workers(size, job, memory, num_threads)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
@@ -70,7 +71,7 @@ class TensorParallelExecutor:
                 self._workers.on_failure = groups[0].abort
             self.runner = make_runner(TensorParallel(0, size, groups[0]))
             self._stack.callback(self.runner.close)
-            num_bytes = 2 * self.runner.batches[0].layout.num_bytes
+            num_bytes = 2 * self.runner.layout.num_bytes
             os.ftruncate(memory, num_bytes)
             self.runner.use_memory(map_memory(memory, num_bytes))
             self._workers.wait_for("built", _LOAD_TIMEOUT)
@@ -80,30 +81,29 @@ class TensorParallelExecutor:
             raise
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.max_model_len = self.runner.max_model_len
-        self.batches = self.runner.batches
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of ranks 1, 2, ..."""
         return self._workers.pids
 
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Step:
-        self._workers.check()
-        try:
-            for change in sampling:  # before any other rank starts: this may raise
-                self.runner.sampler.set_slot(change)
-            self._workers.announce(batch.header_dict()["step"])
-            return self.runner.submit(batch, [])
-        except BaseException as error:
-            self._recover(error)
-            raise
+    def next_batch(self) -> Batch:
+        return self.runner.next_batch()
 
-    def collect(self, handle: Step) -> StepResult:
-        try:
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+        self._workers.check()
+        with self._recovery():
+            self.runner.fill_slots(changes)  # before any other rank starts: this may raise
+            self._workers.announce(batch.step)
+            return self.runner.forward(batch, [])
+
+    def sample(self, handle: Handle) -> None:
+        with self._recovery():
+            self.runner.sample(handle)
+
+    def collect(self, handle: Handle) -> StepResult:
+        with self._recovery():
             return self.runner.collect(handle)
-        except BaseException as error:
-            self._recover(error)
-            raise
 
     def close(self) -> None:
         """End the workers and release everything. Idempotent."""
@@ -128,15 +128,20 @@ class TensorParallelExecutor:
         for group in self._groups:
             group.leak()
 
-    def _recover(self, error: BaseException) -> None:
-        """It is the end, unless only rank 0 has failed, in sampling, and the others wait."""
+    @contextlib.contextmanager
+    def _recovery(self) -> Iterator[None]:
+        """An error is the end, unless only rank 0 has failed and the others wait for a step."""
         try:
-            goes_on = self._workers.are_waiting()
-        except BaseException as interrupt:
-            self._end(interrupt)
+            yield
+        except BaseException as error:
+            try:
+                goes_on = self._workers.are_waiting()
+            except BaseException as interrupt:
+                self._end(interrupt)
+                raise
+            if not goes_on:
+                self._end(error)
             raise
-        if not goes_on:
-            self._end(error)
 
     def _end(self, error: BaseException) -> None:
         """Close, and raise what a worker has to say if it may be the cause of `error`."""

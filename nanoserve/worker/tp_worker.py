@@ -14,14 +14,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import TensorParallel
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
-from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.heads import register_head
 from nanoserve.worker.process_group import find_store, join_group
 from nanoserve.worker.tensor_parallel import map_memory
 from nanoserve.worker.worker_processes import PING
@@ -47,6 +45,8 @@ def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     architecture, location = job["model"]
     if architecture not in supported_architectures():
         register_model(architecture, location)
+    for name, location in job["heads"].items():
+        register_head(name, location)
     model_config = ModelConfig.from_checkpoint(path, config.dtype)
     device = choose_device(config.device, job["rank"], size)
     store = find_store(job["port"], size)
@@ -58,35 +58,19 @@ def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     while announced := os.read(fds["steps"], 4):
         step = int.from_bytes(announced, "little")
         if step == PING:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            runner.device.finish()
             _report(fds["status"], state="waiting")
             continue
         if not is_mapped:  # rank 0 has given the memory its size by now
-            num_bytes = 2 * runner.batches[0].layout.num_bytes
-            runner.use_memory(map_memory(fds["memory"], num_bytes))
+            runner.use_memory(map_memory(fds["memory"], 2 * runner.layout.num_bytes))
             is_mapped = True
-        follow(runner, step)
-
-
-@torch.inference_mode()
-def follow(runner: ModelRunner, step: int) -> None:
-    """What rank 0 does in this step, up to the logits, which go to rank 0.
-
-    Batches alternate and carry their step. A batch that rank 0 has begun to pack anew shows itself
-    by its number.
-    """
-    batch = runner.batches[step % 2]
-    header = batch.header_dict()
-    tensors, hidden = runner.run_model(batch, header)
-    num_sampled, num_rows = header["num_sampled_rows"], header["num_logits_rows"]
-    size = batch.layout.max_num_rows
-    for first in range(num_sampled, num_rows, size):  # slices as rank 0 makes them
-        runner.model.compute_logits(hidden[tensors.logits_rows[first:num_rows][:size]])
-    if num_sampled:
-        runner.model.compute_logits(hidden[tensors.logits_rows[:num_sampled]])
-    if not header["step"] == batch.header_dict()["step"] == step:
-        raise RuntimeError(f"step {step} was overwritten by {batch.header_dict()['step']}")
+        # What rank 0 does in this step, up to the logits, which go to rank 0.
+        batch = runner.batches[step % 2]
+        is_announced = batch.header.step == step
+        runner.forward(batch, [])
+        # A batch that rank 0 has begun to pack anew shows itself by its number.
+        if not is_announced or batch.header.step != step:
+            raise RuntimeError(f"step {step} was overwritten by {batch.header.step}")
 
 
 def _end_with(life: int) -> None:

@@ -1,0 +1,40 @@
+"""The head that gives the log-probabilities of a prompt's tokens."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanoserve.engine.executor import SlotChange
+from nanoserve.outputs import TokenLogprobs
+from nanoserve.sampling.logprobs import LogprobTensors, concatenate, gather_logprobs
+
+
+class PromptLogprobs:
+    """Of every token but the first, under the distribution that the token before it gave."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows_at_once = num_slots
+        self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # by slot
+
+    def set_slot(self, change: SlotChange) -> None:
+        self._num_logprobs[change.slot] = change.params.prompt_logprobs or 0
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        next_ids: torch.Tensor,
+        slots: np.ndarray,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> list[LogprobTensors]:
+        """In slices of as many rows as decoding ever has: those bound the memory of the logits."""
+        k, size = int(self._num_logprobs[slots].max()), self._rows_at_once
+        parts = []
+        for rows, ids in zip(hidden.split(size), next_ids.split(size), strict=True):
+            logits = compute_logits(rows)
+            if logits is not None:  # this is rank 0
+                parts.append(gather_logprobs(logits, ids, k))
+        return parts
+
+    def collect(self, made: list[LogprobTensors]) -> TokenLogprobs:
+        return concatenate([part.to_host() for part in made])

@@ -1,0 +1,56 @@
+"""Who gets which output, where several readers share one engine."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.outputs import RequestOutput
+
+
+class Streams:
+    """Several streams may be read in turn: whichever is asked first runs the engine for all."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._unread: dict[str, deque[RequestOutput]] = {}  # by request
+
+    def check_others(self) -> None:
+        """Raise `ValueError` if the engine has requests that no stream will read."""
+        if not set(self._engine.output_processor.requests) <= set(self._unread):
+            raise ValueError("requests are unfinished: step the engine to its end first")
+
+    def open(self, request: Request) -> Iterator[RequestOutput]:
+        """Queue `request` and yield its outputs. Dropping the stream, even unread, aborts it."""
+        stream = self._read(request)
+        next(stream)  # as far as the bare `yield`: from here on, its `finally` will run
+        return stream
+
+    def _read(self, request: Request) -> Iterator[RequestOutput]:
+        request_id, engine = request.request_id, self._engine
+        unread = self._unread[request_id] = deque()
+        try:
+            engine.add(request)
+            yield  # to `open`
+            finished = False
+            while not finished:
+                while not unread:
+                    if request_id not in engine.output_processor.requests:
+                        return  # aborted by somebody else, or the engine is closed
+                    self._deliver(engine.step())
+                output = unread.popleft()
+                finished = output.finished
+                yield output
+                if output.error is not None:
+                    raise output.error
+        finally:
+            del self._unread[request_id]
+            engine.withdraw([request_id])
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Give each stream its own; the rest waits for whoever steps the engine."""
+        for output in outputs:
+            if output.request_id in self._unread:
+                self._unread[output.request_id].append(output)
+            else:
+                self._engine.hand_back([output])
