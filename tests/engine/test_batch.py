@@ -1,22 +1,10 @@
 """The packed batch. W6 is the course's worked example of the slot mapping."""
 
 import numpy as np
+from packed_batches import make_batch, make_sequence
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.scheduler import Plan
-from nanoserve.engine.sequence import Sequence
-from nanoserve.sampling_params import SamplingParams
-
-
-def make_batch(tokens: int = 64, rows: int = 4, blocks: int = 8) -> Batch:
-    layout = BatchLayout(tokens, rows, blocks)
-    return Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
-
-
-def make_sequence(length: int, computed: int, slot: int) -> Sequence:
-    seq = Sequence("r", list(range(length)), SamplingParams(), max_model_len=4096)
-    seq.num_computed_tokens, seq.slot = computed, slot
-    return seq
 
 
 def test_w6_slot_mapping() -> None:

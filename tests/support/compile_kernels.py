@@ -1,6 +1,6 @@
 """Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
 
-    python tests/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
+    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
 
 Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
 compute capability. A launch then ends after compilation, so what is compiled is what would run:

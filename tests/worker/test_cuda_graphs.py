@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from test_batch import make_batch, make_sequence
+from packed_batches import make_batch, make_sequence
 
 from nanoserve.engine.batch import HEADER
 from nanoserve.engine.scheduler import Plan

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "attention.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention.py"
 
 
 def test_it_prints_all_tables() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_config_flips import TOKEN_IDS, check
+from same_or_refused import TOKEN_IDS, check
 from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint, prompt_logits
 from torch import nn
 from transformers import Gemma2ForCausalLM, Gemma3ForCausalLM

@@ -18,7 +18,7 @@ from report import Point, agreement, offline_table, print_comparison
 from roofline import Limit
 from tiny_checkpoints import edit_json, make_qwen3
 
-BENCH = Path(__file__).parents[1] / "bench.py"
+BENCH = Path(__file__).parents[2] / "bench.py"
 bench = runpy.run_path(str(BENCH))
 
 draw_workload, parse_engine = bench["draw_workload"], bench["parse_engine"]

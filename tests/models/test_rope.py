@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import LogitsRecorder
+from logits_recorder import LogitsRecorder
 from tiny_checkpoints import edit_json, make_qwen3
 from transformers import LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint, prompt_logits
+from same_or_refused import TOKEN_IDS, check
+from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -24,12 +25,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nanoserve.layers.context import LayerContext
-from nanoserve.model_config import ModelConfig
-from nanoserve.models.registry import model_class, supported_architectures
-from nanoserve.worker.loader import load_weights
-
-TOKEN_IDS = [(7 * i * i + i) % 300 for i in range(45)]
 WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
@@ -96,24 +91,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 def entries(path: Path) -> list[str]:
     return sorted(json.loads((path / "config.json").read_text()))
-
-
-@torch.inference_mode()
-def check(reference: PreTrainedModel, path: Path) -> str:
-    """ "same" if ours gives the logits of `reference`, "refused" if it says that it cannot."""
-    try:
-        config = ModelConfig.from_checkpoint(path, supported=supported_architectures())
-        model = model_class(config.architecture)(config, LayerContext(getattr(torch, config.dtype)))
-        load_weights(model, path)
-    except ValueError as error:
-        assert str(error)
-        return "refused"
-    expected = reference(torch.tensor([TOKEN_IDS])).logits[0].float()
-    exact = 1e-4 if config.dtype == "float32" else 0.05 * float(expected.std())
-    ours = prompt_logits(model, TOKEN_IDS).float()
-    assert (ours - expected).abs().mean() < exact / 2
-    assert (ours - expected).abs().max() < exact * (1 if config.dtype == "float32" else 10)
-    return "same"
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from logits_recorder import LogitsRecorder
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.batch import Batch
-from nanoserve.engine.scheduler import Plan
 
 SHAPES = {
     "tied, GQA 2, head_dim above hidden/heads": {
@@ -31,29 +30,6 @@ SHAPES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }
-
-
-class LogitsRecorder:
-    """Collects our logits of every token of every request, whatever steps they fell into."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.logits: dict[str, dict[int, torch.Tensor]] = {}
-        self._model = llm.engine.executor.model
-        self._hidden = torch.empty(0)
-        self._model.register_forward_hook(self._keep)
-        llm.engine.observers.append(self._observe)
-
-    def _keep(self, model: torch.nn.Module, args: tuple, hidden: torch.Tensor) -> None:
-        self._hidden = hidden
-
-    def _observe(self, plan: Plan, batch: Batch, times: object) -> None:
-        logits = self._model.compute_logits(self._hidden)
-        token = 0
-        for seq, n in plan.num_new_tokens.items():
-            for _ in range(n):
-                position = int(batch.positions[token])
-                self.logits.setdefault(seq.request_id, {})[position] = logits[token]
-                token += 1
 
 
 def random_prompts(count: int, vocab_size: int, longest: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
 from torch import nn
@@ -191,7 +192,8 @@ def test_a_registered_model_runs_like_any_other(
 ) -> None:
     with pytest.raises(ValueError, match=r"LoudLlama.*supported.*Qwen3ForCausalLM"):
         LLM(tmp_path, skip_tokenizer_init=True)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the ranks find the class
+    # Where the ranks find the class.
+    monkeypatch.setenv("PYTHONPATH", str(Path(toy_model.__file__).parent))
     register_model("LoudLlama", LoudForCausalLM)
     check(loud, tmp_path, 12, tensor_parallel_size=size)
 

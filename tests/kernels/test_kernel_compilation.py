@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,10 @@ pytest.importorskip("triton")
 if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
     pytest.skip("triton brings its compiler for Linux only", allow_module_level=True)
 
+import compile_kernels
 from compile_kernels import CASES
 
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SCRIPT = compile_kernels.__file__
 # Compute capability (A100, H100, B200) -> shared memory that one program may have, in KiB.
 SHARED_KIB = {80: 163, 90: 227, 100: 227}
 # Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
@@ -32,7 +32,7 @@ Records = list[dict[str, Any]]
 def compile_for(capability: int) -> Records:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, str(SCRIPT), str(capability), WANTED[capability]]
+    command = [sys.executable, SCRIPT, str(capability), WANTED[capability]]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     return [json.loads(line) for line in shown.stdout.splitlines()]
