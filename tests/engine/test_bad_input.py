@@ -170,68 +170,12 @@ def test_a_refused_call_does_not_change_what_later_requests_draw(checkpoint: Pat
 # ---------------------------------------------------------------- sampling parameters
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "limit"),
-    [
-        ("max_tokens", 0, "[1, "),
-        ("max_tokens", -1, "[1, "),
-        ("max_tokens", 1.5, "[1, "),
-        ("max_tokens", True, "[1, "),
-        ("max_tokens", 2**31, str(2**31 - 1)),
-        ("temperature", -1, ">= 0"),
-        ("temperature", math.nan, "finite"),
-        ("temperature", math.inf, "finite"),
-        ("temperature", "1", ">= 0"),
-        ("temperature", None, ">= 0"),
-        ("temperature", True, ">= 0"),
-        ("top_p", 0, "(0, 1]"),
-        ("top_p", -0.1, "(0, 1]"),
-        ("top_p", 1.1, "(0, 1]"),
-        ("top_p", math.nan, "(0, 1]"),
-        ("top_p", "1", "(0, 1]"),
-        ("top_k", -2, "[-1, "),
-        ("top_k", 1.5, "[-1, "),
-        ("top_k", 2**31, str(2**31 - 1)),
-        ("min_p", -0.1, "[0, 1]"),
-        ("min_p", 1.1, "[0, 1]"),
-        ("min_p", math.nan, "[0, 1]"),
-        ("seed", 1.5, "integer"),
-        ("seed", 2**64, str(2**64 - 1)),
-        ("stop_token_ids", [1, 1.5], "integers"),
-        ("stop_token_ids", "12", "integers"),
-        ("stop_token_ids", 5, "integers"),
-        ("output_kind", "delta", "RequestOutputKind"),
-    ],
-)
-def test_a_sampling_parameter_out_of_range_is_refused(name: str, value: Any, limit: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        SamplingParams(**{name: value})
-    assert f"{name}={value!r}" in str(caught.value) and limit in str(caught.value)
-
-
-def test_a_temperature_too_large_for_a_float_is_refused() -> None:
-    with pytest.raises(ValueError, match="temperature=1000"):
-        SamplingParams(temperature=10**400)
-
-
-def test_a_misspelt_sampling_parameter_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="tempereture"):
-        SamplingParams(tempereture=1)
-
-
 @pytest.mark.parametrize("name", ["top_p", "temperature"])
-@pytest.mark.parametrize("entry", ["generate", "add_request"])
-def test_parameters_spoilt_after_construction_are_refused(rig: Rig, entry: str, name: str) -> None:
+def test_parameters_spoilt_after_construction_are_refused(rig: Rig, name: str) -> None:
     params = SamplingParams(max_tokens=2)
     setattr(params, name, math.nan)
-    try:
-        with rig.refuses(f"{name}=nan"):
-            if entry == "generate":
-                complete(rig.llm, PROMPT, params)
-            else:
-                rig.llm.engine.add_request("spoilt", PROMPT, params)
-    finally:
-        rig.llm.engine.abort_request("spoilt")
+    with rig.refuses(f"{name}=nan"):
+        complete(rig.llm, PROMPT, params)
 
 
 def test_top_k_of_0_and_minus_1_are_both_off(rig: Rig) -> None:
@@ -289,12 +233,6 @@ def test_the_engine_refuses_params_of_another_type(rig: Rig, params: Any) -> Non
 def test_a_request_id_that_is_no_string_is_refused(rig: Rig, request_id: Any) -> None:
     with rig.refuses("request_id"):
         rig.llm.engine.add_request(request_id, PROMPT)
-
-
-@pytest.mark.parametrize("priority", ["high", 1.5, None, True])
-def test_a_priority_that_is_no_integer_is_refused(rig: Rig, priority: Any) -> None:
-    with rig.refuses(f"priority={priority!r}", "integer"):
-        rig.llm.engine.add_request("bad", PROMPT, GREEDY, priority)
 
 
 # ---------------------------------------------------------------- the engine's state

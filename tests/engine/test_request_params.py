@@ -18,6 +18,18 @@ INT32_MAX = 2**31 - 1
 PENALTIES = [-2.01, 2.01, 3, math.nan, math.inf, -math.inf, "1", None, True, [1.0]]
 NO_TEXTS = ["", [""], ["a", ""], 5, [5], [b"a"], [None], {"a"}, True]
 BAD_VALUES = [
+    *(("max_tokens", value, f"[1, {INT32_MAX}]") for value in (0, -1, 1.5, True, 2**31)),
+    *(
+        ("temperature", value, "finite and >= 0")
+        for value in (-1, math.nan, math.inf, "1", None, True)
+    ),
+    *(("top_p", value, "(0, 1]") for value in (0, -0.1, 1.1, math.nan, "1")),
+    *(("top_k", value, f"[-1, {INT32_MAX}]") for value in (-2, 1.5, 2**31)),
+    *(("min_p", value, "[0, 1]") for value in (-0.1, 1.1, math.nan)),
+    ("seed", 1.5, "integer"),
+    ("seed", 2**64, str(2**64 - 1)),
+    *(("stop_token_ids", value, "integers") for value in ([1, 1.5], "12", 5)),
+    ("output_kind", "delta", "RequestOutputKind"),
     *(("n", value, "[1, 16384]") for value in (0, -1, 1.0, 2.5, "2", None, True, 2**31)),
     *(("presence_penalty", value, "[-2, 2]") for value in PENALTIES),
     *(("frequency_penalty", value, "[-2, 2]") for value in PENALTIES),
@@ -103,6 +115,16 @@ def test_a_bad_value_is_refused_with_its_name_and_range(name: str, value: Any, l
     assert f"{name}=" in str(caught.value) and limit in str(caught.value)
     if not isinstance(value, dict) or name != "logit_bias":  # there, the bad entry is shown
         assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_a_temperature_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature=1000"):
+        SamplingParams(temperature=10**400)
+
+
+def test_a_misspelt_sampling_parameter_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="tempereture"):
+        SamplingParams(tempereture=1)
 
 
 @pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES, ids=str)
@@ -213,6 +235,12 @@ def test_a_priority_needs_the_priority_policy(llm: LLM, engine: LLMEngine) -> No
     urgent = make_engine(scheduling_policy="priority")
     urgent.add_request("good", [1], SamplingParams(), priority=-3)
     assert urgent.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, None, True])
+def test_a_priority_that_is_no_integer_is_refused(engine: LLMEngine, priority: Any) -> None:
+    with refuses(engine, f"priority={priority!r}", "integer"):
+        engine.add_request("bad", "abc", SamplingParams(), priority)
 
 
 @pytest.mark.parametrize(
