@@ -1,17 +1,35 @@
 """benchmarks/latency.py: when requests come, and what counts as their waiting."""
 
-import time
-
 import numpy as np
 import pytest
 from latency import latencies, poisson_arrivals, serve
 
 
+class Clock:
+    """In the place of `time`: it stands still unless somebody sleeps, however busy the machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("latency.time", clock)
+    return clock
+
+
 class Slow:
     """Takes `seconds` for a step, in which every request gets a token."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.left, self.polls = seconds, {}, 0
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds, self.left, self.polls = clock, seconds, {}, 0
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None:
         self.left[index] = (prompt[0], output_len)
@@ -19,7 +37,7 @@ class Slow:
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
         assert self.left, "polled without a request"
         self.polls += 1
-        time.sleep(self.seconds)
+        self.clock.sleep(self.seconds)
         new = [(index, [token]) for index, (token, _) in self.left.items()]
         self.left = {i: (token, n - 1) for i, (token, n) in self.left.items() if n > 1}
         return new
@@ -42,9 +60,9 @@ def test_another_rate_stretches_the_same_pattern() -> None:
     assert poisson_arrivals(2.0, 50, seed=1) != slow
 
 
-def test_a_request_that_comes_in_the_middle_of_a_step_has_waited_since() -> None:
+def test_a_request_that_comes_in_the_middle_of_a_step_has_waited_since(clock: Clock) -> None:
     """Not since the engine took it: its step took 0.3 s, of which the request saw half."""
-    engine, arrivals = Slow(0.3), [0.0, 0.15]
+    engine, arrivals = Slow(clock, 0.3), [0.0, 0.15]
     outputs, token_times = serve(engine, [[5], [6]], [1, 1], arrivals)
     assert outputs == [[5], [6]]
     found = latencies(arrivals, token_times, slo_ttft=0.44, slo_itl=1)
@@ -53,16 +71,16 @@ def test_a_request_that_comes_in_the_middle_of_a_step_has_waited_since() -> None
     assert found["goodput"] == pytest.approx(found["request_rate"] / 2)
 
 
-def test_an_idle_engine_is_not_driven() -> None:
-    engine = Slow(0.001)
+def test_an_idle_engine_is_not_driven(clock: Clock) -> None:
+    engine = Slow(clock, 0.001)
     outputs, token_times = serve(engine, [[5], [6]], [3, 2], [0.0, 0.4])
     assert outputs == [[5, 5, 5], [6, 6]]
     assert engine.polls == 5
     assert token_times[0][-1] < 0.4 <= token_times[1][0]
 
 
-def test_an_engine_that_goes_on_is_stopped() -> None:
-    engine = Slow(0.001)
+def test_an_engine_that_goes_on_is_stopped(clock: Clock) -> None:
+    engine = Slow(clock, 0.001)
     engine.add = lambda index, prompt, output_len: Slow.add(engine, index, prompt, 9)
     with pytest.raises(RuntimeError, match="request 0 got more tokens than 1"):
         serve(engine, [[5], [6]], [1, 2], [0.0, 0.0])

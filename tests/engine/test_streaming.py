@@ -536,7 +536,7 @@ def test_a_stream_whose_request_is_aborted_by_the_engine_comes_to_an_end(llm: LL
     next(stream)
     for request_id in list(llm.engine.output_processor.requests):
         llm.engine.abort_request(request_id)
-    with no_longer_than(seconds=2):
+    with no_longer_than(seconds=60):
         list(stream)
     assert is_idle(llm)
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="looks for processes in /proc"
 )
 SOON = 5.0  # seconds
+PATIENCE = 120.0  # for what only a hang would miss: processes that start on a busy machine
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -77,8 +78,14 @@ def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert torch.get_num_threads() == threads
 
 
-def in_a_moment(action: Callable[[], None], seconds: float = 0.3) -> None:
-    threading.Timer(seconds, action).start()
+def soon_after_a_step(llm: LLM, action: Callable[[], None]) -> None:
+    """Once, from a thread: so it falls into the middle of some later step."""
+
+    def begin(*args: object) -> None:
+        llm.engine.observers.remove(begin)
+        threading.Timer(0.05, action).start()
+
+    llm.engine.observers.append(begin)
 
 
 # ---------------------------------------------------------------- a worker fails
@@ -88,9 +95,15 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> No
     with make_llm(checkpoint) as llm:
         (pid,) = llm.engine.executor.worker_pids
         killed_at: list[float] = []
-        in_a_moment(lambda: (os.kill(pid, signal.SIGKILL), killed_at.append(time.monotonic())))
+
+        def kill() -> None:
+            killed_at.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        soon_after_a_step(llm, kill)
         with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
-            llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
+            while True:  # however fast the machine is
+                llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
         tell_time(killed_at[0])
         with pytest.raises(WorkerError, match="signal 9"):  # and it stays so, without a wait
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
@@ -132,7 +145,7 @@ def test_a_worker_that_fails_while_it_starts(
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 ended with (7|1)"):
         make_llm(checkpoint)
-    tell_time(start, 4 * SOON)  # of which Python's start and imports take most
+    tell_time(start, PATIENCE)  # of which Python's start and imports take most
 
 
 def test_workers_that_cannot_be_started(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +240,18 @@ def start_script(
         env=os.environ | {"PYTHONPATH": str(Path.cwd())},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        bufsize=0,  # else what `readline` reads ahead is lost to `communicate`
         start_new_session=True,
     )
-    return process, [int(pid) for pid in process.stdout.readline().split()[1:]]
+    told = process.stdout.readline()
+    assert told.startswith(b"pid "), finish(process)
+    return process, [int(pid) for pid in told.split()[1:]]
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    """What is left of its stdout, and its stderr."""
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    return stdout.decode(), stderr.decode()
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -239,10 +260,10 @@ def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
     process, pids = start_script(checkpoint, tmp_path, rest)
     assert len(pids) == 1
     if name is not None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # into the middle of a call; nothing depends on it
         # As a terminal does it: to the whole process group.
         os.killpg(process.pid, getattr(signal, f"SIG{name}"))
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = finish(process)
     ended = time.monotonic()
     if status is not None:
         assert process.returncode == status, stderr
@@ -257,15 +278,17 @@ def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
 def test_after_a_ctrl_c_the_engine_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     rest = """
 try:
+    print("inside", flush=True)
     while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)
 except KeyboardInterrupt:
     params.max_tokens = 5
     print(len(llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0].token_ids))
 """
     process, _ = start_script(checkpoint, tmp_path, rest)
-    time.sleep(0.3)
+    assert process.stdout.readline() == b"inside\n"
+    time.sleep(0.3)  # into the middle of a call; nothing depends on it
     os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = finish(process)
     assert (stdout, process.returncode) == ("5\n", 0), stderr
 
 
@@ -293,7 +316,7 @@ def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
 
     rest = FORK + "print(os.waitpid(child, 0)[1], len(llm.generate([1, 2], params)))\n"
     process, _ = start_script(checkpoint, tmp_path, rest, "0")
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = finish(process)
     assert stdout.splitlines()[1:] == ["0 1"], stderr
 
 
@@ -306,6 +329,6 @@ def test_a_worker_that_is_stopped_does_not_deafen_its_parent(
     for _ in range(2):  # the first one waits for the end of the step
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = finish(process)
     assert process.returncode != 0 and "KeyboardInterrupt" in stderr
     assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
