@@ -30,7 +30,7 @@ def layout_for(num_seqs: int, context: int) -> BatchLayout:
 
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
     """What a worker reads of a decode step."""
-    num_rows = batch.header_dict()["num_rows"]
+    num_rows = batch.header.num_rows
     return {name: getattr(batch, name)[:num_rows] for name in _ARRAYS}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 

@@ -27,10 +27,10 @@ from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, StepResult
-from nanoserve.engine.llm_engine import LLMEngine, StepTimes
-from nanoserve.engine.scheduler import Plan
-from nanoserve.sampling_params import SlotParams
+from nanoserve.engine.executor import Executor, SlotChange, StepResult
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 PARTS = ("schedule", "pack", "model", "sample", "update")
@@ -112,7 +112,7 @@ class PromptSkipper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def submit(self, batch: Batch, sampling: list[SlotParams]) -> Any:
+    def submit(self, batch: Batch, sampling: list[SlotChange]) -> Any:
         self._changes += sampling
         header = batch.header_dict()
         if header["max_query_len"] > 1:

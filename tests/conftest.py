@@ -5,17 +5,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# They are no packages: what is in them is imported as their own files import each other.
-for folder in ("benchmarks", "docs"):
-    sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ import math
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 

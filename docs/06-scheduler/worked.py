@@ -7,7 +7,7 @@ same one, and ends nothing: sequences end by their length.
 from string import ascii_uppercase
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 

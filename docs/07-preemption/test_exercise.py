@@ -6,7 +6,7 @@ import pytest
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
 from .exercise import Running, schedule_running

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.scheduler import Plan, Scheduler
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ int32, also those that are empty:
                                     block table lists which block holds a position
     cu_seqlens_q   [num_rows + 1]   where each row's tokens begin, and where the last one's end
     context_lens   [num_rows]       tokens that the row attends to, the new ones included
-    logits_rows    [at most num_rows]   the places in `input_ids` whose logits a next token is
+    output_rows    [at most num_rows]   the places in `input_ids` whose logits a next token is
                                     sampled from: the last token of each row that this step brings
                                     up to its last known token, and none of any other row
 

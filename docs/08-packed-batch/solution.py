@@ -39,5 +39,5 @@ def pack(rows: list[Row], block_size: int) -> dict[str, np.ndarray]:
         "slot_mapping": (blocks * block_size + positions % block_size).astype(np.int32),
         "cu_seqlens_q": ends,
         "context_lens": computed + num_new,
-        "logits_rows": ends[1:][computed + num_new == num_known] - 1,
+        "output_rows": ends[1:][computed + num_new == num_known] - 1,
     }

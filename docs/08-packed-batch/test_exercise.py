@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ FIELDS = (
     "slot_mapping",
     "cu_seqlens_q",
     "context_lens",
-    "logits_rows",
+    "output_rows",
 )
 
 
@@ -42,7 +42,7 @@ def by_the_engine(rows: list[Row], block_size: int) -> dict[str, list[int]]:
     lengths = dict.fromkeys(FIELDS, num_tokens) | {
         "cu_seqlens_q": len(rows) + 1,
         "context_lens": len(rows),
-        "logits_rows": batch.header_dict()["num_sampled_rows"],
+        "output_rows": batch.header.num_sampled,
     }
     return {name: getattr(batch, name)[: lengths[name]].tolist() for name in FIELDS}
 
@@ -62,14 +62,14 @@ def test_position_35_is_slot_131() -> None:
 
 def test_a_chunk_in_the_middle_of_its_prompt_has_no_logits_row() -> None:
     chunk = Row(list(range(10)), num_computed=4, num_new=4, block_table=[1, 6, 9])
-    assert as_lists(pack([chunk], block_size=4))["logits_rows"] == []
+    assert as_lists(pack([chunk], block_size=4))["output_rows"] == []
 
 
 def test_its_last_chunk_has_one() -> None:
     chunk = Row(list(range(10)), num_computed=8, num_new=2, block_table=[1, 6, 9])
     decode = Row([3, 4], num_computed=1, num_new=1, block_table=[2])
     packed = as_lists(pack([decode, chunk], block_size=4))
-    assert packed["logits_rows"] == [0, 2] and packed["cu_seqlens_q"] == [0, 1, 3]
+    assert packed["output_rows"] == [0, 2] and packed["cu_seqlens_q"] == [0, 1, 3]
     assert packed["input_ids"] == [4, 8, 9] and packed["positions"] == [1, 8, 9]
 
 

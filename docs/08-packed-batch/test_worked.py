@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.scheduler import Plan
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -16,7 +16,7 @@ BY_HAND = {
     "cu_seqlens_q": [0, 1, 2, 6, 9],
     "cu_seqlens_k": [0, 8, 12, 20, 23],
     "context_lens": [8, 4, 8, 3],
-    "logits_rows": [0, 1, 8],  # c is a chunk in the middle of its prompt
+    "output_rows": [0, 1, 8],  # c is a chunk in the middle of its prompt
 }
 
 
@@ -41,7 +41,7 @@ def test_the_padding_table_shows_them() -> None:
 
 def test_the_fields_of_the_example() -> None:
     assert worked.fields() == BY_HAND
-    assert "| `logits_rows` | `0 1 8` |" in worked.fields_table()
+    assert "| `output_rows` | `0 1 8` |" in worked.fields_table()
     assert "| *row of each token* | `a b c c c c d d d` |" in worked.fields_table()
     assert "| c | 10 | 4 | 4 | [1, 6, 9] |" in worked.rows_table()
 
@@ -58,7 +58,7 @@ def test_the_engine_packs_the_example_so() -> None:
     batch.pack(plan, tables, worked.EXAMPLE_BLOCK_SIZE, step=0)
     for name, integers in BY_HAND.items():
         assert getattr(batch, name)[: len(integers)].tolist() == integers, name
-    assert batch.header_dict()["num_logits_rows"] == len(BY_HAND["logits_rows"])
+    assert batch.header.num_outputs == len(BY_HAND["output_rows"])
 
 
 def test_bytes_of_logits() -> None:

@@ -69,7 +69,7 @@ def fields(
         "cu_seqlens_q": ends,
         "cu_seqlens_k": [sum(contexts[:i]) for i in range(len(contexts) + 1)],
         "context_lens": contexts,
-        "logits_rows": [
+        "output_rows": [
             end - 1 for row, end in zip(rows, ends[1:], strict=True) if _is_caught_up(row)
         ],
     }

@@ -38,7 +38,7 @@ def test_lines_of_code_are_neither_blank_nor_told(tmp_path: Path) -> None:
 def test_llama_takes_three_lines() -> None:
     """An import, a class, what differs. The toy model: three imports, two classes of 3 and 2."""
     assert worked.lines_in("nanoserve/models/llama.py") == 3
-    assert worked.lines_in("tests/toy_model.py") == 8
+    assert worked.lines_in("tests/support/toy_model.py") == 8
     table = worked.models_table()
     assert "| `nanoserve/models/llama.py` | 3 | `LlamaForCausalLM(Qwen3ForCausalLM)` |" in table
     assert len(table.splitlines()) == 2 + 9 + 1

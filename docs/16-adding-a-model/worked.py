@@ -31,7 +31,7 @@ def models_table() -> str:
     files = sorted((ROOT / "nanoserve/models").glob("*.py"))
     files = [path for path in files if path.stem not in ("__init__", "registry")]
     files.sort(key=lines_of_code)
-    files.append(ROOT / "tests/toy_model.py")
+    files.append(ROOT / "tests/support/toy_model.py")
     lines = ["| file | lines of code | classes (what they derive from) |", "|---|---|---|"]
     for path in files:
         source = path.read_text(encoding="utf-8")

@@ -1,0 +1,68 @@
+"""The kernels compile for GPUs that are not there, and use no more of them than there is."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    pytest.skip("triton brings its compiler for Linux only", allow_module_level=True)
+
+import compile_kernels
+from compile_kernels import CASES
+
+SCRIPT = compile_kernels.__file__
+# Compute capability (A100, H100, B200) -> shared memory that one program may have, in KiB.
+SHARED_KIB = {80: 163, 90: 227, 100: 227}
+# Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
+USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
+WANTED = {80: USUAL, 90: "", 100: USUAL}
+
+Records = list[dict[str, Any]]
+
+
+def compile_for(capability: int) -> Records:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, SCRIPT, str(capability), WANTED[capability]]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    return [json.loads(line) for line in shown.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def records() -> Iterator[dict[int, Records]]:
+    with ThreadPoolExecutor(max_workers=2) as processes:
+        yield dict(zip(SHARED_KIB, processes.map(compile_for, SHARED_KIB), strict=True))
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_case_compiles(records: dict[int, Records], capability: int) -> None:
+    errors = [record for record in records[capability] if "error" in record]
+    assert not errors
+    wanted = {label for label, _ in CASES if re.search(WANTED[capability], label)}
+    assert len(wanted) > 20
+    assert {record["case"] for record in records[capability]} == wanted
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_kernels_fit_into_registers_and_shared_memory(
+    records: dict[int, Records], capability: int
+) -> None:
+    compiled = [record for record in records[capability] if "error" not in record]
+    print(f"\nregisters  spills  shared  on sm_{capability}")  # shown with -s, or on failure
+    for record in compiled:
+        numbers = "{registers:9}  {spill_bytes:6}  {shared_bytes:6}".format(**record)
+        print(f"{numbers}  {record['kernel']}: {record['case']}")
+    for record in compiled:
+        assert record["shared_bytes"] <= SHARED_KIB[capability] * 1024, record
+        if "head_dim=256" not in record["case"]:  # there, half as many rows would cost more
+            assert record["spill_bytes"] == 0, record

@@ -1,0 +1,249 @@
+"""Every architecture against transformers' own model, on checkpoints that transformers writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy_model
+from minicpm_reference import MINICPM4, MiniCPMForCausalLM
+from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from torch import nn
+from toy_model import LoudForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.models import registry
+from nanoserve.models.registry import model_class, register_model, supported_architectures
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 512,  # all of it, as in MiniCPM4: the short factors
+    "factor": 4.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)],
+}
+CASES = {
+    "gemma2": (Gemma2ForCausalLM, GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "llama": (LlamaForCausalLM, {}),
+    "llama, biased": (
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama, 1 KV head": (LlamaForCausalLM, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "minicpm4": (
+        MiniCPMForCausalLM,
+        MINICPM4 | {"rope_parameters": LONGROPE, "tie_word_embeddings": True},
+    ),
+    "minicpm, biased": (MiniCPMForCausalLM, MINICPM4 | {"attention_bias": True}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None}),
+    "mistral, window": (MistralForCausalLM, {"sliding_window": 21}),
+    "phi3": (Phi3ForCausalLM, {"sliding_window": 17}),
+    "phi3, longrope": (
+        Phi3ForCausalLM,
+        {"rope_parameters": LONGROPE, "num_key_value_heads": 1, "hidden_size": 64},
+    ),
+    "qwen2": (Qwen2ForCausalLM, {"head_dim": 12}),  # 48 / 4; its config.json need not say so
+    "qwen2, tied": (
+        Qwen2ForCausalLM,
+        {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "qwen3": (Qwen3ForCausalLM, {}),
+    "qwen3, window in layer 1": (
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 3}),
+    "mixtral, tied, window": (
+        MixtralForCausalLM,
+        {"num_local_experts": 5, "sliding_window": 21, "tie_word_embeddings": True},
+    ),
+    "qwen3-moe": (Qwen3MoeForCausalLM, QWEN3_MOE),
+    "qwen3-moe, normalised, tied": (
+        Qwen3MoeForCausalLM,
+        QWEN3_MOE
+        | {"num_experts": 40, "num_experts_per_tok": 3, "norm_topk_prob": True}  # some never chosen
+        | {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "qwen3-moe, dense layers": (  # all but layer 1
+        Qwen3MoeForCausalLM,
+        QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+}
+
+VARIANTS = {  # of architectures that have another case
+    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
+    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+}  # fmt: skip
+
+
+def make(case: str, path: Path) -> PreTrainedModel:
+    architecture, overrides = CASES[case]
+    return make_checkpoint(architecture, path, **overrides)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [
+        [(i * i + 7 * j + j * j % 5) % 300 for j in range(1 + 13 * i % 60)] for i in range(count)
+    ]
+
+
+@torch.inference_mode()
+def expected_tokens(model: PreTrainedModel, prompt: list[int], ours: list[int]) -> tuple[bool, int]:
+    """Whether `ours` are transformers' greedy tokens, but for near-ties, and how many of those."""
+    logits = model(torch.tensor([prompt + ours])).logits[0, len(prompt) - 1 : -1]
+    best = logits.max(dim=-1).values
+    chosen = logits.gather(1, torch.tensor(ours).unsqueeze(1)).squeeze(1)
+    gaps = best - chosen
+    return bool((gaps < NEAR_TIE).all()), int((gaps > 0).sum())
+
+
+def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> None:
+    asked = prompts(count)
+    with LLM(path, skip_tokenizer_init=True, device="cpu", **options) as llm:
+        outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+    near_ties = 0
+    for prompt, output in zip(asked, outputs, strict=True):
+        agrees, ties = expected_tokens(model, prompt, output.outputs[0].token_ids)
+        assert agrees, (prompt, output.outputs[0].token_ids)
+        near_ties += ties
+    assert near_ties <= 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 50}
+    count = 30 if case in VARIANTS else 100
+    check(make(case, tmp_path), tmp_path, count, attention_backend="torch", **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = make(case, tmp_path)
+    prompt = prompts(50)[31]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu") as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+    for position, entries in enumerate(output.prompt_logprobs[1:]):
+        for token_id, entry in entries.items():
+            assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
+
+
+# Mixtral: three experts on two ranks.
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
+        "qwen2", "qwen3", "qwen3-moe",
+    ],
+)  # fmt: skip
+def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
+    check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
+    ],
+)  # fmt: skip
+def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
+    check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
+
+
+# ---------------------------------------------------------------- a model of one's own
+
+
+@pytest.fixture
+def loud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PreTrainedModel:
+    """transformers' Llama with louder weights, and a checkpoint that says that it is LoudLlama."""
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    model = make_checkpoint(LlamaForCausalLM, tmp_path)
+    edit_json(tmp_path / "config.json", architectures=["LoudLlama"])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight *= 2
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_registered_model_runs_like_any_other(
+    loud: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    with pytest.raises(ValueError, match=r"LoudLlama.*supported.*Qwen3ForCausalLM"):
+        LLM(tmp_path, skip_tokenizer_init=True)
+    # Where the ranks find the class.
+    monkeypatch.setenv("PYTHONPATH", str(Path(toy_model.__file__).parent))
+    register_model("LoudLlama", LoudForCausalLM)
+    check(loud, tmp_path, 12, tensor_parallel_size=size)
+
+
+def test_a_model_may_be_registered_by_where_it_is(loud: PreTrainedModel, tmp_path: Path) -> None:
+    register_model("LoudLlama", "toy_model:LoudForCausalLM")
+    assert model_class("LoudLlama") is LoudForCausalLM and "LoudLlama" in supported_architectures()
+    check(loud, tmp_path, 3)
+
+
+@pytest.mark.usefixtures("loud")
+def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*already"):
+        register_model("LlamaForCausalLM", LoudForCausalLM)
+    with pytest.raises(ValueError, match=r"package\.module:Class"):
+        register_model("LoudLlama", "toy_model.LoudForCausalLM")
+
+    class Local(LoudForCausalLM):
+        pass
+
+    register_model("LoudLlama", Local)
+    with pytest.raises(ValueError, match="other processes cannot import"):
+        LLM(tmp_path, skip_tokenizer_init=True, device="cpu", tensor_parallel_size=2)
+
+
+# ---------------------------------------------------------------- what config.json says
+
+
+def test_biases_and_head_dim_as_each_architecture_has_them(tmp_path: Path) -> None:
+    expected = {
+        "llama": (False, False),
+        "llama, biased": (True, True),
+        "qwen2": (True, False),
+    }
+    for case, biases in expected.items():
+        make(case, tmp_path)
+        config = ModelConfig.from_checkpoint(tmp_path)
+        assert (config.qkv_bias, config.o_bias) == biases
+    edit_json(tmp_path / "config.json", head_dim=..., num_key_value_heads=...)
+    config = ModelConfig.from_checkpoint(tmp_path)
+    assert (config.head_dim, config.num_key_value_heads) == (12, 4)
+
+
+def test_a_pickled_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*save them anew with transformers"):
+        LLM(tmp_path, skip_tokenizer_init=True)
+
+
+def test_every_supported_architecture_is_there() -> None:
+    for architecture in supported_architectures():
+        assert issubclass(model_class(architecture), nn.Module)

@@ -1,0 +1,238 @@
+"""Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
+
+    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
+
+Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
+compute capability. A launch then ends after compilation, so what is compiled is what would run:
+the same arguments, constants and numbers of warps. Prints a JSON object for each case and kernel.
+"""
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.experts import fused_experts
+from nanoserve.kernels.filter_logits import filter_borders
+from nanoserve.kernels.paged_attention import paged_attention
+from nanoserve.kernels.store_kv import store_kv
+
+
+def _attention(
+    head_dim: int,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    is_decode: bool,
+    num_splits: int = 1,
+    **sees: float,
+) -> None:
+    num_rows, query_len, context_len = 2, 1 if is_decode else 64, 64
+    paged_attention(
+        torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
+        torch.zeros(2, 4, num_kv_heads, 16, head_dim, dtype=dtype),
+        torch.zeros(num_rows + 1, dtype=torch.int32),
+        torch.zeros(num_rows, dtype=torch.int32),
+        torch.zeros(num_rows, 4, dtype=torch.int32),
+        scale=head_dim**-0.5,
+        num_decode_rows=num_rows if is_decode else 0,
+        max_context_len=context_len,
+        num_splits=num_splits,
+        **sees,
+    )
+
+
+def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
+    head_dims, dtypes = (64, 80, 96, 128, 256), (torch.bfloat16, torch.float32)
+    shapes = [(head_dim, dtype, 4, 2, {}) for head_dim in head_dims for dtype in dtypes]
+    window, cap = {"sliding_window": 33}, {"soft_cap": 50.0}
+    shapes += [(head_dim, torch.bfloat16, 4, 2, window | cap) for head_dim in (64, 128, 256)]
+    shapes += [(128, torch.bfloat16, 4, 2, sees) for sees in (window, cap)]
+    shapes += [(128, torch.float16, 4, 2, {}), (128, torch.bfloat16, 8, 1, {})]
+    cases = []
+    for head_dim, dtype, num_heads, num_kv_heads, sees in shapes:
+        label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
+        label = " ".join([label.replace("torch.", "attention "), *sees])
+        call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads, **sees)
+        cases.append((f"{label} prefill", partial(call, is_decode=False)))
+        cases.append((f"{label} decode, splits=8", partial(call, is_decode=True, num_splits=8)))
+    for num_splits in (1, 64):  # of the last shape: tensor parallelism leaves it one KV head
+        decode = partial(call, is_decode=True, num_splits=num_splits)
+        cases.append((f"{label} decode, splits={num_splits}", decode))
+    return cases
+
+
+def _store_kv(num_tokens: int, head_dim: int, dtype: torch.dtype, has_norm: bool) -> None:
+    table = torch.zeros(64, head_dim // 2, dtype=dtype)
+    weight = torch.zeros(head_dim, dtype=dtype) if has_norm else None
+    integers = torch.zeros(num_tokens, dtype=torch.int32)
+    heads = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
+    cache = torch.zeros(2, 4, 2, 16, head_dim, dtype=dtype)
+    store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers)
+
+
+def _choose_tokens(vocab_size: int, dtype: torch.dtype, is_filtered: bool) -> None:
+    integers = torch.zeros(4, dtype=torch.int32)
+    settings = torch.from_numpy(np.stack([pack_settings(1.0, 0, 0)] * 4))
+    logits = torch.zeros(4, vocab_size, dtype=dtype)
+    borders = filter_borders(logits, integers, settings) if is_filtered else None
+    choose_tokens(logits, integers, integers, settings, borders)
+
+
+def _add_rms_norm(hidden: int, dtype: torch.dtype) -> None:
+    x = torch.zeros(4, hidden, dtype=dtype)
+    add_rms_norm(x, x, x[0], 1e-6)
+
+
+def _rms_norm(hidden: int, dtype: torch.dtype) -> None:
+    rms_norm(torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden), 1e-6)
+
+
+def _small_cases() -> list[tuple[str, Callable[[], None]]]:
+    cases: list[tuple[str, Callable[[], None]]] = []
+    for dtype in (torch.bfloat16, torch.float32):  # float16 takes what bfloat16 takes
+        for hidden in (192, 1024, 16384):
+            case = partial(_add_rms_norm, hidden, dtype)
+            cases.append((f"add_rms_norm {dtype} hidden={hidden}", case))
+        case = partial(_rms_norm, 4096, dtype)
+        cases.append((f"rms_norm {dtype} hidden=4096, float32 weight", case))
+        for size, activation in product((448, 3072), ACTIVATIONS):
+            case = partial(act_and_mul, torch.zeros(4, 2 * size, dtype=dtype), activation)
+            cases.append((f"act_and_mul {dtype} size={size} {activation}", case))
+        for num_tokens, head_dim in ((4, 64), (4, 80), (4, 128), (256, 128), (256, 256)):
+            for has_norm in (True, False):
+                label = f"store_kv {dtype} tokens={num_tokens} head_dim={head_dim} norm={has_norm}"
+                cases.append((label, partial(_store_kv, num_tokens, head_dim, dtype, has_norm)))
+        for vocab_size, is_filtered in ((2048, True), (151_936, True), (151_936, False)):
+            label = f"choose_tokens {dtype} vocab={vocab_size} filtered={is_filtered}"
+            cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
+    return [(label.replace("torch.", ""), call) for label, call in cases]
+
+
+def _experts(
+    num_tokens: int, hidden: int, size: int, top_k: int, num_experts: int, dtype: torch.dtype
+) -> None:
+    x = torch.zeros(num_tokens, hidden, dtype=dtype)
+    expert_ids = torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    gate_up = torch.zeros(num_experts, 2 * size, hidden, dtype=dtype)
+    down = torch.zeros(num_experts, hidden, size, dtype=dtype)
+    fused_experts(x, expert_ids, torch.zeros(num_tokens, top_k), gate_up, down)
+
+
+def _experts_cases() -> list[tuple[str, Callable[[], None]]]:
+    """A small step and a large one; sizes that the tiles divide, and sizes that they do not."""
+    cases = []
+    shapes = [
+        (256, 192, 8, 128, torch.bfloat16),
+        (256, 192, 8, 128, torch.float32),
+        (200, 72, 2, 3, torch.bfloat16),
+        (200, 72, 2, 3, torch.float32),
+    ]
+    for hidden, size, top_k, num_experts, dtype in shapes:
+        for num_tokens in (4, 1024):
+            label = f"experts {dtype} tokens={num_tokens} hidden={hidden} size={size} "
+            label = f"{label}top_k={top_k} experts={num_experts}".replace("torch.", "")
+            case = partial(_experts, num_tokens, hidden, size, top_k, num_experts, dtype)
+            cases.append((label, case))
+    return cases
+
+
+# A label, and a call of a launcher; several kernels may come out of one.
+CASES: list[tuple[str, Callable[[], None]]] = [
+    *_attention_cases(),
+    *_experts_cases(),
+    *_small_cases(),
+]
+
+
+class _AbsentGPU(DriverBase):
+    """Just enough of a driver to compile for a GPU."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("there is no GPU to measure")
+
+
+def compile_cases(capability: int, wanted: str) -> None:
+    launch, compiled = JITFunction.run, []
+    logs: dict[int, str] = {}  # kernel -> what ptxas said; cases may share a kernel
+
+    def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            kernel = launch(self, *args, **{**kwargs, "warmup": True})
+        logs.setdefault(id(kernel), said.getvalue())
+        compiled.append(kernel)
+        return kernel
+
+    triton.runtime.driver.set_active(_AbsentGPU(capability))
+    triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
+    JITFunction.run = compile_only
+    for label, call in CASES:
+        if not re.search(wanted, label):
+            continue
+        case = {"arch": f"sm_{capability}", "case": label}
+        compiled.clear()
+        try:
+            call()
+        except Exception as error:  # on to the next case: the table shall be complete
+            print(json.dumps({**case, "error": f"{type(error).__name__}: {error}"}), flush=True)
+        for kernel in compiled:
+            print(json.dumps({**case, **_resources(kernel, logs[id(kernel)])}), flush=True)
+
+
+def _resources(kernel: Any, log: str) -> dict[str, str | int]:
+    def number(pattern: str) -> int:
+        return max(int(found) for found in re.findall(pattern, log))
+
+    return {
+        "kernel": kernel.metadata.name,
+        "registers": number(r"Used (\d+) registers"),
+        "spill_bytes": number(r"(\d+) bytes spill stores"),
+        "shared_bytes": kernel.metadata.shared,
+    }
+
+
+if __name__ == "__main__":
+    if triton.knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
+    with tempfile.TemporaryDirectory() as cache:  # a stale cache must not pass for a compilation
+        triton.knobs.cache.dir = cache
+        compile_cases(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

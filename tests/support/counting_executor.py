@@ -1,0 +1,101 @@
+"""An executor without a model: the token after t is t + 1. A step costs microseconds."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.outputs import RequestOutput
+
+VOCAB_SIZE = 256
+
+
+class CountingExecutor:
+    def __init__(self, config: EngineConfig, num_kv_blocks: int = 64) -> None:
+        self.num_kv_blocks = num_kv_blocks
+        self.max_model_len = config.resolve_max_model_len(512, num_kv_blocks)
+        blocks = -(-self.max_model_len // config.block_size)
+        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks)
+        self.batches = tuple(Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab")
+        self.sampling: list[SlotChange] = []
+        self.fail_next = False
+        self.closed = False
+
+    def submit(self, batch: Batch, sampling: list[SlotChange]) -> StepResult:
+        self.sampling += sampling
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is on fire")
+        rows = batch.output_rows[: batch.header.num_sampled]
+        return StepResult(((batch.input_ids[rows] + 1) % VOCAB_SIZE).tolist())
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def byte_tokenizer(eos_token_id: int | None = None) -> SimpleNamespace:
+    """Token id = byte: every character beyond ASCII is split over several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    byte_of = _bytes_by_symbol()
+    vocab = {symbol: byte_of[symbol] for symbol in alphabet}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return SimpleNamespace(
+        backend=backend,
+        eos_token_id=eos_token_id,
+        encode=lambda text, add_special_tokens=True: list(text.encode()),
+        decode=lambda ids, skip=True: backend.decode(ids, skip_special_tokens=skip),
+    )
+
+
+def _bytes_by_symbol() -> dict[str, int]:
+    """GPT-2's printable stand-ins: a printable byte is itself, the rest are 256 and on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): byte for byte in printable}
+    return symbols | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **options) -> LLMEngine:
+    config = EngineConfig.from_options("none", **{"max_num_seqs": 8, **options})
+    model_config = ModelConfig(
+        architecture="Counting",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1,
+        intermediate_size=1,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=1,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        attention_scale=0.25,
+        sliding_windows=(None,),
+        dtype="float32",
+        eos_token_ids=eos,
+    )
+    return LLMEngine(config, model_config, CountingExecutor(config, num_kv_blocks), tokenizer)
+
+
+def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step the engine to its end; the final output of every request."""
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+    return finished

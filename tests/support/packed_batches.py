@@ -1,0 +1,18 @@
+"""Batches and sequences for tests that pack them by hand."""
+
+import numpy as np
+
+from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling_params import SamplingParams
+
+
+def make_batch(tokens: int = 64, rows: int = 4, blocks: int = 8) -> Batch:
+    layout = BatchLayout(tokens, rows, blocks)
+    return Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
+
+
+def make_sequence(length: int, computed: int, slot: int) -> Sequence:
+    seq = Sequence("r", list(range(length)), SamplingParams(), max_model_len=4096)
+    seq.num_computed_tokens, seq.slot = computed, slot
+    return seq

@@ -1,0 +1,124 @@
+"""Which graphs are captured, which batches they cover, and what fills them up."""
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from packed_batches import make_batch, make_sequence
+
+from nanoserve.engine.batch import HEADER
+from nanoserve.engine.plan import Plan
+from nanoserve.worker.cuda_graphs import DecodeGraphs, append_dummy_rows, graph_sizes
+
+EMPTY = dict.fromkeys(HEADER, 0)
+
+
+def header(num_new_tokens: list[int]) -> dict[str, int]:
+    """Of a batch of rows with so many tokens each."""
+    return EMPTY | {
+        "num_rows": len(num_new_tokens),
+        "num_tokens": sum(num_new_tokens),
+        "num_decode_rows": num_new_tokens.count(1),
+        "max_query_len": max(num_new_tokens),
+    }
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, *range(9, 16), *range(17, 32), 256, 257, 1000])
+def test_sizes_ascend_to_exactly_the_largest_batch(max_num_seqs: int) -> None:
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
+
+
+def test_there_are_not_too_many_sizes_and_none_is_far_above_the_batch() -> None:
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert len(graph_sizes(256)) == 20 and len(graph_sizes(1024)) == 32
+    graphs = DecodeGraphs(graph_sizes(1024))
+    for rows in range(1, 1025):
+        size = graphs.size_for(rows)
+        assert rows <= size <= max(2 * rows, rows + 16, rows * 1.25), (rows, size)
+
+
+@pytest.mark.parametrize("max_num_seqs", [*range(9, 16), *range(17, 32)])
+def test_every_decode_batch_has_its_graph(max_num_seqs: int) -> None:
+    """nano-vllm's sizes ended at the last multiple of 16 below the largest batch."""
+    graphs = DecodeGraphs(graph_sizes(max_num_seqs))
+    for rows in range(1, max_num_seqs + 1):
+        assert graphs.covers(header([1] * rows))
+        assert graphs.size_for(rows) in graphs.sizes
+    assert not graphs.covers(header([1] * (max_num_seqs + 1)))
+
+
+@pytest.mark.parametrize(
+    ("num_new_tokens", "query_len", "covered"),
+    [
+        ([1], 1, True),
+        ([1, 1, 1], 1, True),
+        ([1, 1, 2], 1, False),
+        ([5], 1, False),
+        ([3, 3], 3, True),  # a step with two guesses per sequence
+        ([1, 3], 3, False),
+        ([1, 3, 5], 3, False),  # nine tokens in three rows, but not three in each
+        ([1, 1, 1], 3, False),
+        ([3, 3, 3, 3, 3], 3, False),  # more rows than the largest graph
+    ],
+)
+def test_a_batch_is_covered_if_all_its_rows_have_the_captured_length(
+    num_new_tokens: list[int], query_len: int, covered: bool
+) -> None:
+    graphs = DecodeGraphs([1, 2, 4], query_len)
+    assert graphs.covers(header(num_new_tokens)) is covered
+
+
+def test_padding_is_rows_of_one_token_in_the_dummy_block() -> None:
+    batch = make_batch()  # of 0xFF bytes: what is not written shows
+    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    rows = {make_sequence(10, 9, slot=3): 1, make_sequence(5, 4, slot=1): 1}
+    batch.pack(Plan(rows), tables, block_size=4, step=8)
+    before = batch.header_dict()
+    padded = append_dummy_rows(batch, before, np.ones(2, dtype=np.int32), block_size=4)
+
+    assert batch.header_dict() == before
+    changed = {name: padded[name] for name in padded if padded[name] != before[name]}
+    assert changed == {"num_tokens": 4, "num_rows": 4, "num_decode_rows": 4}
+    assert batch.input_ids[:4].tolist() == [9, 4, 0, 0]
+    assert batch.positions[:4].tolist() == [9, 4, 0, 0]
+    assert batch.slot_mapping[:4].tolist() == [27 * 4 + 1, 10 * 4, 0, 0]
+    assert batch.context_lens[:4].tolist() == [10, 5, 1, 1]
+    assert batch.cu_seqlens_q[:5].tolist() == [0, 1, 2, 3, 4]
+    assert batch.cu_seqlens_k[:5].tolist() == [0, 10, 15, 16, 17]
+    assert batch.block_tables[2:4].tolist() == [[0] * 8] * 2
+    assert batch.block_tables[:2, 0].tolist() == [25, 9]
+
+
+def test_a_full_graph_needs_no_padding() -> None:
+    batch = make_batch()
+    batch.pack(Plan({make_sequence(5, 4, slot=0): 1}), np.ones((4, 8), np.int32), 4, step=0)
+    memory = batch.memory.copy()
+    padded = append_dummy_rows(batch, batch.header_dict(), np.ones(0, dtype=np.int32), 4)
+    assert padded == batch.header_dict() and (batch.memory == memory).all()
+
+
+def test_dummy_rows_of_several_tokens_make_a_batch_of_their_own() -> None:
+    batch = make_batch()
+    made = append_dummy_rows(batch, EMPTY, np.array([1, 6, 3], dtype=np.int32), block_size=4)
+    assert made == EMPTY | {
+        "num_tokens": 10,
+        "num_rows": 3,
+        "num_decode_rows": 1,
+        "max_query_len": 6,
+        "max_context_len": 6,
+    }
+    assert batch.positions[:10].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert batch.slot_mapping[:10].tolist() == [0, 0, 1, 2, 3, 0, 1, 0, 1, 2]
+    assert batch.cu_seqlens_q[:4].tolist() == batch.cu_seqlens_k[:4].tolist() == [0, 1, 7, 10]
+    assert batch.context_lens[:3].tolist() == [1, 6, 3]
+
+
+def test_the_largest_graph_is_captured_first_and_each_replays_its_own() -> None:
+    cuda, graphs = FakeCuda(), DecodeGraphs([1, 2, 4])
+    source = torch.arange(4.0)
+    graphs.capture(cuda, lambda size: source[:size] + 1)
+    assert cuda.events == ["capture 4", "capture 2", "capture 1"]
+    source += 10
+    assert graphs.replay(2).tolist() == [11, 12] and cuda.events[-1] == "replay 2"
+    assert graphs.replay(4).tolist() == [11, 12, 13, 14]

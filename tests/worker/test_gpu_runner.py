@@ -1,0 +1,308 @@
+"""The GPU runner on a CPU: everything but the hardware, see `fake_cuda`.
+
+Its graphs are functions that are called again, its page-locked memory is plain memory, and its
+device buffer is a second tensor: what is not copied there is not seen. So buckets, padding,
+buffers, sampling settings and the sizing of the pool are tested end to end.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import GIB, FakeCuda
+from nanoserve.worker.gpu_runner import GPURunner
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.triton import TritonAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.kernels.ops import TritonOps
+from nanoserve.layers.context import LayerContext
+from nanoserve.worker.kv_cache import GPUMemory, kv_block_bytes
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class CapturableAttention(TorchAttention):
+    """In a real graph its `tolist` would not do; here, where it is called again, it does."""
+
+    capturable = True
+
+
+def make_runner(path: Path, cuda: FakeCuda, **options: Any) -> GPURunner:
+    config = EngineConfig.from_options(path, **options)
+    model_config = ModelConfig.from_checkpoint(path)
+    context = LayerContext(attention=CapturableAttention())
+    if config.attention_backend == "triton":
+        context = LayerContext(attention=TritonAttention(), ops=TritonOps())
+    return GPURunner(config, model_config, path, context, cuda)
+
+
+def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> LLMEngine:
+    runner = make_runner(path, cuda, **options)
+    return LLMEngine(runner.config, runner.model_config, runner, tokenizer=None)
+
+
+def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [done[str(i)] for i in range(len(requests))]
+
+
+def requests(count: int, params: list[SamplingParams]) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 40 tokens, some of which share their beginning."""
+    return [
+        ([(7 * j + (i % 3)) % 300 for j in range(1 + 11 * i % 40)], params[i % len(params)])
+        for i in range(count)
+    ]
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, Any]:
+    """What the CPU engine answers to `all_kinds`."""
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", max_num_seqs=11) as llm:
+        outputs = run(llm.engine, requests(22, ALL_KINDS))
+    return {"tokens": tokens(outputs), "outputs": outputs}
+
+
+COMMON: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+ALL_KINDS = [
+    SamplingParams(temperature=0, **COMMON),
+    SamplingParams(temperature=0.8, seed=2**40 + 7, **COMMON),
+    SamplingParams(temperature=1.3, seed=2**64 - 5, top_k=20, top_p=0.9, **COMMON),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, **COMMON),
+    SamplingParams(temperature=0.7, seed=1, n=3, prompt_logprobs=1, **COMMON),
+    SamplingParams(temperature=0.9, seed=3, logprobs=0, frequency_penalty=0.5, **COMMON),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 16},
+        {"block_size": 1},
+        {"num_kv_blocks": 8},
+        {"enable_prefix_caching": False, "long_prefill_token_threshold": 1},
+    ],
+    ids=str,
+)
+def test_every_kind_of_request_gets_what_the_cpu_gives(
+    checkpoint: Path, expected: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Among 11 sequences at a time, so that decode steps need padding to 8 and 11."""
+    cuda = FakeCuda()
+    if "num_kv_blocks" in options:
+        options = options | {"max_model_len": 100}
+    engine = make_engine(checkpoint, cuda, max_num_seqs=11, **options)
+    outputs = run(engine, requests(22, ALL_KINDS))
+    assert tokens(outputs) == expected["tokens"]
+    for ours, theirs in zip(outputs, expected["outputs"], strict=True):
+        if theirs.prompt_logprobs is not None:
+            assert len(ours.prompt_logprobs) == len(theirs.prompt_logprobs)
+        for a, b in zip(ours.outputs, theirs.outputs, strict=True):
+            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-4)
+    replayed = {event for event in cuda.events if event.startswith("replay")}
+    assert bool(replayed) is not options.get("enforce_eager", False)
+    assert bool(engine.stats.num_preemptions) is ("num_kv_blocks" in options)
+    check_invariants(engine.scheduler)
+
+
+def test_with_its_own_kernels_it_gives_what_the_cpu_gives(checkpoint: Path) -> None:
+    """Everything that a GPU runs: decode and chunks mixed, preemption, prefix hits, padding."""
+    options: dict[str, Any] = {"num_kv_blocks": 5, "max_model_len": 64, "block_size": 16}
+    options |= {"max_num_seqs": 3, "max_num_batched_tokens": 24}
+    shared = list(range(100, 128))
+    asked = [([*shared, i], ALL_KINDS[i % 2]) for i in range(3)]
+    asked += [(list(range(45)), ALL_KINDS[0]), ([7], ALL_KINDS[1]), ([*shared, 0, 9], ALL_KINDS[2])]
+    engine = make_engine(checkpoint, FakeCuda(), attention_backend="triton", **options)
+    outputs = run(engine, asked)
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **options) as llm:
+        assert tokens(outputs) == tokens(run(llm.engine, asked))
+    assert engine.stats.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0
+
+
+def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps(
+    checkpoint: Path,
+) -> None:
+    cuda = FakeCuda()
+    engine = make_engine(checkpoint, cuda, max_num_seqs=11, num_kv_blocks=200)
+    assert cuda.events[1:] == ["capture 11", "capture 8", "capture 4", "capture 2", "capture 1"]
+    cuda.events.clear()
+    headers = []
+    engine.observers.append(lambda plan, batch, times: headers.append(batch.header_dict()))
+    lengths = [3, 5, 9, 9, 12]
+    run(
+        engine,
+        [
+            ([i + 1] * 5, SamplingParams(**COMMON | {"max_tokens": n}))
+            for i, n in enumerate(lengths)
+        ],
+    )
+    rows = [header["num_rows"] for header in headers]
+    assert rows == [5] * 3 + [4] * 2 + [3] * 4 + [1] * 3  # the first step is the prefill
+    sizes = {5: 8, 4: 4, 3: 4, 1: 1}
+    assert cuda.events == [f"replay {sizes[n]}" for n in rows[1:]]
+
+
+def test_a_request_up_to_the_last_block_of_the_longest_sequence(checkpoint: Path) -> None:
+    """Other engines' graphs had a block table one column short there."""
+    options = {"max_model_len": 64, "block_size": 16, "max_num_seqs": 2}
+    engine = make_engine(checkpoint, FakeCuda(), **options)
+    prompt = list(range(50))
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = run(engine, [(prompt, params)])
+    assert len(output.outputs[0].token_ids) == 14
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **options) as llm:
+        (theirs,) = run(llm.engine, [(prompt, params)])
+    assert output.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_one_wait_per_step_and_nothing_else_copied_in(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, FakeCuda(), max_num_seqs=4)
+    runner, copies = engine.executor, []
+    copy_in = runner._copy_in
+    runner._copy_in = lambda batch, num_rows: (copies.append(num_rows), copy_in(batch, num_rows))
+    run(engine, [([1, 2, 3], GREEDY), ([4, 5], GREEDY), ([6], GREEDY)])
+    assert runner._done.num_waits == engine.stats.num_steps == len(copies)
+    assert copies == [3] + [4] * (len(copies) - 1)
+
+
+def test_two_engines_do_not_touch_each_other(checkpoint: Path, expected: dict[str, Any]) -> None:
+    engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=11) for _ in range(2)]
+    for engine in engines:
+        for i, (prompt, params) in enumerate(requests(22, ALL_KINDS)):
+            engine.add_request(str(i), prompt, params)
+    done: list[dict[str, Any]] = [{}, {}]
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for engine, outputs in zip(engines, done, strict=True):
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    for outputs in done:
+        assert tokens([outputs[str(i)] for i in range(22)]) == expected["tokens"]
+
+
+def test_close_lets_go_of_everything(checkpoint: Path) -> None:
+    cuda = FakeCuda()
+    engine = make_engine(checkpoint, cuda, max_num_seqs=4)
+    runner = engine.executor
+    engine.close()
+    held = [name for name, value in vars(runner).items() if isinstance(value, torch.Tensor)]
+    assert cuda.events[-1] == "release" and held == [
+        "_token_ids"
+    ]  # page-locked, a few hundred bytes
+    assert runner.graphs is runner.model is runner.kv_cache is None
+
+
+def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoint: Path) -> None:
+    cuda = FakeCuda()
+    engine = make_engine(checkpoint, cuda, max_num_seqs=2)
+    runner = engine.executor
+    assert not [event for event in cuda.events if event.startswith("lock")]
+    num_bytes = 2 * runner.batches[0].layout.num_bytes
+    memory = np.zeros(num_bytes, dtype=np.uint8)
+    runner.use_memory(memory)
+    assert cuda.events[-1] == f"lock {num_bytes}"
+    run(engine, [([1, 2, 3], GREEDY)])
+    assert memory.any()
+    engine.close()
+    assert cuda.events[-2:] == ["unlock", "release"]
+
+
+# ---------------------------------------------------------------- the size of the pool
+
+
+def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(checkpoint: Path) -> None:
+    cuda = FakeCuda(total=GIB, free=GIB, graph_bytes=2**20)
+    cuda.peak = 100 * 2**20
+    runner = make_runner(checkpoint, cuda, max_num_seqs=4, max_num_batched_tokens=32)
+    block_bytes = kv_block_bytes(runner.model_config, 16)
+    left = int(0.9 * GIB) - 100 * 2**20 - 3 * 2**20  # three graphs: 4, 2, 1
+    assert runner.num_kv_blocks == left // block_bytes - 1
+    assert runner.max_model_len == 512
+    # Captured twice: against a pool of one block, to measure, and against the real one.
+    captures = [event for event in cuda.events if event != "release"]
+    assert captures == ["reset"] + ["capture 4", "capture 2", "capture 1"] * 2
+
+
+def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
+    shapes = []
+
+    class Runner(GPURunner):
+        def _forward(self, tensors: Any, header: dict[str, int]) -> torch.Tensor:
+            shapes.append((header["num_tokens"], header["num_rows"], header["num_decode_rows"]))
+            return super()._forward(tensors, header)
+
+    config = EngineConfig.from_options(
+        checkpoint, max_num_seqs=4, max_num_batched_tokens=30, enforce_eager=True
+    )
+    context = LayerContext(attention=CapturableAttention())
+    Runner(config, ModelConfig.from_checkpoint(checkpoint), checkpoint, context, FakeCuda())
+    assert shapes[0] == (30, 4, 0)
+
+
+MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=GIB, graphs=GIB)
+
+
+def num_kv_blocks(memory: GPUMemory, model_config: ModelConfig, **options: Any) -> int:
+    return memory.num_kv_blocks(EngineConfig("m", **options), model_config)
+
+
+@pytest.fixture(scope="module")
+def model_config(checkpoint: Path) -> ModelConfig:
+    return ModelConfig.from_checkpoint(checkpoint)
+
+
+def test_blocks_fill_the_share_that_was_asked_for(model_config: ModelConfig) -> None:
+    """A block of this model is 2 x 2 layers x 2 heads x 16 wide x 4 bytes x 16 tokens = 8 KiB."""
+    share = {"gpu_memory_utilization": 0.5}
+    assert num_kv_blocks(MEMORY, model_config, **share) == 4 * GIB // 8192 - 1
+    assert num_kv_blocks(MEMORY, model_config, **share, block_size=32) == 4 * GIB // 16384 - 1
+
+
+def test_other_processes_do_not_shrink_the_share_but_must_leave_it_free(
+    model_config: ModelConfig,
+) -> None:
+    for free in (10, 6):  # 4 GiB of blocks, and 2 of activations and graphs
+        memory = GPUMemory(16 * GIB, free * GIB, 2 * GIB, GIB, GIB)
+        assert num_kv_blocks(memory, model_config, gpu_memory_utilization=0.5) == 2**19 - 1
+    memory = GPUMemory(16 * GIB, 5 * GIB, 2 * GIB, GIB, GIB)
+    with pytest.raises(ValueError, match=r"1\.00 GiB are missing.*only 5\.00 GiB are free"):
+        num_kv_blocks(memory, model_config, gpu_memory_utilization=0.5)
+
+
+def test_too_little_memory_is_told_with_its_numbers_and_what_to_lower(
+    model_config: ModelConfig,
+) -> None:
+    numbers = r"0\.25 of 16\.00 GiB is 4\.00 GiB.*2\.00 GiB.*1\.00 GiB.*1\.00 GiB.*Raise"
+    with pytest.raises(ValueError, match=numbers) as error:
+        num_kv_blocks(MEMORY, model_config, gpu_memory_utilization=0.25)
+    assert "max_num_batched_tokens=2048" in str(error.value)
+    assert "max_num_seqs=256" in str(error.value)
+
+
+def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: ModelConfig) -> None:
+    memory = GPUMemory(2**44, 2**44, 0, 0, 0)
+    assert num_kv_blocks(memory, model_config) == 2**20  # plenty
+    blocks = num_kv_blocks(memory, model_config, block_size=65536, max_num_seqs=2048)
+    assert blocks * 65536 < 2**31
+
+
+def test_an_explicit_pool_is_not_profiled(checkpoint: Path) -> None:
+    cuda = FakeCuda(free=GIB)
+    runner = make_runner(checkpoint, cuda, kv_cache_memory_bytes=2**20, max_num_seqs=2)
+    assert runner.num_kv_blocks == 2**20 // 8192 - 1 and "reset" not in cuda.events
+    with pytest.raises(ValueError, match=str(GIB)):
+        make_runner(checkpoint, cuda, num_kv_blocks=GIB, max_num_seqs=2)

@@ -1,0 +1,334 @@
+"""What goes wrong with several processes ends soon, in a clear error, and leaves nothing behind.
+
+Each test looks for the same three remains: processes, files in /dev/shm, and words on stderr.
+"""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.worker.worker_processes import WorkerError
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="looks for processes in /proc"
+)
+SOON = 5.0  # seconds
+PATIENCE = 120.0  # for what only a hang would miss: processes that start on a busy machine
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    common = {"device": "cpu", "skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    return LLM(path, **common | options)
+
+
+# In the environment of all that a test starts, so that tests of other processes are not seen.
+MARK = f"NANOSERVE_TESTED_BY={os.getpid()}"
+
+
+def workers() -> set[int]:
+    """Processes of any engine's workers that these tests have started."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            command, environment = (entry / "cmdline").read_bytes(), entry / "environ"
+            is_worker = b"nanoserve.worker.tp_worker" in command.split(b"\0")
+            if is_worker and MARK.encode() in environment.read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def tell_time(start: float, limit: float = SOON) -> None:
+    seconds = time.monotonic() - start
+    print(f"after {seconds:.2f} seconds")  # shown with -s, or on failure
+    assert seconds < limit
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(*MARK.split("="))
+    before, files = workers(), set(os.listdir("/dev/shm"))
+    threads = torch.get_num_threads()
+    yield
+    assert within(SOON, lambda: workers() <= before), workers() - before
+    assert set(os.listdir("/dev/shm")) <= files
+    assert torch.get_num_threads() == threads
+
+
+def soon_after_a_step(llm: LLM, action: Callable[[], None]) -> None:
+    """Once, from a thread: so it falls into the middle of some later step."""
+
+    def begin(*args: object) -> None:
+        llm.engine.observers.remove(begin)
+        threading.Timer(0.05, action).start()
+
+    llm.engine.observers.append(begin)
+
+
+# ---------------------------------------------------------------- a worker fails
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm:
+        (pid,) = llm.engine.executor.worker_pids
+        killed_at: list[float] = []
+
+        def kill() -> None:
+            killed_at.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        soon_after_a_step(llm, kill)
+        with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
+            while True:  # however fast the machine is
+                llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
+        tell_time(killed_at[0])
+        with pytest.raises(WorkerError, match="signal 9"):  # and it stays so, without a wait
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm:
+        llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        os.kill(llm.engine.executor.worker_pids[0], signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        tell_time(start)
+
+
+def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -> None:
+    """Told of a step that is not the one in the buffer, a worker refuses the batch."""
+    with make_llm(checkpoint, tensor_parallel_size=4, max_num_seqs=4) as llm:
+        llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        announce = llm.engine.executor._workers.announce
+        llm.engine.executor._workers.announce = lambda step: announce(step + 2)
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="was overwritten by") as caught:
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        tell_time(start)
+        assert re.search(r"rank \d failed:\nTraceback .*in follow\n", str(caught.value), re.S)
+
+
+@pytest.mark.parametrize("moment", ["exit", "raise"])
+def test_a_worker_that_fails_while_it_starts(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    failing = {"exit": "os._exit(7)", "raise": "sys.modules['safetensors'] = None"}[moment]
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys\nif 'nanoserve.worker.tp_worker' in sys.orig_argv: {failing}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 ended with (7|1)"):
+        make_llm(checkpoint)
+    tell_time(start, PATIENCE)  # of which Python's start and imports take most
+
+
+def test_workers_that_cannot_be_started(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match="/nowhere/python") as caught:
+        make_llm(checkpoint)
+    del caught  # its frames hold the store
+    gc.collect()
+    assert within(SOON, lambda: len(os.listdir("/proc/self/fd")) <= num_open)
+
+
+# ---------------------------------------------------------------- rank 0 fails
+
+
+def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="damaged"):
+        make_llm(tmp_path)
+
+
+def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path) -> None:
+    def broken(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("no such luck")
+
+    with make_llm(checkpoint) as llm:
+        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4)
+        params = [SamplingParams(logits_processors=[broken]), asks_more]
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError, match="no such luck"):
+                llm.generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
+            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+            assert again == expected
+
+
+def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm:
+        layer = llm.engine.executor.runner.model.model.layers[1]
+        layer.register_forward_pre_hook(lambda *args: 1 / 0)
+        start = time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        tell_time(start)  # it gives the others two seconds to answer
+        with pytest.raises(WorkerError):
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+
+
+def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> None:
+    """The fixture compares them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    first, second = make_llm(checkpoint), make_llm(checkpoint)
+    shared = torch.get_num_threads()
+    first.close()
+    assert torch.get_num_threads() == shared < 4
+    second.close()
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------- whole scripts
+
+SCRIPT = """
+import sys
+from nanoserve import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2)
+params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+print("pid", *llm.engine.executor.worker_pids, flush=True)
+"""
+ENDS = {
+    "at its end, unclosed": ("print(len(llm.generate([1, 2], params)), flush=True)", None, 0),
+    "by an exception": ("llm.generate([1, 2], params); raise SystemExit(3)", None, 3),
+    "by os._exit": ("llm.generate([1, 2], params); import os; os._exit(4)", None, 4),
+    "by Ctrl-C": ("while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)", "INT", None),
+    "by kill": ("while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)", "TERM", -15),
+    "by kill -9": ("while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)", "KILL", -9),
+    "by kill -9, idle": ("import time; time.sleep(100)", "KILL", -9),
+}
+
+
+def start_script(
+    checkpoint: Path, tmp_path: Path, rest: str, *arguments: str
+) -> tuple[subprocess.Popen, list[int]]:
+    """A plain script, without `if __name__ == "__main__"`, and the process ids of its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + rest)
+    process = subprocess.Popen(
+        [sys.executable, script, checkpoint, *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # else what `readline` reads ahead is lost to `communicate`
+        start_new_session=True,
+    )
+    told = process.stdout.readline()
+    assert told.startswith(b"pid "), finish(process)
+    return process, [int(pid) for pid in told.split()[1:]]
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    """What is left of its stdout, and its stderr."""
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    return stdout.decode(), stderr.decode()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
+    rest, name, status = ENDS[end]
+    process, pids = start_script(checkpoint, tmp_path, rest)
+    assert len(pids) == 1
+    if name is not None:
+        time.sleep(0.3)  # into the middle of a call; nothing depends on it
+        # As a terminal does it: to the whole process group.
+        os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    _, stderr = finish(process)
+    ended = time.monotonic()
+    if status is not None:
+        assert process.returncode == status, stderr
+    else:
+        assert process.returncode != 0 and "KeyboardInterrupt" in stderr
+    assert within(SOON, lambda: not Path(f"/proc/{pids[0]}").exists())
+    print(f"its worker was gone after {time.monotonic() - ended:.2f} seconds")
+    for word in ("resource_tracker", "leaked", "terminate called", "Exception ignored"):
+        assert word not in stderr
+
+
+def test_after_a_ctrl_c_the_engine_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    rest = """
+try:
+    print("inside", flush=True)
+    while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)
+except KeyboardInterrupt:
+    params.max_tokens = 5
+    print(len(llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+    process, _ = start_script(checkpoint, tmp_path, rest)
+    assert process.stdout.readline() == b"inside\n"
+    time.sleep(0.3)  # into the middle of a call; nothing depends on it
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = finish(process)
+    assert (stdout, process.returncode) == ("5\n", 0), stderr
+
+
+FORK = """
+import os, time
+child = os.fork()
+if child == 0:
+    time.sleep(float(sys.argv[2]))
+    sys.exit(0)
+print("child", child, flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rest = FORK + "time.sleep(100)\n"
+    process, (pid,) = start_script(checkpoint, tmp_path, rest, "60")
+    child = int(process.stdout.readline().split()[1])
+    os.kill(process.pid, signal.SIGKILL)
+    assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
+    assert Path(f"/proc/{child}").exists()
+    os.kill(child, signal.SIGKILL)
+
+    rest = FORK + "print(os.waitpid(child, 0)[1], len(llm.generate([1, 2], params)))\n"
+    process, _ = start_script(checkpoint, tmp_path, rest, "0")
+    stdout, stderr = finish(process)
+    assert stdout.splitlines()[1:] == ["0 1"], stderr
+
+
+def test_a_worker_that_is_stopped_does_not_deafen_its_parent(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    rest = "while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)"
+    process, (pid,) = start_script(checkpoint, tmp_path, rest)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):  # the first one waits for the end of the step
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+    _, stderr = finish(process)
+    assert process.returncode != 0 and "KeyboardInterrupt" in stderr
+    assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
