@@ -1,0 +1,384 @@
+"""One step ahead: the same tokens as without, whatever happens while two steps are under way.
+
+The device does everything as late as it may (tests/support/late_executor.py). What a request must
+yield is known without an engine, so both ways of running are held against that.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import late_executor
+import pytest
+from counting_executor import byte_tokenizer, make_engine
+from late_executor import Corruption, LateExecutor, expected_tokens, mix, require
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.outputs import RequestOutput
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+LETTERS = [97, 98, 99]  # ids of the byte tokenizer: a, b, c
+NUM_RUNS = 300
+
+
+class Failure(RuntimeError):
+    """The device has broken down in a step."""
+
+
+@dataclass
+class Asked:
+    """One request of a run, and what has come of it."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    seed: int
+    final: RequestOutput | None = None
+    aborted: bool = False
+    texts: dict[int, str] = field(default_factory=dict)  # of its deltas, by completion
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+
+
+class AheadRun:
+    """A random engine, random requests, and random misfortunes between and inside its steps."""
+
+    def __init__(self, seed: int, ahead: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        self.vocab = LETTERS[: rng.randint(1, 3)]
+        block_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
+        self.max_model_len = rng.randint(3, 24)
+        fits_alone = -(-self.max_model_len // block_size)
+        eos = frozenset({97}) if rng.random() < 0.3 else frozenset()
+        self.by_priority = rng.random() < 0.3
+        self.engine: LLMEngine = make_engine(
+            byte_tokenizer(),
+            num_kv_blocks=fits_alone + rng.choice([0, 0, 1, 3, 20]),
+            eos=eos,
+            async_scheduling=ahead,
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
+            long_prefill_token_threshold=rng.choice([0, 0, 1, 3]),
+            scheduling_policy="priority" if self.by_priority else "fcfs",
+            block_size=block_size,
+            enable_prefix_caching=rng.random() < 0.9,
+        )
+        self.failure_rate = rng.choice([0, 0, 0.02, 0.1])
+        self.abort_rate = rng.choice([0, 0, 0.02])
+        executor = LateExecutor(
+            self.engine.config, self.engine.executor.num_kv_blocks, self.vocab, self._on_call
+        )
+        executor.max_model_len = self.max_model_len
+        self.executor = self.engine.executor = executor
+        self.engine.output_processor.collectors["prompt_logprobs"] = self._collect
+        self.asked = [self._ask(index) for index in range(rng.randint(1, 8))]
+        self.by_id = {asked.request_id: asked for asked in self.asked}
+        self.of_prompts: dict[str, list[int]] = {}
+        self.most_in_flight = self.num_failures = 0
+
+    def run(self) -> None:
+        waiting = list(self.asked)
+        for _ in range(4000):
+            while waiting and self.rng.random() < 0.5:
+                self._add(waiting.pop(0))
+            if not waiting and not self.engine.has_unfinished_requests():
+                break
+            if self.rng.random() < self.abort_rate:
+                self._abort()
+            self._step()
+        else:
+            raise Corruption("livelock: the run does not end")
+        self._check_the_end()
+
+    # ------------------------------------------------------------------ the users
+
+    def _ask(self, index: int) -> Asked:
+        rng = self.rng
+        length = rng.randint(1, self.max_model_len - 1)
+        prompt = [rng.choice(self.vocab) for _ in range(length)]
+        n = rng.choice([1, 1, 1, 2, 3])
+        params = SamplingParams(
+            n=n,
+            seed=rng.randrange(3),
+            repetition_penalty=1.1,  # so that the sampler is told of earlier tokens
+            max_tokens=rng.choice([1, 2, 5, None]),
+            stop=rng.choice([None, None, "ab", ["ba", "cc"], "aab"]),
+            ignore_eos=rng.random() < 0.2,
+            stop_token_ids=rng.choice([None, None, [98]]),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+            output_kind=rng.choice(list(RequestOutputKind)),
+        )
+        priority = rng.randint(0, 2) if self.by_priority else 0
+        return Asked(f"r{index}", prompt, params, priority, params.seed)
+
+    def _add(self, asked: Asked) -> None:
+        self.engine.add_request(asked.request_id, asked.prompt, asked.params, asked.priority)
+
+    def _abort(self) -> None:
+        live = list(self.engine.output_processor.requests)
+        if live:
+            asked = self.by_id[self.rng.choice(live)]
+            asked.aborted = True
+            output = self.engine.abort_request(asked.request_id)
+            if output is not None:  # inside a step, it comes with the step's outputs
+                self._take(output)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Failure as error:
+            self.num_failures += 1
+            assert set(error.request_ids) <= set(self.by_id)
+            assert not self.engine._in_flight
+            return
+        self.most_in_flight = max(self.most_in_flight, len(self.engine._in_flight))
+        for output in outputs:
+            self._take(output)
+        check_invariants(self.engine.scheduler)
+
+    def _on_call(self, name: str) -> None:
+        """Each call of the executor: somebody aborts a request, or the device fails."""
+        if self.rng.random() < self.abort_rate:
+            self._abort()
+        # Without an end, a long prompt in small chunks would never get through.
+        if self.num_failures < 30 and self.rng.random() < self.failure_rate:
+            raise Failure(name)
+
+    # ------------------------------------------------------------------ what they get
+
+    def _collect(self, request: Request, row: Any, values: list[int], first: int) -> None:
+        got = self.of_prompts.setdefault(request.request_id, [])
+        del got[row.start :]
+        got += values[first : first + row.num_outputs - row.num_sampled]
+
+    def _take(self, output: RequestOutput) -> None:
+        asked = self.by_id[output.request_id]
+        require(asked.final is None, "a request was handed out after its last output")
+        is_delta = asked.params.output_kind is RequestOutputKind.DELTA
+        for completion in output.outputs:
+            index = completion.index
+            if is_delta:
+                asked.texts[index] = asked.texts.get(index, "") + completion.text
+                asked.token_ids.setdefault(index, []).extend(completion.token_ids)
+            else:
+                asked.texts[index] = completion.text
+                asked.token_ids[index] = list(completion.token_ids)
+            if completion.finished:
+                self._check_completion(asked, index, completion.finish_reason)
+        if output.finished:
+            asked.final = output
+
+    def _check_completion(self, asked: Asked, index: int, reason: str) -> None:
+        token_ids, text, expected_reason = self._expected(asked, index)
+        got = asked.token_ids[index]
+        if reason == "abort":
+            require(got == token_ids[: len(got)], f"aborted with {got}, not a part of {token_ids}")
+            return
+        require(got == token_ids, f"{asked.request_id}/{index}: {got} instead of {token_ids}")
+        require(asked.texts[index] == text, f"text {asked.texts[index]!r} instead of {text!r}")
+        require(reason == expected_reason, f"{reason} instead of {expected_reason}")
+
+    def _expected(self, asked: Asked, index: int) -> tuple[list[int], str, str]:
+        """Tokens, text and finish reason, told from the prompt and the parameters alone."""
+        params = asked.params
+        room = self.max_model_len - len(asked.prompt)
+        longest = room if params.max_tokens is None else min(room, params.max_tokens)
+        stops = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops |= self.engine.input_processor.eos_token_ids
+        tokens: list[int] = []
+        for token in expected_tokens(asked.prompt, asked.seed, index, self.vocab, longest):
+            if token in stops:
+                return tokens, bytes(tokens).decode(), "stop"
+            tokens.append(token)
+            text = bytes(tokens).decode()
+            found = [text.find(stop) for stop in params.stop_strings if stop in text]
+            if found:
+                return tokens, text[: min(found)], "stop"
+        return tokens, bytes(tokens).decode(), "length"
+
+    def _check_the_end(self) -> None:
+        scheduler = self.engine.scheduler
+        manager = scheduler.block_manager
+        require(manager.num_free_blocks == manager.num_blocks, "blocks leaked")
+        require(not self.engine.output_processor.requests, "a request was lost")
+        require(not self.engine._in_flight, "a step was never collected")
+        check_invariants(scheduler)
+        for asked in self.asked:
+            require(asked.final is not None, f"{asked.request_id} was never handed out")
+            if asked.params.prompt_logprobs is not None and not asked.aborted:
+                prefix, expected = 0, []
+                for token, following in zip(asked.prompt, asked.prompt[1:], strict=False):
+                    prefix = mix(prefix, token)
+                    expected.append(mix(prefix, following))
+                got = self.of_prompts.get(asked.request_id, [])
+                require(got == expected, "outputs of a prompt")
+
+
+def run_many(num_runs: int, ahead: bool) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in range(num_runs):
+        run = AheadRun(seed, ahead)
+        try:
+            run.run()
+        except Exception as error:
+            pytest.fail(f"seed {seed}, ahead={ahead}: {error!r}")
+        seen["overlapped"] += run.most_in_flight > 0
+        seen["failed"] += run.num_failures > 0
+        seen["preempted"] += run.engine.scheduler.num_preemptions > 0
+        seen["hit"] += run.engine.scheduler.num_hit_tokens > 0
+        seen["aborted"] += any(asked.aborted for asked in run.asked)
+    return seen
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["one step ahead", "no step ahead"])
+def test_every_request_gets_its_tokens(request: pytest.FixtureRequest, ahead: bool) -> None:
+    num_runs = max(NUM_RUNS, request.config.getoption("--fuzz-runs"))
+    seen = run_many(num_runs, ahead)
+    print(seen, num_runs)
+    assert (seen["overlapped"] > 0.5 * num_runs) == ahead
+    # The runs must be hard enough to mean something.
+    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * num_runs
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+def pending_token_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is offered before its last token is known, as if that were an `a`."""
+    original = BlockManager.register
+
+    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+        missing = num_tokens - len(seq.token_ids)
+        seq.token_ids += [97] * missing
+        published = original(self, seq, num_tokens)
+        if missing > 0:
+            del seq.token_ids[-missing:]
+        return published
+
+    monkeypatch.setattr(BlockManager, "register", register)
+
+
+def state_learns_its_token_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time a token is there, its slot may have gone to another sequence."""
+    monkeypatch.setattr(LateExecutor, "records_by_slot", True)
+
+
+def pending_token_read_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateExecutor, "reads_pending_by_row", True)
+
+
+def slot_freed_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What will end by length gives its slot away while its last step is still to be planned."""
+    original = Scheduler._schedule_running
+
+    def schedule_running(self: Scheduler, plan: Any) -> None:
+        original(self, plan)
+        for row in plan.rows:
+            if row.num_sampled and row.seq.num_tokens + 1 >= row.seq.max_num_tokens:
+                self._free_slots.append(row.seq.slot)
+
+    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+
+
+def blocks_freed_before_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What will end by length gives its blocks back when its last step is planned."""
+    original = Scheduler._schedule_running
+
+    def schedule_running(self: Scheduler, plan: Any) -> None:
+        original(self, plan)
+        for row in plan.rows:
+            if row.num_sampled and row.seq.num_tokens + 1 >= row.seq.max_num_tokens:
+                self.block_manager.free(row.seq)
+
+    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+
+
+def stale_row_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of a sequence that has ended a step ago counts like any other."""
+    original = Scheduler.update
+
+    def update(self: Scheduler, plan: Any, token_ids: list[list[int]]) -> list[int]:
+        ended = [row.seq for row in plan.sampled() if row.seq.finished]
+        for seq in ended:
+            seq.status, seq.finish_reason = SequenceStatus.HELD, None
+        joined = original(self, plan, token_ids)
+        for seq in ended:
+            seq.status = SequenceStatus.FINISHED
+        return joined
+
+    monkeypatch.setattr(Scheduler, "update", update)
+
+
+def progress_counts_only_at_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, late = Scheduler.commit, Scheduler.update
+    monkeypatch.setattr(Scheduler, "commit", lambda self, plan: None)
+
+    def update(self: Scheduler, plan: Any, token_ids: list[list[int]]) -> list[int]:
+        original(self, plan)
+        return late(self, plan, token_ids)
+
+    monkeypatch.setattr(Scheduler, "update", update)
+
+
+def planned_beyond_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence whose last token is under way is planned once more, though it has no room."""
+
+    def schedule_running(self: Scheduler, plan: Any) -> None:
+        for seq in list(self.running):
+            if seq.status is SequenceStatus.RUNNING:
+                self._plan_row(seq, plan)
+
+    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+
+
+def batch_reused_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def next_batch(self: LateExecutor) -> Batch:
+        batch = self.batches[0]
+        batch.memory[:] = 0xAA
+        batch.step, self.num_batches = self.num_batches, self.num_batches + 1
+        return batch
+
+    monkeypatch.setattr(LateExecutor, "next_batch", next_batch)
+
+
+PLANTED_BUGS = [
+    pending_token_published,
+    state_learns_its_token_by_slot,
+    pending_token_read_by_row,
+    slot_freed_when_planned,
+    blocks_freed_before_update,
+    stale_row_delivered,
+    progress_counts_only_at_update,
+    planned_beyond_its_length,
+    batch_reused_one_step_early,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the invariants, which would see some of these before the device does."""
+    plant(monkeypatch)
+    monkeypatch.setitem(globals(), "check_invariants", lambda scheduler: None)
+    for seed in range(1000):
+        try:
+            AheadRun(seed, ahead=True).run()
+        except (Corruption, LookupError, ValueError, AssertionError, AttributeError):
+            return
+    pytest.fail("1000 runs with a planted bug, and none was caught")
+
+
+def test_the_device_sees_what_a_planted_bug_does() -> None:
+    """`expected_tokens` and the device agree, and disagree as soon as a prefix differs."""
+    tokens = expected_tokens([97, 98], 1, 0, LETTERS, 20)
+    assert tokens == expected_tokens([97, 98], 1, 0, LETTERS, 20)
+    assert tokens != expected_tokens([98, 98], 1, 0, LETTERS, 20)
+    assert late_executor.POISON not in LETTERS

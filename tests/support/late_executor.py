@@ -1,0 +1,234 @@
+"""A device that does everything as late as it may, and remembers what every K and V was made for.
+
+What is launched lies in a queue until somebody waits for it; the host's buffers are overwritten as
+soon as they are handed out again; a token that nobody may read any more is poison. Each slot of the
+KV cache holds the *prefix* that its K and V were computed for, and the device reads prefixes from
+there and from nowhere else. The next token is a function of that prefix and of the tokens that the
+request's own state has seen, so whatever is read too early, too late or from another sequence comes
+out as another token. Vocabulary and blocks are tiny: with large ones, wrong hits never look right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import PENDING, Batch, BatchLayout
+from nanoserve.engine.executor import SlotChange, StepResult
+
+POISON = -7
+_MASK = 2**61 - 1
+
+
+class Corruption(AssertionError):
+    """The brain broke a promise."""
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Corruption(what)
+
+
+def mix(*numbers: int) -> int:
+    """The same in every process, unlike `hash`."""
+    h = 0x9E3779B97F4A7C15
+    for number in numbers:
+        h = (h ^ (number + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9 & _MASK
+        h ^= h >> 29
+    return h
+
+
+def next_token(prefix: int, seed: int, completion: int, seen: list[int], vocab: list[int]) -> int:
+    return vocab[mix(prefix, seed, completion, *seen[-3:], len(seen)) % len(vocab)]
+
+
+def expected_tokens(
+    prompt: list[int], seed: int, completion: int, vocab: list[int], longest: int
+) -> list[int]:
+    """What a request yields, one token after the other, without an engine."""
+    prefix, output = 0, []
+    for token in prompt:
+        prefix = mix(prefix, token)
+    while len(output) < longest:
+        output.append(next_token(prefix, seed, completion, output, vocab))
+        prefix = mix(prefix, output[-1])
+    return output
+
+
+@dataclass
+class LateHandle:
+    batch: Batch
+    step: int
+    slots: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+    token_ids: list[int] | None = None
+    states: list[Any] = field(default_factory=list)
+    of_heads: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """Of the sequence in a slot: what penalties and processors would know of it."""
+
+    change: SlotChange
+    seen: list[int]
+
+
+class LateExecutor:
+    """`fails` is asked before each call, by its name, and may raise."""
+
+    records_by_slot = False  # a planted bug: at `collect`, by whoever has the slot by then
+    reads_pending_by_row = False  # another one
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_kv_blocks: int,
+        vocab: list[int],
+        on_call: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.num_kv_blocks, self.vocab, self.on_call = num_kv_blocks, vocab, on_call
+        self.max_model_len = config.resolve_max_model_len(512, num_kv_blocks)
+        self.block_size = config.block_size
+        layout = BatchLayout(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            -(-self.max_model_len // config.block_size),
+            ("prompt_logprobs",),
+        )
+        self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
+        self.num_batches = 0
+        self.queue: list[tuple[int, Callable[[], None]]] = []  # (step, what it does), in order
+        self.prefix_at = [POISON] * ((num_kv_blocks + 1) * config.block_size)
+        self.parent_of: dict[int, int] = {}
+        self.last_token = [POISON] * config.max_num_seqs
+        self.states: list[State | None] = [None] * config.max_num_seqs
+        self.closed = False
+
+    # ------------------------------------------------------------------ the seam
+
+    def next_batch(self) -> Batch:
+        self.on_call("next_batch")
+        batch = self.batches[self.num_batches % 2]
+        if self.num_batches >= 2:
+            self._run_until(self.num_batches - 2)  # its last copy must be over
+        batch.memory[:] = 0xAA
+        batch.step, self.num_batches = self.num_batches, self.num_batches + 1
+        return batch
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> LateHandle:
+        for change in changes:
+            self.states[change.slot] = State(change, list(change.output_token_ids))
+        handle = LateHandle(batch, batch.step)
+        header = batch.header
+        handle.slots = batch.output_slots[: header.num_sampled].tolist()
+        self.queue.append((batch.step, lambda: self._compute(handle)))
+        self.on_call("forward")
+        return handle
+
+    def sample(self, handle: LateHandle) -> None:
+        self.on_call("sample")
+        handle.states = [self.states[slot] for slot in handle.slots]
+        # What the host knows now is what takes part in the choice.
+        seen = [list(state.seen) for state in handle.states]
+        self.queue.append((handle.step, lambda: self._choose(handle, seen)))
+
+    def collect(self, handle: LateHandle) -> StepResult:
+        self.on_call("collect")
+        self._run_until(handle.step)
+        token_ids = handle.token_ids or []
+        for slot, state, token in zip(handle.slots, handle.states, token_ids, strict=True):
+            (self.states[slot] if self.records_by_slot else state).seen.append(token)
+        return StepResult([[token] for token in token_ids], of_heads=handle.of_heads)
+
+    def close(self) -> None:
+        self.closed = True
+
+    # ------------------------------------------------------------------ the device
+
+    def _run_until(self, step: int) -> None:
+        while self.queue and self.queue[0][0] <= step:
+            self.queue.pop(0)[1]()
+
+    def _compute(self, handle: LateHandle) -> None:
+        """Store the prefixes of the whole batch, then read those of every row's context."""
+        batch = handle.batch
+        header = batch.header
+        require(header.step == handle.step, "a batch was packed anew before it was read")
+        starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
+        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
+        # A row may build on what another one stores in this very step: every layer stores the whole
+        # batch before it attends. So rows go after those that they build on.
+        missing = set(slots[: header.num_tokens])
+        rows = list(range(header.num_rows))
+        while rows:
+            ready = [
+                row for row in rows if self._before(tables, positions, starts, row) not in missing
+            ]
+            require(bool(ready), "rows build on each other in a circle")
+            for row in ready:
+                self._store(batch, row, tables[row], starts, positions, slots)
+                missing -= set(slots[starts[row] : starts[row + 1]])
+            rows = [row for row in rows if row not in ready]
+        for row in range(header.num_rows):
+            last = int(batch.context_lens[row]) - 1
+            prefix = self._read(tables[row], last)
+            for position in range(last - 1, -1, -1):
+                prefix = self.parent_of.get(prefix, POISON)
+                stored = self._read(tables[row], position)
+                require(stored == prefix, "attention reads K and V of another prefix")
+        outputs = batch.output_rows[: header.num_outputs].tolist()
+        prefixes = [self.prefix_at[slots[output]] for output in outputs]
+        handle.prefixes = prefixes[: header.num_sampled]
+        for name, span in batch.prompt_outputs(header).items():
+            next_ids = batch.next_ids[span].tolist()
+            pairs = zip(prefixes[span], next_ids, strict=True)
+            handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]
+
+    def _before(
+        self, tables: list[list[int]], positions: list[int], starts: list[int], row: int
+    ) -> int | None:
+        """The slot of the token before the first one of `row`."""
+        position = positions[starts[row]] - 1
+        return None if position < 0 else self._slot(tables[row], position)
+
+    def _store(
+        self,
+        batch: Batch,
+        row: int,
+        table: list[int],
+        starts: list[int],
+        positions: list[int],
+        slots: list[int],
+    ) -> None:
+        prefix = self._read(table, positions[starts[row]] - 1)
+        for token in range(starts[row], starts[row + 1]):
+            input_id = int(batch.input_ids[token])
+            if input_id == PENDING:
+                slot = row if self.reads_pending_by_row else int(batch.row_slots[row])
+                input_id, self.last_token[slot] = self.last_token[slot], POISON
+            require(input_id in self.vocab, f"token {input_id} was read, which is not there")
+            parent, prefix = prefix, mix(prefix, input_id)
+            self.parent_of[prefix] = parent
+            require(slots[token] >= self.block_size, "wrote into the dummy block")
+            self.prefix_at[slots[token]] = prefix
+
+    def _read(self, table: list[int], position: int) -> int:
+        return 0 if position < 0 else self.prefix_at[self._slot(table, position)]
+
+    def _slot(self, table: list[int], position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return table[block] * self.block_size + offset
+
+    def _choose(self, handle: LateHandle, seen: list[list[int]]) -> None:
+        handle.token_ids = []
+        for prefix, state, tokens, slot in zip(
+            handle.prefixes, handle.states, seen, handle.slots, strict=True
+        ):
+            change = state.change
+            token = next_token(prefix, change.seed, change.completion, tokens, self.vocab)
+            handle.token_ids.append(token)
+            self.last_token[slot] = token
