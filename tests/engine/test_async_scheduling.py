@@ -329,17 +329,6 @@ def progress_counts_only_at_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update", update)
 
 
-def planned_beyond_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence whose last token is under way is planned once more, though it has no room."""
-
-    def schedule_running(self: Scheduler, plan: Any) -> None:
-        for seq in list(self.running):
-            if seq.status is SequenceStatus.RUNNING:
-                self._plan_row(seq, plan)
-
-    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
-
-
 def batch_reused_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def next_batch(self: LateExecutor) -> Batch:
         batch = self.batches[0]
@@ -358,7 +347,6 @@ PLANTED_BUGS = [
     blocks_freed_before_update,
     stale_row_delivered,
     progress_counts_only_at_update,
-    planned_beyond_its_length,
     batch_reused_one_step_early,
 ]
 
