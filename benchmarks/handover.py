@@ -18,20 +18,36 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.tensor_parallel import anonymous_file, map_memory
 
 _ROUNDS = 400
-_ARRAYS = ("input_ids", "positions", "slot_mapping", "context_lens", "block_tables")
+_BLOCK_SIZE = 16
+_ARRAYS = ("input_ids", "positions", "slot_mapping", "context_lens", "output_rows")
 
 
 def layout_for(num_seqs: int, context: int) -> BatchLayout:
-    return BatchLayout(max(8192, num_seqs), num_seqs, -(-context // 16))
+    return BatchLayout(max(8192, num_seqs), num_seqs, -(-context // _BLOCK_SIZE))
+
+
+def pack_decode_step(batch: Batch, num_seqs: int, context: int) -> None:
+    """Every sequence has one token to compute, and its block table is full."""
+    plan, params = Plan(budget=0), SamplingParams(max_tokens=None)
+    for slot in range(num_seqs):
+        seq = Sequence(str(slot), [7] * context, params, max_model_len=context + 1)
+        seq.slot = slot
+        plan.rows.append(Row(seq, context - 1, 1, 1, 1))
+    tables = np.ones((num_seqs, -(-context // _BLOCK_SIZE)), dtype=np.int32)
+    batch.pack(plan, tables, _BLOCK_SIZE)
 
 
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
     """What a worker reads of a decode step."""
-    num_rows = batch.header.num_rows
-    return {name: getattr(batch, name)[:num_rows] for name in _ARRAYS}
+    header = batch.header
+    arrays = {name: getattr(batch, name)[: header.num_rows] for name in _ARRAYS}
+    return arrays | {"block_tables": batch.block_tables(header.num_rows, header.table_width)}
 
 
 def worker(num_seqs: int, context: int, memory: int, step_fd: int, pickle_fd: int, to: int) -> None:
@@ -54,7 +70,7 @@ def measure(num_seqs: int, context: int) -> tuple[float, float]:
     layout, memory = layout_for(num_seqs, context), anonymous_file()
     os.ftruncate(memory, layout.num_bytes)
     batch = Batch(layout, map_memory(memory, layout.num_bytes))
-    batch.header[2], batch.context_lens[:] = num_seqs, context  # header[2] is num_rows
+    pack_decode_step(batch, num_seqs, context)
     (step_there, step_here), (pickle_there, pickle_here), (back, to) = (os.pipe() for _ in range(3))
     there = [memory, step_there, pickle_there, to]
     command = [sys.executable, __file__, *map(str, (num_seqs, context, *there))]

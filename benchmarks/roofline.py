@@ -119,13 +119,13 @@ def planned_steps(
         params = SamplingParams(max_tokens=n, ignore_eos=True)
         scheduler.add(Sequence(str(i), list(prompt), params, max(totals), arrival=i))
     while scheduler.has_unfinished():
-        plan = Plan()
-        scheduler.schedule(plan)
-        query_lens = np.array(list(plan.num_new_tokens.values()))
-        computed = np.array([seq.num_computed_tokens for seq in plan.num_new_tokens])
-        num_logits = len(list(plan.caught_up()))
-        scheduler.update(plan, [0] * num_logits)
-        yield Step(query_lens, computed + query_lens, num_logits)
+        plan = scheduler.schedule()
+        starts = np.array([row.start for row in plan.rows])
+        query_lens = np.array([row.n for row in plan.rows])
+        num_logits = len(plan.sampled())
+        scheduler.commit(plan)
+        scheduler.update(plan, [[0]] * num_logits)
+        yield Step(query_lens, starts + query_lens, num_logits)
 
 
 def limit(

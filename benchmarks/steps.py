@@ -94,12 +94,11 @@ class StepTimer:
         sample, self._sampling = self._sampling, 0.0
         inside = times.schedule + times.pack + times.execute + times.update
         between = 0.0 if self._last_end is None else max(0.0, end - self._last_end - inside)
-        header = batch.header_dict()
-        num_rows = header["num_rows"]
-        context, is_decode = batch.context_lens[:num_rows].mean(), header["max_query_len"] == 1
+        header = batch.header
+        context = float(batch.context_lens[: header.num_rows].mean())
         model = times.execute - sample
         parts = (times.schedule, times.pack, model, sample, times.update, between)
-        self.steps.append(StepParts(num_rows, float(context), is_decode, *parts))
+        self.steps.append(StepParts(header.num_rows, context, header.max_query_len == 1, *parts))
         self._last_end = time.perf_counter()
 
 
@@ -112,13 +111,17 @@ class PromptSkipper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def submit(self, batch: Batch, sampling: list[SlotChange]) -> Any:
-        self._changes += sampling
-        header = batch.header_dict()
-        if header["max_query_len"] > 1:
-            return StepResult([7] * header["num_sampled_rows"])
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
+        self._changes += changes
+        header = batch.header
+        if header.max_query_len > 1:
+            return StepResult([[7]] * header.num_sampled)
         changes, self._changes = self._changes, []
-        return self._executor.submit(batch, changes)
+        return self._executor.forward(batch, changes)
+
+    def sample(self, handle: Any) -> None:
+        if not isinstance(handle, StepResult):
+            self._executor.sample(handle)
 
     def collect(self, handle: Any) -> StepResult:
         return handle if isinstance(handle, StepResult) else self._executor.collect(handle)

@@ -34,7 +34,7 @@ class NanoserveEngine(Engine):
         set_threads(spec.threads)
         self.versions = {"nanoserve": nanoserve.__version__, "torch": torch.__version__}
         self.temperature, self.timer = spec.temperature, None
-        if spec.plot:
+        if spec.plot and not self.llm.engine.config.async_scheduling:  # else steps overlap
             self.timer = StepTimer(self.llm.engine)
         self.begin()
 

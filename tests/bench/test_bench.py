@@ -132,12 +132,14 @@ def test_an_engine_gives_the_same_tokens_offline_in_batches_and_one_by_one(
     checkpoint: Path,
 ) -> None:
     arrivals = {"arrivals": [0.0, 0.01, 0.02]}
-    ways = ({}, {"batching": "static", "max_num_seqs": 2}, arrivals, {"plot": "x.png"})
+    ahead = {"plot": "x.png", "options": {"async_scheduling": True}}
+    ways = ({}, {"batching": "static", "max_num_seqs": 2}, arrivals, {"plot": "x.png"}, ahead)
     runs = [measure("nanoserve", make_spec(checkpoint, **way)) for way in ways]
     assert all(run["outputs"] == runs[0]["outputs"] for run in runs)
     assert [run["facts"]["steps"] for run in runs[:2]] == [6, 4 + 6]
     assert runs[2]["latencies"]["goodput"] == runs[2]["latencies"]["request_rate"] > 0
     assert runs[3]["step_times"]["model"] > 0 and runs[0]["step_times"] is None
+    assert runs[4]["facts"]["steps"] == 6 and runs[4]["step_times"] is None  # steps overlap
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -84,11 +84,10 @@ def test_the_planned_steps_are_those_that_the_engine_takes(checkpoint: Path) -> 
     taken = []
 
     def observe(_plan: object, batch: object, _times: object) -> None:
-        header = batch.header_dict()
-        rows = header["num_rows"]
+        rows = batch.header.num_rows
         query_lens = np.diff(batch.cu_seqlens_q[: rows + 1]).tolist()
         contexts = batch.context_lens[:rows].tolist()
-        taken.append((query_lens, contexts, header["num_output_rows"]))
+        taken.append((query_lens, contexts, batch.header.num_outputs))
 
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
     with LLM(checkpoint, skip_tokenizer_init=True, **options) as llm:

@@ -1,0 +1,40 @@
+"""benchmarks/brain.py and benchmarks/handover.py: both pack real decode steps, without a model."""
+
+import brain
+import handover
+import numpy as np
+import pytest
+
+from nanoserve.engine.batch import Batch
+
+
+def test_the_brain_is_timed_over_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    pack = Batch.pack
+
+    def watch(batch: Batch, *args: object) -> None:
+        pack(batch, *args)
+        packed.append(batch.header)
+
+    monkeypatch.setattr(Batch, "pack", watch)
+    times = brain.measure(3, 20)
+    decodes = [header for header in packed if header.num_decode_rows == header.num_tokens == 3]
+    assert len(times) == len(decodes) == len(packed) - 1  # before them, the prompts
+    assert all(min(parts) > 0 for parts in times)
+
+
+def test_what_is_handed_over_is_a_decode_step() -> None:
+    layout = handover.layout_for(3, 40)
+    batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
+    handover.pack_decode_step(batch, 3, 40)
+    header = batch.header
+    assert (header.num_rows, header.num_decode_rows, header.num_sampled) == (3, 3, 3)
+    shapes = {name: array.shape for name, array in handover.arrays_of(batch).items()}
+    assert shapes.pop("block_tables") == (3, 3)
+    assert set(shapes.values()) == {(3,)}
+
+
+def test_a_worker_gets_a_step_either_way() -> None:
+    """It answers with what it has seen, which `measure` compares."""
+    shared, pickled = handover.measure(2, 20)
+    assert shared > 0 and pickled > 0
