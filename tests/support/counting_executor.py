@@ -1,6 +1,10 @@
 """An executor without a model: the token after t is t + 1. A step costs microseconds."""
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -8,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import PENDING, Batch, BatchLayout
+from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
@@ -16,27 +21,51 @@ from nanoserve.outputs import RequestOutput
 VOCAB_SIZE = 256
 
 
+@dataclass
+class Handle:
+    batch: Batch
+    token_ids: np.ndarray | None = None
+
+
 class CountingExecutor:
     def __init__(self, config: EngineConfig, num_kv_blocks: int = 64) -> None:
         self.num_kv_blocks = num_kv_blocks
         self.max_model_len = config.resolve_max_model_len(512, num_kv_blocks)
-        blocks = -(-self.max_model_len // config.block_size)
-        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks)
-        self.batches = tuple(Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab")
+        layout = BatchLayout(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            blocks_needed(self.max_model_len, config.block_size),
+            ("prompt_logprobs",),
+        )
+        self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
+        self.num_batches = 0
+        self.last_token = np.zeros(config.max_num_seqs, np.int32)  # by slot
         self.sampling: list[SlotChange] = []
         self.fail_next = False
         self.closed = False
 
-    def submit(self, batch: Batch, sampling: list[SlotChange]) -> StepResult:
-        self.sampling += sampling
+    def next_batch(self) -> Batch:
+        batch = self.batches[self.num_batches % 2]
+        batch.step, self.num_batches = self.num_batches, self.num_batches + 1
+        return batch
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+        self.sampling += changes
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
-        rows = batch.output_rows[: batch.header.num_sampled]
-        return StepResult(((batch.input_ids[rows] + 1) % VOCAB_SIZE).tolist())
+        return Handle(batch)
 
-    def collect(self, handle: StepResult) -> StepResult:
-        return handle
+    def sample(self, handle: Handle) -> None:
+        batch = handle.batch
+        num_sampled = batch.header.num_sampled
+        slots = batch.output_slots[:num_sampled]
+        input_ids = batch.input_ids[batch.output_rows[:num_sampled]]
+        known = np.where(input_ids == PENDING, self.last_token[slots], input_ids)
+        handle.token_ids = self.last_token[slots] = (known + 1) % VOCAB_SIZE
+
+    def collect(self, handle: Handle) -> StepResult:
+        return StepResult([[token_id] for token_id in handle.token_ids.tolist()])
 
     def close(self) -> None:
         self.closed = True
@@ -66,7 +95,13 @@ def _bytes_by_symbol() -> dict[str, int]:
     return symbols | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **options) -> LLMEngine:
+def make_engine(
+    tokenizer: SimpleNamespace | None = None,
+    num_kv_blocks: int = 64,
+    eos: frozenset[int] = frozenset(),
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> LLMEngine:
     config = EngineConfig.from_options("none", **{"max_num_seqs": 8, **options})
     model_config = ModelConfig(
         architecture="Counting",
@@ -90,7 +125,8 @@ def make_engine(tokenizer=None, num_kv_blocks: int = 64, eos=frozenset(), **opti
         dtype="float32",
         eos_token_ids=eos,
     )
-    return LLMEngine(config, model_config, CountingExecutor(config, num_kv_blocks), tokenizer)
+    executor = CountingExecutor(config, num_kv_blocks)
+    return LLMEngine(config, model_config, executor, tokenizer, clock)
 
 
 def run(engine: LLMEngine) -> dict[str, RequestOutput]:

@@ -23,8 +23,7 @@ class LogitsRecorder:
     def _observe(self, plan: Plan, batch: Batch, times: object) -> None:
         logits = self._model.compute_logits(self._hidden)
         token = 0
-        for seq, n in plan.num_new_tokens.items():
-            for _ in range(n):
-                position = int(batch.positions[token])
-                self.logits.setdefault(seq.request_id, {})[position] = logits[token]
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.n):
+                self.logits.setdefault(row.seq.request_id, {})[position] = logits[token]
                 token += 1
