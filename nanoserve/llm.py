@@ -1,5 +1,6 @@
 """The front door: `LLM(path).generate(prompts, params)`."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
@@ -13,15 +14,13 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.tokenizer import Message, Tokenizer
-from nanoserve.trace import start_trace
 from nanoserve.worker.device import make_executor
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
     from nanoserve.streams import Streams
+    from nanoserve.tokenizer import Message
 
 
 class LLM:
@@ -47,12 +46,18 @@ class LLM:
         # The weights come last: whatever can be refused is refused before they are fetched or read.
         tokenizer = None
         if not config.skip_tokenizer_init:
+            from nanoserve.tokenizer import Tokenizer
+
             source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
             tokenizer = Tokenizer(source.folder, config.trust_remote_code)
         checkpoint.fetch_weights()
         executor = make_executor(config, model_config, checkpoint.folder)
         self.engine = LLMEngine(config, model_config, executor, tokenizer)
-        self._trace = start_trace(self.engine)
+        self._trace = contextlib.ExitStack()
+        if config.trace is not None:
+            from nanoserve.trace import start_trace
+
+            self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
         self._streams: Streams | None = None  # made when the first one is asked for
 
@@ -115,7 +120,7 @@ class LLM:
 
     def chat(
         self,
-        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
+        messages: "AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]]",
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
@@ -158,15 +163,21 @@ class LLM:
 
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = Progress(len(ready), enabled=use_tqdm)
+        progress = None
+        if use_tqdm:
+            from nanoserve.progress import Progress
+
+            progress = Progress(len(ready))
         try:
             for request in ready:
                 self.engine.add(request)
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     finished[output.request_id] = output
-                    progress.add(output)
+                    if progress is not None:
+                        progress.add(output)
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
             self.engine.withdraw(request.request_id for request in ready)
         return [finished[request.request_id] for request in ready]

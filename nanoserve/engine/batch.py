@@ -176,9 +176,11 @@ class Batch:
         outputs = len(catches_up)
         self.output_rows[:outputs] = ends[catches_up] - 1
         self.output_slots[:outputs] = slots[catches_up]
-        all_outputs = sum(num_outputs)
+        all_outputs, self.head_counts[:] = sum(num_outputs), 0
         if all_outputs > outputs:
-            self._add_prompt_outputs(plan, outputs)
+            from nanoserve.engine.prompt_outputs import pack_prompt_outputs
+
+            pack_prompt_outputs(self, plan)
         self._header[:] = BatchHeader(
             step=self.step,
             num_tokens=tokens,
@@ -192,30 +194,8 @@ class Batch:
             table_width=width,
         )
 
-    def _add_prompt_outputs(self, plan: Plan, first: int) -> None:
-        """From output `first` on, those that are not sampled: a known token follows each of them.
-
-        Head by head, and within a head in batch order.
-        """
-        for head, name in enumerate(self.layout.heads):
-            before = first
-            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
-                count = num_outputs - num_sampled
-                if count and seq.prompt_head == name:
-                    span = slice(first, first + count)
-                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
-                    self.output_slots[span] = seq.slot
-                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
-                    first += count
-            self.head_counts[head] = first - before
-
     def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
         """Which outputs go to which head, apart from the sampler's, which are the first."""
-        ranges: dict[str, slice] = {}
-        first = header.num_sampled
-        if first < header.num_outputs:
-            for name, count in zip(self.layout.heads, self.head_counts.tolist(), strict=True):
-                if count:
-                    ranges[name] = slice(first, first + count)
-                first += count
-        return ranges
+        ends = header.num_sampled + np.cumsum(self.head_counts)
+        spans = zip(self.layout.heads, ends - self.head_counts, ends, strict=True)
+        return {name: slice(int(first), int(end)) for name, first, end in spans if first < end}

@@ -120,12 +120,18 @@ class LLMEngine:
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
         unknown or has finished already, which is no error: the two may cross. Inside a step, as
         from a logits processor, it is aborted when the step is over, which then returns the output.
+        So does the next step if earlier outputs wait for it, because a step has raised.
         """
         if self._due is not None:
             self._due.append(lambda: self._abort_late(request_id))
             return None
         with DeferredInterrupt():
-            return self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
+            output = self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
+            waits = any(earlier.request_id == request_id for earlier in self._undelivered)
+            if output is not None and waits:
+                self._undelivered.append(output)
+                return None
+            return output
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Leave nothing of these requests: neither what runs nor what nobody will fetch."""

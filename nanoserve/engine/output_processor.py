@@ -9,7 +9,7 @@ from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.requests: dict[str, Request] = {}
-        self.collectors: dict[str, Collector] = {"prompt_logprobs": self._collect_prompt_logprobs}
+        self.collectors: dict[str, Collector] = {}  # by the name of a head
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
 
@@ -53,7 +53,9 @@ class OutputProcessor:
         if result.of_heads:
             self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
-            self._collect_logprobs(rows, joined, result.logprobs)
+            from nanoserve.engine.logprobs import collect_logprobs
+
+            collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
         progressed: dict[Request, list[CompletionOutput]] = {}
         for index, error in result.errors.items():
             request = self.requests.get(rows[index].seq.request_id)
@@ -143,24 +145,6 @@ class OutputProcessor:
         )
         return completion.latest
 
-    def _collect_logprobs(self, rows: list[Row], joined: list[int], values: TokenLogprobs) -> None:
-        asked = [
-            (row.seq, num_new)
-            for row, num_new in zip(rows, joined, strict=True)
-            if row.seq.params.logprobs is not None
-        ]
-        for index, (seq, num_new) in enumerate(asked):
-            request = self.requests.get(seq.request_id)
-            if request is None or num_new < 0:
-                continue
-            completion = request.completions[seq.index]
-            if completion.logprobs is None:
-                completion.logprobs, completion.cumulative_logprob = [], 0.0
-            if num_new:  # a stop token has not joined
-                candidates = self._candidates(values, index, seq.params.logprobs)
-                completion.logprobs.append(candidates)
-                completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
-
     def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> None:
         for name, values in of_heads.items():
             first = 0
@@ -169,30 +153,15 @@ class OutputProcessor:
                 if count and row.seq.prompt_head == name:
                     request = self.requests.get(row.seq.request_id)
                     if request is not None:
-                        self.collectors[name](request, row, values, first)
+                        self._collector(name)(request, row, values, first)
                     first += count
 
-    def _collect_prompt_logprobs(
-        self, request: Request, row: Row, values: TokenLogprobs, first: int
-    ) -> None:
-        if row.start == 0:  # the first chunk, perhaps once more after a preemption
-            del request.prompt_logprobs[1:]
-        for index in range(first, first + row.num_outputs - row.num_sampled):
-            candidates = self._candidates(values, index, request.params.prompt_logprobs)
-            request.prompt_logprobs.append(candidates)
+    def _collector(self, name: str) -> Collector:
+        if name == "prompt_logprobs" and name not in self.collectors:
+            from nanoserve.engine.logprobs import PromptLogprobsCollector
 
-    def _candidates(self, rows: TokenLogprobs, row: int, k: int) -> dict[int, Logprob]:
-        """The row's own token and the k most likely ones."""
-        token_ids = rows.token_ids[row, : k + 1].tolist()
-        logprobs = rows.logprobs[row, : k + 1].tolist()
-        ranks = [int(rows.ranks[row]), *range(1, len(token_ids))]
-        candidates: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
-            candidates.setdefault(token_id, Logprob(logprob, rank, self._decode(token_id)))
-        return candidates
-
-    def _decode(self, token_id: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode([token_id], False)
+            self.collectors[name] = PromptLogprobsCollector(self._tokenizer)
+        return self.collectors[name]
 
 
 def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:

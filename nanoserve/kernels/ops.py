@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels.act_and_mul import act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.experts import fused_experts
@@ -29,6 +30,24 @@ class TritonOps(TorchOps):
         """Arguments and result as of `nanoserve.layers.experts.sum_of_experts`."""
         return fused_experts(*args)
 
-    def norm_rotate_store(self, *args: Any) -> torch.Tensor:
-        """Arguments and result as of `nanoserve.kernels.store_kv.store_kv`."""
-        return store_kv(*args)
+    def norm_rotate_store(
+        self,
+        heads: torch.Tensor,
+        rotary: Any,
+        norms: tuple[Any, Any],
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """See `nanoserve.layers.ops.TorchOps`."""
+        q_norm, k_norm = norms
+        return store_kv(
+            heads,
+            metadata.positions,
+            rotary.cos,
+            rotary.sin,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
+            kv_cache,
+            metadata.slot_mapping,
+        )

@@ -4,18 +4,16 @@ A decode step calls these a hundred times, on little data. Each torch operator c
 microseconds before it begins, and a norm alone is six of them: here it is one loop.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
+from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels_cpu.values import FAST, as_numpy, exp, store, to_float
 from nanoserve.layers.ops import TorchOps
-
-if TYPE_CHECKING:
-    pass
 
 _FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
@@ -45,29 +43,24 @@ class NumbaOps(TorchOps):
     def norm_rotate_store(
         self,
         heads: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
+        rotary: Any,
+        norms: tuple[Any, Any],
         kv_cache: Tensor,
-        slot_mapping: Tensor,
+        metadata: AttentionMetadata,
     ) -> Tensor:
-        """See `nanoserve.kernels.store_kv.store_kv`."""
+        """See `nanoserve.layers.ops.TorchOps`."""
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
-        none = heads.new_empty(0)
+        weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
         _store_kv(
             as_numpy(heads),
-            positions.numpy(),
-            as_numpy(cos),
-            as_numpy(sin),
-            as_numpy(none if q_weight is None else q_weight),
-            as_numpy(none if k_weight is None else k_weight),
-            np.float32(eps),
+            metadata.positions.numpy(),
+            as_numpy(rotary.cos),
+            as_numpy(rotary.sin),
+            *map(as_numpy, weights),
+            np.float32(norms[0].eps if norms[0] else 0.0),
             as_numpy(kv_cache),
-            slot_mapping.numpy(),
+            metadata.slot_mapping.numpy(),
             as_numpy(q),
         )
         return q

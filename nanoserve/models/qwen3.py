@@ -65,8 +65,9 @@ class Qwen3Attention(nn.Module):
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
         # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
-        if self.ops.norm_rotate_store is not None:
-            q = self._norm_rotate_store(heads, kv_cache, metadata)
+        if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
+            norms = (self.q_norm, self.k_norm)
+            q = self.ops.norm_rotate_store(heads, self.rotary, norms, kv_cache, metadata)
         else:
             # 2) Queries, keys and values. Of k and v there are fewer heads: a group of query heads
             #    shares one of them (GQA, Ainslie et al. 2023), which makes the cache smaller.
@@ -82,23 +83,6 @@ class Qwen3Attention(nn.Module):
         # 6) Every token looks at those before it, out of the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
-
-    def _norm_rotate_store(
-        self, heads: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """2) to 5) as one kernel; returns q."""
-        has_norms = self.q_norm is not None
-        return self.ops.norm_rotate_store(
-            heads,
-            metadata.positions,
-            self.rotary.cos,
-            self.rotary.sin,
-            self.q_norm.weight if has_norms else None,
-            self.k_norm.weight if has_norms else None,
-            self.q_norm.eps if has_norms else 0.0,
-            kv_cache,
-            metadata.slot_mapping,
-        )
 
 
 class Qwen3MLP(nn.Module):

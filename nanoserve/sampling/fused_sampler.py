@@ -12,7 +12,7 @@ from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import BatchProcessor, SlotState
+    from nanoserve.sampling.processors import BatchProcessor
     from nanoserve.worker.batch_tensors import BatchTensors
 
 
@@ -41,10 +41,8 @@ class FusedSampler(Sampler):
         temperature = float(settings["temperature"])
         words = pack_settings(temperature, change.seed, change.completion, *filters)
         self._host[change.slot] = torch.from_numpy(words)
+        self._is_plain[change.slot] = self._states[change.slot] is None
         self._is_stale = True
-
-    def _is_plain(self, temperature: float, state: "SlotState | None") -> bool:
-        return state is None
 
     def _choose_plain(
         self,

@@ -16,25 +16,11 @@ import torch
 
 from nanoserve.engine.executor import SlotChange
 from nanoserve.sampling.greedy import best_tokens
+from nanoserve.sampling.settings import SETTINGS, settings_of
 
 if TYPE_CHECKING:
     from nanoserve.sampling.logprobs import LogprobTensors
     from nanoserve.sampling.processors import BatchProcessor, SlotState
-
-_SETTINGS = np.dtype(
-    [
-        ("temperature", "f4"),  # 0 is greedy
-        ("top_k", "i8"),
-        ("top_p", "f4"),
-        ("min_p", "f4"),
-        ("is_filtered", "?"),
-        ("seed", "u8"),
-        ("completion", "u4"),
-        ("num_logprobs", "i8"),  # -1: none asked for
-        ("is_changed", "?"),  # whether it has a `SlotState`
-        ("is_plain", "?"),  # whether its logits are chosen from as the model gave them
-    ]
-)
 
 
 class Sampled(NamedTuple):
@@ -64,7 +50,8 @@ class Sampler:
         device: torch.device,
         processors: "Sequence[BatchProcessor]" = (),
     ) -> None:
-        self._settings = np.zeros(num_slots, _SETTINGS)
+        self._settings = np.zeros(num_slots, SETTINGS)
+        self._is_plain = np.ones(num_slots, dtype=bool)  # its logits are used as they are
         self._states: list[SlotState | None] = [None] * num_slots
         self._processors = processors  # the engine's own; they see every row
         self._vocab_size, self._device = vocab_size, device
@@ -72,25 +59,14 @@ class Sampler:
 
     def set_slot(self, change: SlotChange) -> None:
         """The sequence in a slot is a new one."""
-        params, state = change.params, None
-        temperature = 0.0 if params.is_greedy else params.temperature
-        if params.changes_logits or self._processors:
+        state = None
+        if change.params.changes_logits or self._processors:
             from nanoserve.sampling.processors import SlotState
 
             state = SlotState(change)
         self._states[change.slot] = state
-        self._settings[change.slot] = (
-            temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
-            change.seed % 2**64,
-            change.completion,
-            -1 if params.logprobs is None else params.logprobs,
-            state is not None,
-            self._is_plain(temperature, state),
-        )
+        self._settings[change.slot] = settings = settings_of(change, state is not None)
+        self._is_plain[change.slot] = state is None and settings.temperature == 0
 
     def sample(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
@@ -101,13 +77,13 @@ class Sampler:
         positions: [num_rows], the row's slot and the position that its new token will have.
         tensors: the batch on the device, for a sampler that reads these there.
         """
-        settings = self._settings[slots]
-        rest = np.flatnonzero(~settings["is_plain"])
+        settings, is_plain = self._settings[slots], self._is_plain[slots]
+        rest = np.flatnonzero(~is_plain)
         if not len(rest):
             token_ids = self._choose_plain(logits, slots, positions, tensors)
             return Sampled(token_ids, self._logprobs(logits, token_ids, settings), [], {})
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        plain = np.flatnonzero(settings["is_plain"])
+        plain = np.flatnonzero(is_plain)
         if len(plain):
             index = _tensor(plain, logits)
             token_ids[index] = self._choose_plain(logits[index], slots[plain], positions[plain])
@@ -119,10 +95,7 @@ class Sampler:
         errors = {int(states[i][0]): error for i, error in errors.items()}
         return Sampled(token_ids, self._logprobs(logits, token_ids, settings), states, errors)
 
-    # What follows differs on a GPU, where one kernel does it all: see FusedSampler.
-
-    def _is_plain(self, temperature: float, state: "SlotState | None") -> bool:
-        return temperature == 0 and state is None
+    # The next two are one kernel on a GPU: see FusedSampler.
 
     def _choose_plain(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
@@ -150,7 +123,8 @@ class Sampler:
         if len(filtered):
             from nanoserve.sampling.filters import apply_filters
 
-            values = (_tensor(settings[name][filtered], logits) for name in _FILTERS)
+            names = ("top_k", "top_p", "min_p")
+            values = (_tensor(settings[name][filtered], logits) for name in names)
             with _rows_of(logits, filtered) as part:
                 apply_filters(part, *values)
 
@@ -186,9 +160,6 @@ class Sampler:
 
         index = _tensor(rows, logits)
         return gather_logprobs(logits[index], token_ids[index], settings["num_logprobs"].max())
-
-
-_FILTERS = ("top_k", "top_p", "min_p")
 
 
 @contextmanager

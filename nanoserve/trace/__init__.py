@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 def start_trace(engine: "LLMEngine") -> ExitStack:
     """Record the steps of `engine` in `config.trace` until what is returned is closed.
 
-    An earlier file of that name is replaced. Without that option nothing is imported or observed.
+    An earlier file of that name is replaced.
     """
-    with ExitStack() as closing:  # closes the file if its header cannot be written
-        if engine.config.trace is not None:
-            from nanoserve.trace.recorder import TraceRecorder
+    from nanoserve.trace.recorder import TraceRecorder
 
-            # A request id may hold half a surrogate pair: as an escape, JSON reads it back.
-            settings = {"encoding": "utf-8", "errors": "backslashreplace"}
-            file = closing.enter_context(open(engine.config.trace, "w", **settings))
-            recorder = TraceRecorder(engine, file)
-            engine.observers.append(recorder.observe)
-            closing.callback(recorder.end)
+    with ExitStack() as closing:  # closes the file if its header cannot be written
+        # A request id may hold half a surrogate pair: as an escape, JSON reads it back.
+        settings = {"encoding": "utf-8", "errors": "backslashreplace"}
+        file = closing.enter_context(open(engine.config.trace, "w", **settings))
+        recorder = TraceRecorder(engine, file)
+        engine.observers.append(recorder.observe)
+        closing.callback(recorder.end)
         return closing.pop_all()

@@ -1,0 +1,157 @@
+"""What the types of rotary position embedding are told in files, and what they must be told.
+
+What each type means is in `nanoserve.layers.rope_scaling`. A checkpoint with none of them never
+comes here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checks import check_bool, check_int, check_list, check_number, is_number, require
+
+PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "short_factor",
+        "long_factor",
+        "attention_factor",
+    ),
+}
+_OLD_NAMES = {"su": "longrope"}
+_OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
+
+
+def check_parameters(config: RopeConfig) -> None:
+    """Raise `ValueError` for a type that is not implemented, and for parameters that it lacks,
+    does not have, or that contradict each other."""
+    require(
+        config.rope_type in PARAMETERS,
+        f"rope_type={config.rope_type!r} is not implemented; implemented are {list(PARAMETERS)}",
+    )
+    for field in fields(config)[2:]:
+        value = getattr(config, field.name)
+        if field.name in PARAMETERS[config.rope_type]:
+            _check_parameter(config, field.name, value)
+        else:
+            _check(config, value == field.default, field.name, "is no parameter of this type")
+    _check_pairs(config)
+
+
+def _check(config: RopeConfig, condition: bool, name: str, rule: str) -> None:
+    value = getattr(config, name)
+    require(condition, f"rope_type={config.rope_type!r}: {name}={value!r} {rule}")
+
+
+def _check_parameter(config: RopeConfig, name: str, value: Any) -> None:
+    told = f"rope_type={config.rope_type!r}: {name}"
+    if value is None and name in _OPTIONAL:
+        return
+    if name == "original_max_position_embeddings":
+        check_int(told, value, 2)
+    elif name == "truncate":
+        check_bool(told, value)
+    elif name in ("short_factor", "long_factor"):
+        check_list(told, value, _is_positive, "positive numbers")
+    elif name == "factor":
+        check_number(told, value, 1)
+    else:
+        check_number(told, value, 0, excludes_low=True)
+
+
+def _check_pairs(config: RopeConfig) -> None:
+    """What two parameters must agree on."""
+    if config.rope_type == "llama3":
+        rule = f"must be above low_freq_factor={config.low_freq_factor!r}"
+        _check(config, config.high_freq_factor > config.low_freq_factor, "high_freq_factor", rule)
+    rule = f"must not be below beta_slow={config.beta_slow!r}"
+    _check(config, config.beta_fast >= config.beta_slow, "beta_fast", rule)
+    rule = f"and mscale_all_dim={config.mscale_all_dim!r} need each other"
+    _check(config, (config.mscale is None) == (config.mscale_all_dim is None), "mscale", rule)
+    rule = f"and mscale={config.mscale!r} both set the same: give one"
+    exclusive = config.attention_factor is None or config.mscale is None
+    _check(config, exclusive, "attention_factor", rule)
+
+
+def from_settings(
+    raw: Mapping[str, Any], settings: dict[str, Any], head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """`raw` is `config.json`; `max_position_embeddings` is as it stands there."""
+    old_name = settings.pop("type", "default")
+    rope_type = str(settings.pop("rope_type", old_name))
+    rope_type = _OLD_NAMES.get(rope_type, rope_type)
+    theta = settings.pop("rope_theta", raw.get("rope_theta"))
+    _refuse_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    if rope_type not in PARAMETERS:
+        settings = {}  # the type is the news, not what comes with it
+    _refuse_unknown(rope_type, settings)
+    _add_implied(rope_type, settings, raw, max_position_embeddings)
+    config = RopeConfig(rope_type, theta, **settings)
+    for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+        count = len(getattr(config, name))
+        rule = f"has {count} numbers; head_dim={head_dim} needs {head_dim // 2}"
+        _check(config, count == head_dim // 2, name, rule)
+    return config
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def _refuse_partial(share: Any) -> None:
+    require(
+        share is None or (is_number(share) and share == 1),
+        f"partial_rotary_factor={share!r} is not implemented, only 1",
+    )
+
+
+def _refuse_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
+    """What would change the frequencies, the attention factor or attention itself elsewhere."""
+    known = set(PARAMETERS.get(rope_type, ()))
+    if rope_type == "dynamic":  # measures from max_position_embeddings, so a file has no other
+        known.remove("original_max_position_embeddings")
+    unknown = {name: settings[name] for name in sorted(settings.keys() - known)}
+    require(
+        not unknown,
+        f"rope_type={rope_type!r}: {unknown} not implemented; parameters are {sorted(known)}",
+    )
+
+
+def _add_implied(
+    rope_type: str, settings: dict[str, Any], raw: Mapping[str, Any], max_position_embeddings: int
+) -> None:
+    """Add to `settings` what transformers takes from other entries of the file."""
+    for name in ("short_factor", "long_factor"):
+        if isinstance(settings.get(name), list):
+            settings[name] = tuple(settings[name])
+    if "original_max_position_embeddings" not in PARAMETERS.get(rope_type, ()):
+        return
+    original = settings.get("original_max_position_embeddings", max_position_embeddings)
+    if rope_type != "dynamic":  # Phi-3 has it beside the object, where it wins
+        original = raw.get("original_max_position_embeddings") or original
+    settings["original_max_position_embeddings"] = original
+    if rope_type == "longrope":
+        is_size = is_number(original) and original > 0
+        factor = max(1.0, max_position_embeddings / original) if is_size else 1.0
+        settings.setdefault("factor", factor)

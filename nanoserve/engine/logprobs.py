@@ -1,0 +1,60 @@
+"""Log-probabilities on their way to the user: of tokens, with their texts."""
+
+from nanoserve.engine.detokenizer import Tokenizer
+from nanoserve.engine.plan import Row
+from nanoserve.engine.request import Request
+from nanoserve.outputs import Logprob, TokenLogprobs
+
+
+def collect_logprobs(
+    requests: dict[str, Request],
+    rows: list[Row],
+    joined: list[int],
+    values: TokenLogprobs,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """`values` has a row for each of `rows` whose request asked; `joined` says who got a token."""
+    asked = [
+        (row.seq, num_new)
+        for row, num_new in zip(rows, joined, strict=True)
+        if row.seq.params.logprobs is not None
+    ]
+    for index, (seq, num_new) in enumerate(asked):
+        request = requests.get(seq.request_id)
+        if request is None or num_new < 0:
+            continue
+        completion = request.completions[seq.index]
+        if completion.logprobs is None:
+            completion.logprobs, completion.cumulative_logprob = [], 0.0
+        if num_new:  # a stop token has not joined
+            candidates = _candidates(values, index, seq.params.logprobs, tokenizer)
+            completion.logprobs.append(candidates)
+            completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
+
+
+class PromptLogprobsCollector:
+    """Takes what the head `nanoserve.sampling.prompt_logprobs` made, chunk by chunk."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, request: Request, row: Row, values: TokenLogprobs, first: int) -> None:
+        if row.start == 0:  # the first chunk, perhaps once more after a preemption
+            del request.prompt_logprobs[1:]
+        for index in range(first, first + row.num_outputs - row.num_sampled):
+            k = request.params.prompt_logprobs
+            request.prompt_logprobs.append(_candidates(values, index, k, self._tokenizer))
+
+
+def _candidates(
+    values: TokenLogprobs, row: int, k: int, tokenizer: Tokenizer | None
+) -> dict[int, Logprob]:
+    """The row's own token and the k most likely ones."""
+    token_ids = values.token_ids[row, : k + 1].tolist()
+    logprobs = values.logprobs[row, : k + 1].tolist()
+    ranks = [int(values.ranks[row]), *range(1, len(token_ids))]
+    candidates: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
+        text = "" if tokenizer is None else tokenizer.decode([token_id], False)
+        candidates.setdefault(token_id, Logprob(logprob, rank, text))
+    return candidates
