@@ -116,12 +116,10 @@ def random_batch(
     order = rng.permutation(blocks.sum()) + 1
     for row, end in enumerate(np.cumsum(blocks)):
         tables[row, : blocks[row]] = order[end - blocks[row] : end]
-    ends_q, ends_k = (np.concatenate([[0], np.cumsum(x)]) for x in (num_new, contexts))
     return AttentionMetadata(
         positions=torch.empty(0),
         slot_mapping=torch.empty(0),
-        cu_seqlens_q=torch.tensor(ends_q, dtype=torch.int32),
-        cu_seqlens_k=torch.tensor(ends_k, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
         context_lens=torch.from_numpy(contexts),
         block_tables=torch.from_numpy(tables),
         num_decode_rows=int((num_new == 1).sum()),

@@ -1,39 +1,96 @@
-"""Torch's attention reads nothing of what its neighbours leave behind."""
+"""Torch's attention is a textbook's, and reads nothing of what its neighbours leave behind."""
 
+import numpy as np
 import pytest
 import torch
 
+from nanoserve.attention import torch as torch_attention
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
 
-LAYER = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+BLOCK_SIZE = 4
 
 
-def attend(q: torch.Tensor, kv_cache: torch.Tensor, contexts: list[int]) -> torch.Tensor:
-    lens = torch.tensor(contexts, dtype=torch.int32)
-    metadata = AttentionMetadata(
-        positions=lens - 1,
-        slot_mapping=lens,
-        cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32),
-        cu_seqlens_k=lens,
-        context_lens=lens,
-        # The second row uses its first block only; the other ones are stale: the first row's.
-        block_tables=torch.tensor([[1, 2, 3], [4, 2, 3]], dtype=torch.int32)[: len(contexts)],
-        num_decode_rows=len(contexts),
-        max_query_len=1,
+def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionMetadata:
+    """`rows` are (new tokens, context), those of one token first."""
+    num_new, contexts = zip(*rows, strict=True)
+    return AttentionMetadata(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),  # all is stored already
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        num_decode_rows=num_new.count(1),
+        max_query_len=max(num_new),
         max_context_len=max(contexts),
     )
-    return TorchAttention().attend(LAYER, q, kv_cache, metadata)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_in_one_sequence_stays_there(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sliding_window", [None, 1, 6])
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("slots_at_once", [1, 40, 8192])
+def test_decode_rows_and_chunks_are_those_of_a_textbook(
+    sliding_window: int | None,
+    soft_cap: float | None,
+    num_kv_heads: int,
+    slots_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many rows of one token go together. Every slot without a token holds NaN."""
+    monkeypatch.setattr(torch_attention, "_SLOTS_AT_ONCE", slots_at_once)
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 8).to(dtype)
-    kv_cache = torch.randn(2, 5, 2, 4, 8).to(dtype)
-    expected = attend(q, kv_cache, [11, 3])
+    layer = AttentionLayer(4, num_kv_heads, 8, 0.3, sliding_window, soft_cap)
+    rows = [(1, 1), (1, 19), (1, 4), (1, 13), (2, 2), (5, 17), (3, 4)]
+    blocks = [-(-context // BLOCK_SIZE) for _, context in rows]
+    kv_cache = torch.full((2, sum(blocks) + 1, num_kv_heads, BLOCK_SIZE, 8), torch.nan)
+    # Behind its own, a row's table goes on with whatever blocks an owner before it had.
+    tables = torch.randint(sum(blocks) + 1, (len(rows), max(blocks) + 1), dtype=torch.int32)
+    free = iter((torch.randperm(sum(blocks)) + 1).tolist())
+    q = torch.randn(sum(n for n, _ in rows), 4, 8)
+    expected, first = torch.empty(q.shape, dtype=torch.float64), 0
+    for row, (num_new, context) in enumerate(rows):
+        k, v = torch.randn(2, num_kv_heads, context, 8)
+        for column, start in enumerate(range(0, context, BLOCK_SIZE)):
+            tables[row, column] = block = next(free)
+            for cache, x in zip(kv_cache, (k, v), strict=True):
+                filled = x[:, start : start + BLOCK_SIZE]
+                cache[block, :, : filled.shape[1]] = filled
+        k, v = (x.double().repeat_interleave(4 // num_kv_heads, dim=0) for x in (k, v))
+        scores = q[first : first + num_new].double().transpose(0, 1) @ k.mT * 0.3
+        scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+        distance = torch.arange(context - num_new, context)[:, None] - torch.arange(context)
+        hidden = (distance < 0) | (distance >= (sliding_window or context))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        expected[first : first + num_new] = (weights @ v).transpose(0, 1)
+        first += num_new
+    attended = TorchAttention().attend(layer, q, kv_cache, metadata_of(rows, tables))
+    torch.testing.assert_close(attended.double(), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_in_one_sequence_stays_there(
+    dtype: torch.dtype, soft_cap: float | None, num_new: int
+) -> None:
+    torch.manual_seed(0)
+    layer = AttentionLayer(4, 2, 8, 0.3, soft_cap=soft_cap)
+    q = torch.randn(2 * num_new, 4, 8).to(dtype)
+    kv_cache = torch.randn(2, 5, 2, BLOCK_SIZE, 8).to(dtype)
+    # The second row uses its first block only; the other ones are stale: the first row's.
+    tables = torch.tensor([[1, 2, 3], [4, 2, 3]], dtype=torch.int32)
+    metadata = metadata_of([(num_new, 11), (num_new, 3)], tables)
+    expected = TorchAttention().attend(layer, q, kv_cache, metadata)
     kv_cache[:, 1:4] = torch.nan  # the first row's, and behind the end of the second one's table
     kv_cache[:, 4, :, 3] = torch.nan  # what an owner before left in the second row's block
-    actual = attend(q, kv_cache, [11, 3])
-    assert actual[0].isnan().all()
-    assert torch.equal(actual[1], expected[1])
+    actual = TorchAttention().attend(layer, q, kv_cache, metadata)
+    assert actual[:num_new].isnan().all()
+    assert torch.equal(actual[num_new:], expected[num_new:])
+
+
+def test_contexts_laid_side_by_side_begin_and_end_where_the_one_before_does() -> None:
+    metadata = metadata_of([(1, 11), (2, 3), (1, 7)], torch.empty(0))
+    assert metadata.cu_seqlens_k.tolist() == [0, 11, 14, 21]
+    assert metadata.cu_seqlens_k.dtype == torch.int32  # as flash-attn wants it
+    assert metadata.cu_seqlens_k is metadata.cu_seqlens_k  # once for all layers

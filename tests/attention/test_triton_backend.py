@@ -61,7 +61,6 @@ def test_windows_and_soft_caps_are_those_of_the_torch_backend(
         positions=torch.empty(0),
         slot_mapping=torch.empty(0),  # all is stored already
         cu_seqlens_q=torch.tensor([0, 1, 10], dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, 30, 70], dtype=torch.int32),
         context_lens=torch.tensor([30, 40], dtype=torch.int32),
         block_tables=torch.tensor([[2, 1, 0], [5, 3, 4]], dtype=torch.int32),
         num_decode_rows=1,

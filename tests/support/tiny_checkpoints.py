@@ -107,7 +107,6 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         positions=positions,
         slot_mapping=table[positions // block_size] * block_size + positions % block_size,
         cu_seqlens_q=ends,
-        cu_seqlens_k=ends,
         context_lens=ends[1:],
         block_tables=table.unsqueeze(0),
         num_decode_rows=0,
