@@ -11,18 +11,16 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
 
-def make_sequence(token_ids, max_model_len: int = 4096) -> Sequence:
-    return Sequence("r", list(token_ids), SamplingParams(), max_model_len=max_model_len)
+def make_sequence(token_ids, cache_key: tuple[str, ...] = ()) -> Sequence:
+    return Sequence("r", list(token_ids), SamplingParams(), 4096, cache_key=cache_key)
 
 
 def run(manager: BlockManager, seq: Sequence) -> Sequence:
     """Allocate and compute the whole of `seq`, with whatever the cache has."""
     hits = manager.lookup(seq)
     assert manager.allocate(seq, seq.num_tokens, hits)
-    seq.num_computed_tokens = len(hits) * manager.block_size
-    n = seq.num_tokens - seq.num_computed_tokens
-    manager.register(seq, n)
-    seq.num_computed_tokens += n
+    manager.register(seq, seq.num_tokens)
+    seq.num_computed_tokens = seq.num_tokens
     return seq
 
 
@@ -174,3 +172,87 @@ def test_no_prefix_cache_no_hits() -> None:
     manager = BlockManager(4, block_size=2, enable_prefix_caching=False)
     manager.free(run(manager, make_sequence([5, 5, 5])))
     assert manager.lookup(make_sequence([5, 5, 5])) == []
+
+
+# ---------------------------------------------------------------- what has been published
+
+
+def test_each_full_block_is_published_once_as_the_sequence_grows() -> None:
+    manager = BlockManager(8, block_size=2)
+    seq = make_sequence(range(7))
+    assert manager.allocate(seq, 7)
+    table = seq.block_table
+    assert manager.register(seq, 1) == []
+    assert manager.register(seq, 5) == table[:2]  # all tokens so far, not only those of this step
+    assert manager.register(seq, 5) == []
+    seq.token_ids.append(7)
+    assert manager.register(seq, 7) == [table[2]]
+    assert manager.register(seq, 8) == [table[3]]
+    assert seq.num_registered_blocks == 4
+    check_pool(manager, [seq])
+
+
+def test_what_was_found_in_the_cache_is_not_published_again() -> None:
+    manager = BlockManager(8, block_size=2)
+    run(manager, make_sequence(range(5)))
+    seq = make_sequence(range(8))
+    hits = manager.lookup(seq)
+    assert manager.allocate(seq, 8, hits) and len(hits) == 2
+    assert seq.num_registered_blocks == 2
+    assert manager.register(seq, 8) == seq.block_table[2:]
+
+
+def test_a_block_whose_last_token_is_pending_is_published_when_that_is_known() -> None:
+    """A step may fill a block before anybody here knows with what."""
+    manager = BlockManager(8, block_size=2)
+    seq = make_sequence(range(3))
+    assert manager.allocate(seq, 4)
+    seq.num_pending = 1
+    assert manager.register(seq, 4) == [seq.block_table[0]]
+    seq.token_ids.append(9)
+    seq.num_pending = 0
+    assert manager.register(seq, 4) == [seq.block_table[1]]
+    assert manager.lookup(make_sequence([0, 1, 2, 9, 5])) == seq.block_table
+
+
+def test_a_sequence_that_begins_again_publishes_again() -> None:
+    """What it had published may have been taken for something else in the meantime."""
+    manager = BlockManager(2, block_size=2)
+    seq = run(manager, make_sequence(range(4)))
+    manager.free(seq)
+    assert seq.num_registered_blocks == 0
+    manager.free(run(manager, make_sequence(range(50, 54))))
+    assert manager.lookup(seq) == []
+    run(manager, seq)
+    assert manager.lookup(make_sequence(range(5))) == seq.block_table
+    check_pool(manager, [seq])
+
+
+# ---------------------------------------------------------------- who shares with whom
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_shared"),
+    [
+        ((), (), True),
+        (("cache_salt", "a"), ("cache_salt", "a"), True),
+        (("cache_salt", "a"), ("cache_salt", "b"), False),
+        (("cache_salt", "a"), (), False),
+        ((), ("cache_salt", "a"), False),
+        (("cache_salt", "a"), ("adapter", "a"), False),
+        (("a", "b"), ("ab",), False),
+    ],
+)
+def test_sequences_share_blocks_with_those_of_the_same_key(first, second, is_shared) -> None:
+    manager = BlockManager(8, block_size=2)
+    a = run(manager, make_sequence(range(5), first))
+    expected = a.block_table[:2] if is_shared else []
+    assert manager.lookup(make_sequence(range(5), second)) == expected
+
+
+def test_another_key_is_another_block_even_if_all_hashes_collide(monkeypatch) -> None:
+    monkeypatch.setattr("nanoserve.engine.block_manager.chain_hash", lambda parent, ids: b"same")
+    manager = BlockManager(8, block_size=2)
+    a = run(manager, make_sequence(range(3), ("cache_salt", "a")))
+    assert manager.lookup(make_sequence(range(3), ("cache_salt", "b"))) == []
+    assert manager.lookup(make_sequence(range(3), ("cache_salt", "a"))) == a.block_table[:1]

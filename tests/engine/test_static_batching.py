@@ -32,7 +32,7 @@ def spans(output_lens: list[int], static: bool) -> list[Span]:
     """Of each request: steps before its first one, and steps up to its last one."""
     engine, steps, ids = make_engine(max_num_seqs=3), [], iter(range(len(output_lens)))
     engine.observers.append(
-        lambda plan, *_: steps.append({s.request_id for s in plan.num_new_tokens})
+        lambda plan, *_: steps.append({row.seq.request_id for row in plan.rows})
     )
 
     def generate(prompts: list[list[int]], lens: list[int]) -> list[list[int]]:
