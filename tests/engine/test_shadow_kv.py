@@ -5,7 +5,8 @@ import shadow_kv
 from shadow_kv import Corruption, ShadowRun
 
 from nanoserve.engine import block_manager
-from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.block_manager import BlockManager, Parent
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 
@@ -56,7 +57,7 @@ def stale_hash_left_on_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
 class OwnTokensOnly(BlockManager):
     """A block goes by its own tokens, and so does the proof of a hit."""
 
-    def _is_at(self, block: int, seq: Sequence, index: int, parent: int | bytes) -> bool:
+    def _is_at(self, block: int, seq: Sequence, index: int, parent: Parent) -> bool:
         return self._content_of[block][1] == self._token_ids(seq, index)
 
 
@@ -74,9 +75,9 @@ def hit_believed_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def lookup(self: BlockManager, seq: Sequence) -> list[int]:
         hits: list[int] = []
-        if self._root_for(seq) is None:
+        if not self.enable_prefix_caching or seq.needs_prompt_outputs:
             return hits
-        self._hash_blocks(seq, seq.num_tokens // self.block_size)
+        self._hash_blocks(seq, len(seq.token_ids) // self.block_size)
         for block_hash in seq.block_hashes:
             if block_hash not in self._block_of:
                 break
@@ -89,10 +90,9 @@ def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockManager.register
 
-    def register(self: BlockManager, seq: Sequence, num_new_tokens: int) -> list[int]:
+    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
         allocated = len(seq.block_table) * self.block_size
-        all_known = min(seq.num_tokens, allocated) - seq.num_computed_tokens
-        return original(self, seq, max(all_known, num_new_tokens))
+        return original(self, seq, max(min(len(seq.token_ids), allocated), num_tokens))
 
     monkeypatch.setattr(BlockManager, "register", register)
 
@@ -100,9 +100,8 @@ def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def registered_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockManager.register
 
-    def register(self: BlockManager, seq: Sequence, num_new_tokens: int) -> list[int]:
-        known = seq.num_tokens - seq.num_computed_tokens
-        return original(self, seq, min(known, num_new_tokens + 1))
+    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+        return original(self, seq, min(len(seq.token_ids), num_tokens + 1))
 
     monkeypatch.setattr(BlockManager, "register", register)
 
@@ -113,10 +112,21 @@ def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
     def grow(self: Scheduler, seq: Sequence, n: int) -> bool:
         grown = original(self, seq, n)
         if grown:
-            self.block_manager.register(seq, n)
+            self.block_manager.register(seq, seq.num_computed_tokens + n)
         return grown
 
     monkeypatch.setattr(Scheduler, "_grow", grow)
+
+
+def salt_left_out_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And out of the proof: either of them would do."""
+    monkeypatch.setattr(BlockManager, "_root_of", lambda self, seq: self._root)
+
+    def is_at(self: BlockManager, block: int, seq: Sequence, index: int, parent: Parent) -> bool:
+        known, token_ids = self._content_of[block]
+        return (index == 0 or known == parent) and token_ids == self._token_ids(seq, index)
+
+    monkeypatch.setattr(BlockManager, "_is_at", is_at)
 
 
 def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +134,7 @@ def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
         if seq.status is not SequenceStatus.RUNNING:
             raise Corruption("a sequence is preempted that does not run")
         self._release(seq, SequenceStatus.WAITING)
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_pending = 0
         self._enqueue(seq)
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
@@ -133,7 +143,7 @@ def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
 def failed_step_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.rollback
 
-    def rollback(self: Scheduler, plan) -> None:
+    def rollback(self: Scheduler, plan: Plan) -> None:
         plan.registered_blocks.clear()
         original(self, plan)
 
@@ -148,6 +158,7 @@ PLANTED_BUGS = [
     registered_beyond_the_step,
     registered_one_block_early,
     registered_before_preemption_is_over,
+    salt_left_out_of_the_hash,
     victim_left_in_running,
     failed_step_stays_registered,
 ]

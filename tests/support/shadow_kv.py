@@ -7,15 +7,19 @@ with a large vocabulary, wrong hits never look right, and the bugs stay invisibl
 """
 
 import random
+from typing import Any
 
 import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+
+WEIGHTS = (1, 90, 9)  # of 0, 1 and 2 new tokens for a row
 
 
 class Corruption(AssertionError):
@@ -28,14 +32,17 @@ def require(condition: bool, what: str) -> None:
 
 
 class Prefixes:
-    """Gives each token prefix a number, so that prefixes compare in O(1)."""
+    """Gives each token prefix a number, so that prefixes compare in O(1).
+
+    Behind another cache key, the same tokens are another prefix.
+    """
 
     def __init__(self) -> None:
-        self._ids: dict[tuple[int, int], int] = {}
+        self._ids: dict[tuple[Any, int], int] = {}
 
-    def of(self, token_ids: list[int]) -> list[int]:
+    def of(self, cache_key: tuple[str, ...], token_ids: list[int]) -> list[int]:
         """Number of the prefix that ends at each position."""
-        parent, ids = 0, []
+        parent, ids = cache_key, []
         for token in token_ids:
             parent = self._ids.setdefault((parent, token), len(self._ids) + 1)
             ids.append(parent)
@@ -64,7 +71,9 @@ class ShadowRun:
         )
         self.config = config
         self.scheduler = scheduler_class(config, num_blocks, self.max_model_len)
-        layout = BatchLayout(config.max_num_batched_tokens, max_num_seqs, fits_alone)
+        layout = BatchLayout(
+            config.max_num_batched_tokens, max_num_seqs, fits_alone, ("prompt_logprobs",)
+        )
         self.batch = Batch(layout, np.empty(layout.num_bytes, dtype=np.uint8))
         self.shadow = [0] * ((num_blocks + 1) * self.block_size)
         self.prefixes = Prefixes()
@@ -81,7 +90,7 @@ class ShadowRun:
             self._arrive()
             self._abort()
             if self.scheduler.has_unfinished():
-                self._step(step)
+                self._step()
             step += 1
         manager = self.scheduler.block_manager
         require(manager.num_free_blocks == manager.num_blocks, "blocks leaked")
@@ -100,11 +109,9 @@ class ShadowRun:
                 max_tokens=self.rng.choice([1, 2, 5, None]),
                 prompt_logprobs=self.rng.choice([None, None, None, 0]),
             )
-            settings = {
-                "max_model_len": self.max_model_len,
-                "eos_token_ids": frozenset({0}) if self.rng.random() < 0.2 else frozenset(),
-                "priority": self.rng.randint(0, 2),
-            }
+            eos_token_ids = frozenset({0}) if self.rng.random() < 0.2 else frozenset()
+            priority = self.rng.randint(0, 2)
+            cache_key = self.rng.choice([(), (), (), ("cache_salt", "a"), ("cache_salt", "b")])
             siblings = []
             for index in range(params.n):
                 self.num_arrived += 1
@@ -112,9 +119,12 @@ class ShadowRun:
                     f"request with arrival {self.num_arrived - index}",
                     list(prompt),
                     params,
-                    index=index,
+                    self.max_model_len,
+                    eos_token_ids,
+                    priority=priority,
                     arrival=self.num_arrived,
-                    **settings,
+                    index=index,
+                    cache_key=cache_key,
                 )
                 siblings.append(seq)
             siblings[0].siblings = siblings[1:]
@@ -125,93 +135,117 @@ class ShadowRun:
         """Abort a request, or end one of its completions as a stop string would."""
         if self.live and self.rng.random() < 0.04:
             seq = self.rng.choice(self.live)
-            if seq.num_tokens > seq.num_prompt_tokens and self.rng.random() < 0.5:
+            if seq.num_output_tokens and self.rng.random() < 0.5:
                 self.scheduler.finish(seq, "stop", "a stop string")
             else:
-                for other in self.live:
-                    if other.request_id == seq.request_id:
-                        self.scheduler.finish(other, "abort")
+                self._end_request(seq, "abort")
             check_invariants(self.scheduler)
 
-    def _step(self, step: int) -> None:
+    def _end_request(self, seq: Sequence, reason: str) -> None:
+        for other in self.live:
+            if other.request_id == seq.request_id:
+                self.scheduler.finish(other, reason)
+
+    def _step(self) -> None:
         scheduler = self.scheduler
-        plan = Plan()
-        scheduler.schedule(plan)
-        self._check_limits(plan)
-        self.batch.pack(plan, scheduler.block_tables, self.block_size, step)
-        if self.rng.random() < 0.03:  # the device fails before it has stored anything
+        plan = scheduler.schedule()
+        self._check_plan(plan)
+        self.batch.pack(plan, scheduler.block_tables, self.block_size)
+        fails = self.rng.random() < 0.03  # the device does, before it has stored anything
+        if not fails:
+            self._store_and_attend(plan)
+        if not fails or self.rng.random() < 0.5:
+            scheduler.commit(plan)
+            self._check_progress(plan)
+        if fails:
             scheduler.rollback(plan)
         else:
-            self._store_and_attend(plan)
-            sampled = [self.rng.randrange(self.vocab) for _ in plan.caught_up()]
-            scheduler.update(plan, sampled)
+            self._update(plan)
         check_invariants(scheduler)
 
-    def _check_limits(self, plan: Plan) -> None:
-        counts = list(plan.num_new_tokens.values())
-        require(bool(counts), "empty plan although sequences wait")
+    def _update(self, plan: Plan) -> None:
+        """Mostly one token for each row, sometimes two, or none because its request has failed."""
+        new_ids = [
+            [self.rng.randrange(self.vocab) for _ in range(self.rng.choices([0, 1, 2], WEIGHTS)[0])]
+            for _ in plan.sampled()
+        ]
+        self.scheduler.update(plan, new_ids)
+        for row, tokens in zip(plan.sampled(), new_ids, strict=True):
+            if not tokens:
+                self._end_request(row.seq, "error")
+
+    def _check_plan(self, plan: Plan) -> None:
+        require(bool(plan.rows), "empty plan although sequences wait")
+        counts = [row.n for row in plan.rows]
         require(min(counts) >= 1, "a sequence was planned with no token")
         require(sum(counts) <= self.config.max_num_batched_tokens, "over the token budget")
         require(len(self.scheduler.running) <= self.config.max_num_seqs, "too many running")
         require(not (plan.preempted and plan.admitted), "admitted in a step that preempted")
         threshold = self.config.long_prefill_token_threshold
         require(not threshold or max(counts) <= threshold, "over long_prefill_token_threshold")
-        preempted = [seq for seq in plan.preempted if seq in plan.num_new_tokens]
-        require(not preempted, "a preempted sequence is still planned")
+        planned = [row.seq for row in plan.rows]
+        require(len(set(planned)) == len(planned), "a sequence was planned twice")
+        require(not set(planned) & set(plan.preempted), "a preempted sequence is still planned")
+        for seq, start, n, num_outputs, num_sampled in plan.rows:
+            require(start == seq.num_computed_tokens, "start")
+            require(num_sampled == (start + n == len(seq.token_ids)), "num_sampled")
+            is_whole = seq.params.prompt_logprobs is not None and seq.index == 0
+            is_whole = is_whole and len(seq.token_ids) == seq.num_prompt_tokens
+            require(num_outputs == (n if is_whole else num_sampled), "num_outputs")
+
+    def _check_progress(self, plan: Plan) -> None:
+        for seq, start, n, _, num_sampled in plan.rows:
+            require(seq.num_computed_tokens == start + n, "num_computed_tokens")
+            require(seq.num_tokens == len(seq.token_ids) + num_sampled, "num_tokens")
+            if start < seq.num_prompt_tokens <= start + n:
+                held = [sibling for sibling in seq.siblings if sibling in self.scheduler.held]
+                require(not held, "siblings are held though their prompt is there")
 
     def _store_and_attend(self, plan: Plan) -> None:
         batch, size = self.batch, self.block_size
-        header = batch.header_dict()
-        require(header["num_rows"] == len(plan.num_new_tokens), "num_rows")
-        cu = batch.cu_seqlens_q.tolist()
-        tables = batch.block_tables.tolist()
-        rows = []
-        for row, (seq, n) in enumerate(plan.num_new_tokens.items()):
-            computed = seq.num_computed_tokens
-            require(cu[row + 1] - cu[row] == n, "cu_seqlens_q")
-            require((n == 1) == (row < header["num_decode_rows"]), "decode rows come first")
-            span = slice(cu[row], cu[row + 1])
-            positions = list(range(computed, computed + n))
+        header = batch.header
+        require(header.num_rows == len(plan.rows), "num_rows")
+        ends = batch.cu_seqlens_q.tolist()
+        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        prefixes = []
+        for index, (seq, start, n, *_) in enumerate(plan.rows):
+            require(ends[index + 1] - ends[index] == n, "cu_seqlens_q")
+            require((n == 1) == (index < header.num_decode_rows), "decode rows come first")
+            span = slice(ends[index], ends[index + 1])
+            positions = list(range(start, start + n))
             require(batch.positions[span].tolist() == positions, "positions")
-            known = seq.token_ids[computed : computed + n]
+            known = seq.token_ids[start : start + n]
             require(batch.input_ids[span].tolist() == known, "input_ids")
-            require(batch.context_lens[row] == computed + n, "context_lens")
-            prefix_ids = self.prefixes.of(seq.token_ids[: computed + n])
+            require(batch.context_lens[index] == start + n, "context_lens")
+            require(batch.row_slots[index] == seq.slot, "row_slots")
+            prefix_ids = self.prefixes.of(seq.cache_key, seq.token_ids[: start + n])
             for slot, position in zip(batch.slot_mapping[span].tolist(), positions, strict=True):
                 require(slot >= size, "wrote into the dummy block")
                 self.shadow[slot] = prefix_ids[position]
-            rows.append(prefix_ids)
-        for prefix_ids, table in zip(rows, tables, strict=False):
+            prefixes.append(prefix_ids)
+        for prefix_ids, table in zip(prefixes, tables, strict=True):
             for position, expected in enumerate(prefix_ids):
                 slot = table[position // size] * size + position % size
                 require(self.shadow[slot] == expected, "attention reads another prefix's KV")
-        self._check_output_rows(plan, cu)
+        self._check_outputs(plan.rows, ends)
 
-    def _check_output_rows(self, plan: Plan, cu: list[int]) -> None:
-        order = {seq: row for row, seq in enumerate(plan.num_new_tokens)}
-        caught_up = list(plan.caught_up())
-        rows = [cu[order[seq] + 1] - 1 for seq in caught_up]
-        slots = [seq.slot for seq in caught_up]
-        next_ids: list[int] = []
-        for seq, n in plan.num_new_tokens.items():
-            if seq.needs_prompt_logits:
-                start, end = seq.num_computed_tokens, seq.num_computed_tokens + n
-                known = [p for p in range(start, end) if p + 1 < seq.num_prompt_tokens]
-                next_ids += [seq.token_ids[p + 1] for p in known]
-                rows += [cu[order[seq]] + p - start for p in known]
-                slots += [seq.slot] * len(known)
-        batch, num, sampled = self.batch, len(rows), len(caught_up)
-        require(batch.header.num_outputs == num, "num_output_rows")
-        require(batch.header.num_sampled == sampled, "num_sampled_rows")
-        # Prompt rows may come in another order than the sequences; with their own they must agree.
-        triples = zip(batch.output_rows[:num], batch.slots[:num], [-1] * sampled, strict=False)
-        got = [*map(tuple, triples)]
-        got += zip(
-            batch.output_rows[sampled:num],
-            batch.slots[sampled:num],
-            batch.next_ids[sampled:num],
-            strict=True,
-        )
-        expected = list(zip(rows, slots, [-1] * sampled + next_ids, strict=True))
-        require(got[:sampled] == expected[:sampled], "sampled rows")
-        require(sorted(got) == sorted(expected), "prompt rows")
+    def _check_outputs(self, rows: list[Row], ends: list[int]) -> None:
+        batch, header = self.batch, self.batch.header
+        sampled = [
+            (end - 1, row.seq.slot)
+            for row, end in zip(rows, ends[1:], strict=False)
+            if row.num_sampled
+        ]
+        of_prompts, next_ids = [], []
+        for (seq, start, n, num_outputs, num_sampled), first in zip(rows, ends, strict=False):
+            if num_outputs > num_sampled:  # all but the prompt's last token, if that is among them
+                tokens = range(start, min(start + n, seq.num_prompt_tokens - 1))
+                of_prompts += [(first + token - start, seq.slot) for token in tokens]
+                next_ids += [seq.token_ids[token + 1] for token in tokens]
+        num, num_sampled = header.num_outputs, header.num_sampled
+        outputs = list(zip(batch.output_rows[:num], batch.output_slots[:num], strict=True))
+        require(outputs[:num_sampled] == sampled, "sampled outputs")
+        require(outputs[num_sampled:] == of_prompts, "outputs of prompts")
+        require(batch.next_ids[num_sampled:num].tolist() == next_ids, "next_ids")
+        spans = {"prompt_logprobs": slice(num_sampled, num)} if of_prompts else {}
+        require(batch.prompt_outputs(header) == spans, "which outputs go to which head")
