@@ -1,6 +1,6 @@
 """Paged attention in plain torch: what the kernels are checked against, and runs without them.
 
-The blocks of some rows are gathered into contiguous K and V; the rest is attention as in a textbook.
+The blocks of a row are gathered into contiguous K and V; the rest is attention as in a textbook.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _attend_rows(
     blocks = metadata.block_tables[first:end, : -(-length // block_size)].long()
     k, v = (cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :length] for cache in kv_cache)
 
-    # 2) The queries, [num_rows, num_heads, n, head_dim]: a row's tokens are the last of its context.
+    # 2) The queries, [num_rows, num_heads, n, head_dim]: the last tokens of each row's context.
     tokens = slice(*metadata.cu_seqlens_q[[first, end]].tolist())
     queries = q[tokens].unflatten(0, (end - first, -1)).transpose(1, 2)
     n = queries.shape[2]

@@ -88,7 +88,7 @@ class BlockManager:
 
         A hit never covers the last token: its logits are needed, so it must be computed. A block
         cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
-        blocks of 16. A sequence that wants something of every token of its prompt computes them all.
+        blocks of 16. If something of every token of the prompt is wanted, all are computed.
         """
         if not self.enable_prefix_caching or seq.needs_prompt_outputs:
             return []

@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class TorchOps:
-    # Where several operations of a layer are one kernel. None: the layer does them one by one, which
-    # says what they are. (heads, rotary, (q_norm, k_norm), kv_cache, metadata) -> q; the norms may be
-    # None. And as `nanoserve.layers.experts.sum_of_experts`.
+    # Where several operations of a layer are one kernel. None: the layer does them one by one.
+    # (heads, rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; no norm is
+    # None. The other is as `nanoserve.layers.experts.sum_of_experts`.
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
 

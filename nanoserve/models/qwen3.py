@@ -72,7 +72,7 @@ class Qwen3Attention(nn.Module):
             # 2) Queries, keys and values. Of k and v there are fewer heads: a group of query heads
             #    shares one of them (GQA, Ainslie et al. 2023), which makes the cache smaller.
             q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            # 3) Every query and key head is normalised: [num_tokens, heads, head_dim] over the last.
+            # 3) Every query and key head is normalised, over its head_dim numbers.
             if self.q_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             # 4) And turned by its position, so that q k depends on how far apart the two are.
@@ -80,7 +80,7 @@ class Qwen3Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             # 5) K and V go to their slots of the cache, before anybody reads it.
             store_kv(k, v, kv_cache, metadata.slot_mapping)
-        # 6) Every token looks at those before it, out of the cache: [num_tokens, num_heads, head_dim].
+        # 6) Every token looks at those before it, in the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
 
@@ -95,7 +95,7 @@ class Qwen3MLP(nn.Module):
         self.ops, self.config = context.ops, config
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # [num_tokens, hidden_size] -> [num_tokens, 2 intermediate_size] -> half of that -> and back.
+        # [num_tokens, hidden_size] -> [..., 2 x intermediate_size] -> half of that -> and back.
         gate_up = self.gate_up_proj(hidden)
         return self.down_proj(self.ops.act_and_mul(gate_up, self.config.hidden_act))
 

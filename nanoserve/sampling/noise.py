@@ -1,8 +1,8 @@
 """Random numbers from a counter: no generator, no state, the same on every machine.
 
-A draw depends on (seed, position, completion, token id) and on nothing else, so a seeded request gives
-the same tokens whatever shares its batch, however it is chunked, and after a preemption. The idea
-is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a 32-bit
+A draw depends on (seed, position, completion, token id) and on nothing else, so a seeded request
+gives the same tokens whatever shares its batch, however it is chunked, and after a preemption. The
+idea is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a 32-bit
 multiply-xorshift finaliser, because 64-bit integer products cost a CPU five times as much.
 """
 

@@ -1,0 +1,138 @@
+"""Whether one step ahead hides the brain behind the device: max(device, brain), or their sum?
+
+    python benchmarks/overlap.py
+
+The device is a thread that sleeps for a given time in each step, so that the two do not compete for
+a processor. Every sequence decodes one token in each step. A column of a device time T shows the
+median step without and with a step ahead, and what it would be if nothing were lost: the longer of
+T and the brain, which is what the step takes with a device that takes no time.
+"""
+
+import queue
+import statistics
+import threading
+import time
+
+import numpy as np
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.outputs import RequestOutput
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+_STEPS = 120
+_PROMPT = 100
+_MAX_MODEL_LEN = 1024
+
+
+class SleepingExecutor:
+    """Steps run in a thread, one after the other, `seconds` each."""
+
+    def __init__(self, config: EngineConfig, seconds: float) -> None:
+        blocks = -(-_MAX_MODEL_LEN // config.block_size)
+        self.max_model_len, self.num_kv_blocks = _MAX_MODEL_LEN, config.max_num_seqs * blocks
+        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, blocks)
+        self._batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
+        self._num_batches = 0
+        self._seconds = seconds
+        self._launched: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def next_batch(self) -> Batch:
+        self._num_batches += 1
+        return self._batches[self._num_batches % 2]
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> tuple[int, threading.Event]:
+        done = threading.Event()
+        self._launched.put(done)
+        return batch.header.num_sampled, done
+
+    def sample(self, handle: tuple[int, threading.Event]) -> None:
+        pass
+
+    def collect(self, handle: tuple[int, threading.Event]) -> StepResult:
+        num_sampled, done = handle
+        done.wait()
+        return StepResult([[7] for _ in range(num_sampled)])
+
+    def close(self) -> None:
+        self._launched.put(None)
+
+    def _run(self) -> None:
+        end = 0.0
+        while (done := self._launched.get()) is not None:
+            # A device does not oversleep: what one step took too long, the next one has less.
+            end = max(end, time.perf_counter()) + self._seconds
+            while (left := end - time.perf_counter()) > 0:
+                time.sleep(left if left < 2e-4 else left - 1e-4)
+            done.set()
+
+
+def median_step(num_seqs: int, seconds: float, ahead: bool) -> float:
+    """Seconds of a step in which every sequence decodes."""
+    config = EngineConfig(
+        "none",
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_seqs * _PROMPT,
+        async_scheduling=ahead,
+    )
+    engine = LLMEngine(config, _model_config(), SleepingExecutor(config, seconds), None)
+    params = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.FINAL_ONLY)
+    for i in range(num_seqs):
+        engine.add_request(str(i), [i % 50 + 1] * _PROMPT, params)
+    for _ in range(10):
+        engine.step()
+    times = []
+    outputs: list[RequestOutput] = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        outputs += engine.step()
+        times.append(time.perf_counter() - start)
+    engine.close()
+    return statistics.median(times)
+
+
+def _model_config() -> ModelConfig:
+    return ModelConfig(
+        architecture="none",
+        vocab_size=100,
+        hidden_size=1,
+        intermediate_size=1,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=1,
+        max_position_embeddings=_MAX_MODEL_LEN,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        hidden_act="silu",
+        attention_scale=1.0,
+        sliding_windows=(None,),
+        dtype="float32",
+        eos_token_ids=frozenset(),
+    )
+
+
+def main() -> None:
+    print("| sequences | brain us | device us | no step ahead | one step ahead | over the longer |")
+    print("|---|---|---|---|---|---|")
+    for num_seqs in (16, 64, 256):
+        brain = median_step(num_seqs, 0.0, ahead=False)
+        for factor in (0.5, 1.0, 2.0, 4.0):
+            device = max(factor * brain, 1e-4)
+            serial, ahead = (median_step(num_seqs, device, value) for value in (False, True))
+            cells = (brain, device, serial, ahead)
+            numbers = " | ".join(f"{value * 1e6:.0f}" for value in cells)
+            print(f"| {num_seqs} | {numbers} | {ahead / max(device, brain):.2f} |")
+
+
+if __name__ == "__main__":
+    main()
