@@ -37,6 +37,8 @@ class Streams:
                 while not unread:
                     if request_id not in engine.output_processor.requests:
                         return  # aborted by somebody else, or the engine is closed
+                    if not engine.has_unfinished_requests():
+                        raise RuntimeError(f"request {request_id!r} was lost: see earlier errors")
                     self._deliver(engine.step())
                 output = unread.popleft()
                 finished = output.finished

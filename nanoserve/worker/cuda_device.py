@@ -94,8 +94,10 @@ class CudaDevice:
         used = batch.num_bytes_used(header)
         host = torch.from_numpy(batch.memory)[:used]
         self._memory[:used].copy_(host, non_blocking=True)
-        copied = self._copied.setdefault(batch.memory.ctypes.data, self.cuda.event())
-        copied.record()
+        address = batch.memory.ctypes.data
+        if address not in self._copied:
+            self._copied[address] = self.cuda.event()
+        self._copied[address].record()
         packed = self.tensors.packed_tables(header)
         self._tables[: header.num_rows, : header.table_width].copy_(packed)
         return self._tables[: header.num_rows]
