@@ -1,5 +1,6 @@
 """What changes logits before the choice, against a plain reference that works on one row."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -54,13 +55,18 @@ class Case:
     bad_words: list[list[int]] = field(default_factory=list)
 
     def state(self) -> SlotState:
-        params = SamplingParams(**self.settings)
-        return SlotState(params, self.prompt, self.output, self.stops, self.bad_words)
+        return SlotState(self.admitted())
 
-    def admitted(self, slot: int, seed: int) -> SlotChange:
-        params = SamplingParams(**self.settings)
-        rest = (self.prompt, self.output, self.stops, self.bad_words)
-        return SlotChange(slot, params, seed, 0, *rest)
+    def admitted(self, slot: int = 0, seed: int = 0) -> SlotChange:
+        return SlotChange(
+            slot,
+            SamplingParams(**self.settings),
+            seed,
+            prompt_token_ids=self.prompt,
+            output_token_ids=self.output,
+            stop_token_ids=frozenset(self.stops),
+            bad_words_token_ids=self.bad_words,
+        )
 
 
 def reference(logits: np.ndarray, case: Case) -> np.ndarray:
@@ -232,8 +238,8 @@ def support(logits: list[float], num_draws: int = 300, **settings) -> set[int]:
     sampler = Sampler(1, len(logits), CPU)
     sampler.set_slot(Case(settings).admitted(0, seed=3))
     rows = torch.tensor(logits).repeat(num_draws, 1)
-    drawn, _ = sampler.sample(rows, np.zeros(num_draws, dtype=np.int32), np.arange(num_draws))
-    return set(drawn.tolist())
+    slots = np.zeros(num_draws, dtype=np.int32)
+    return set(sampler.sample(rows, slots, np.arange(num_draws)).token_ids.tolist())
 
 
 def test_processors_come_before_temperature() -> None:
@@ -308,12 +314,12 @@ def test_draws_after_a_preemption_at_every_step_are_those_without() -> None:
     for position in range(2, 42):
         sampler.set_slot(case.admitted(1, seed=11))
         logits = torch.from_numpy(random_logits(rng, 1)).repeat(2, 1)
-        positions = np.array([position, position])
-        slots = np.array([0, 1])
-        token_ids, _ = sampler.sample(logits, slots, positions)
-        kept, anew = token_ids.tolist()
+        sampled = sampler.sample(logits, np.array([0, 1]), np.array([position, position]))
+        kept, anew = sampled.token_ids.tolist()
         assert kept == anew
-        sampler.record(slots, [kept, anew])
+        assert [row for row, _ in sampled.states] == [0, 1]
+        for _, state in sampled.states:
+            state.append(kept)
         case.output.append(kept)
     first, later = case.output[:20], case.output[20:]
     assert not {3, 4} & set(first) and len(set(later)) > 5 and 5 not in case.output
@@ -347,10 +353,10 @@ def test_logits_are_left_alone_and_neighbours_draw_what_they_draw_alone(dtype: t
         settings["logit_bias"] = {best[slot]: -100}
         sampler.set_slot(Case(settings, output=[1]).admitted(slot, seed=slot))
     slots, positions = np.arange(6), np.arange(6) + 10
-    together, _ = sampler.sample(logits, slots, positions)
+    together = sampler.sample(logits, slots, positions).token_ids
     assert torch.equal(logits, before)
     assert all(together[slot] != best[slot] for slot in (3, 4, 5))
-    alone, _ = sampler.sample(logits[:3], slots[:3], positions[:3])
+    alone = sampler.sample(logits[:3], slots[:3], positions[:3]).token_ids
     assert together[:3].tolist() == alone.tolist() and together[0] == best[0]
 
 
@@ -362,8 +368,9 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     for slot in (0, 1):
         sampler.set_slot(Case(settings).admitted(slot, seed=slot))
     slots = np.arange(2)
-    token_ids, rows = sampler.sample(logits, slots, slots)
-    assert token_ids.tolist() == [7, 7]
+    sampled = sampler.sample(logits, slots, slots)
+    assert sampled.token_ids.tolist() == [7, 7]
+    rows = sampled.logprobs.to_host()
     raw = logits.double().numpy()
     expected = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
     best = np.argsort(-expected, axis=1)[:, :3]
@@ -374,29 +381,48 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     assert rows.ranks.tolist() == [1 + int((row > row[7]).sum()) for row in expected]
 
 
-STEP = """
-import sys
+SAMPLE_ONE = """
+import json, sys
 import numpy, torch
 import nanoserve.worker.model_runner
-from nanoserve.sampling.sampler import Sampler
 from nanoserve.engine.executor import SlotChange
+from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling_params import SamplingParams
-sampler = Sampler(2, 5, torch.device("cpu"))
-for slot in (0, 1):
-    params = SamplingParams(temperature=float(sys.argv[1]))
-    sampler.set_slot(SlotChange(slot, params, seed=slot))
+
+settings = json.loads(sys.argv[1])
+of_engine = [lambda logits, states: None] if settings.pop("of_engine", False) else []
+sampler = Sampler(2, 5, torch.device("cpu"), of_engine)
 slots, logits = numpy.arange(2), torch.eye(5)[:2]
+for slot, params in enumerate([{"temperature": 0}, settings]):
+    sampler.set_slot(SlotChange(slot, SamplingParams(**params), seed=slot))
 sampler.sample(logits, slots, slots)
-names = ("special_rows", "processors", "random_sampler", "filters", "noise", "logprobs")
-print([name for name in names if "nanoserve.sampling." + name in sys.modules])
+room = "nanoserve.sampling."
+print(*(name.removeprefix(room) for name in sys.modules if name.startswith(room)))
 """
+OPTIONAL = {"noise", "filters", "processors", "logprobs", "prompt_logprobs", "fused_sampler"}
 
 
 @pytest.mark.parametrize(
-    ("temperature", "loaded"),
-    [("0", []), ("1", ["special_rows", "random_sampler", "filters", "noise"])],
+    ("settings", "loaded"),
+    [
+        ({"temperature": 0}, set()),
+        ({"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, set()),
+        ({"temperature": 1}, {"noise"}),
+        ({"temperature": 1, "top_k": 3}, {"noise", "filters"}),
+        ({"temperature": 1, "min_p": 0.1}, {"noise", "filters"}),
+        ({"temperature": 0, "logprobs": 0}, {"logprobs"}),
+        ({"temperature": 0, "min_tokens": 1}, {"processors"}),
+        ({"temperature": 0, "presence_penalty": 1}, {"processors"}),
+        ({"temperature": 0, "of_engine": True}, {"processors"}),
+        (
+            {"temperature": 1, "top_p": 0.5, "bad_words": ["x"], "logprobs": 2},
+            {"noise", "filters", "processors", "logprobs"},
+        ),
+    ],
+    ids=str,
 )
-def test_nobody_loads_what_only_others_want(temperature: str, loaded: list[str]) -> None:
-    command = [sys.executable, "-c", STEP, temperature]
+def test_nobody_loads_what_only_others_want(settings: dict[str, object], loaded: set[str]) -> None:
+    """Beside a greedy row, which needs none of it."""
+    command = [sys.executable, "-c", SAMPLE_ONE, json.dumps(settings)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == str(loaded)
+    assert set(shown.stdout.split()) & OPTIONAL == loaded

@@ -8,8 +8,9 @@ import torch
 
 from nanoserve.engine.executor import SlotChange
 from nanoserve.sampling.filters import apply_filters
-from nanoserve.sampling.noise import ExponentialRace, row_keys
-from nanoserve.sampling.sampler import Sampler, best_tokens
+from nanoserve.sampling.greedy import best_tokens
+from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -26,8 +27,7 @@ def sample(params: SamplingParams, logits: torch.Tensor, seed: int = 0, position
     sampler = Sampler(1, logits.shape[-1], CPU)
     sampler.set_slot(SlotChange(0, params, seed))
     one = np.array([0], dtype=np.int32)
-    token_ids, _ = sampler.sample(logits.view(1, -1), one, one + position)
-    return int(token_ids[0])
+    return int(sampler.sample(logits.view(1, -1), one, one + position).token_ids[0])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_w16_temperature(temperature: float, expected: list[float]) -> None:
     sampler = Sampler(1, 4, CPU)
     sampler.set_slot(SlotChange(0, SamplingParams(temperature=temperature), seed=1))
     slots = np.zeros(num_draws, dtype=np.int32)
-    drawn, _ = sampler.sample(logits, slots, np.arange(num_draws, dtype=np.int32))
+    drawn = sampler.sample(logits, slots, np.arange(num_draws, dtype=np.int32)).token_ids
     shares = torch.bincount(drawn, minlength=4) / num_draws
     chi_square = sum(
         (share - p) ** 2 / p * num_draws for share, p in zip(shares.tolist(), expected, strict=True)
@@ -160,23 +160,25 @@ def test_rows_of_a_mixed_batch_do_not_see_each_other() -> None:
     positions = np.array([4, 9, 1, 4, 7, 30], dtype=np.int32)
     for slot, p in zip(slots, params, strict=True):
         sampler.set_slot(SlotChange(slot, p, seed=int(slot) * 1000 - 5))
-    together, _ = sampler.sample(logits, slots, positions)
+    together = sampler.sample(logits, slots, positions).token_ids
     for row in range(6):
-        alone, _ = sampler.sample(
-            logits[row : row + 1], slots[row : row + 1], positions[row : row + 1]
-        )
+        only = slice(row, row + 1)
+        alone = sampler.sample(logits[only], slots[only], positions[only]).token_ids
         assert alone[0] == together[row]
         assert together[row] == sample(
             params[row], logits[row], int(slots[row]) * 1000 - 5, int(positions[row])
         )
 
 
-def test_noise_depends_on_seed_position_stream_and_token() -> None:
+def test_noise_depends_on_seed_position_completion_and_token() -> None:
     seeds = np.array([1, 2, 1, 1 + 2**32], dtype=np.uint64)
-    positions, streams = np.array([5, 5, 6, 5]), np.array([0, 0, 0, 1])
-    keys = [*row_keys(seeds, positions, 0 * streams), *row_keys(seeds, positions, 1 + streams)]
+    positions, completions = np.array([5, 5, 6, 5]), np.array([0, 0, 0, 1])
+    keys = [
+        *row_keys(seeds, positions, 0 * completions),
+        *row_keys(seeds, positions, 1 + completions),
+    ]
     assert len(set(keys)) == 8
-    race = ExponentialRace(1000, CPU)
+    race = Noise(1000, CPU)
     noise = race._log_exponential(torch.tensor([[7]], dtype=torch.int32), 0, 1000)
     assert len(noise.unique()) > 990
 
@@ -188,14 +190,18 @@ def test_noise_is_the_same_however_the_vocabulary_is_cut() -> None:
         np.zeros(700, dtype=np.int64),
         np.zeros(700, dtype=np.int64),
     )
-    race = ExponentialRace(400, CPU)
-    together = race.draw(logits.clone(), keys)
-    alone = [race.draw(logits[:1].clone(), keys[row : row + 1])[0] for row in range(0, 700, 50)]
-    assert together[::50].tolist() == [int(token) for token in alone]
+    race = Noise(400, CPU)
+    together = logits.clone()
+    race.subtract_log_exponential(together, keys)
+    for row in range(0, 700, 50):
+        alone = logits[:1].clone()
+        race.subtract_log_exponential(alone, keys[row : row + 1])
+        assert torch.equal(together[row].view(torch.int32), alone[0].view(torch.int32))
+        assert not torch.equal(alone[0], logits[0])
 
 
 def test_noise_has_the_mean_and_spread_of_an_exponential() -> None:
-    race = ExponentialRace(50_000, CPU)
+    race = Noise(50_000, CPU)
     keys = torch.arange(-10, 10, dtype=torch.int32).unsqueeze(1) * 12345
     noise = torch.stack([race._log_exponential(key.view(1, 1), 0, 50_000)[0].exp() for key in keys])
     assert noise.mean().item() == pytest.approx(1, abs=0.005)
@@ -206,7 +212,7 @@ def test_noise_has_the_mean_and_spread_of_an_exponential() -> None:
 
 def test_draws_over_a_large_flat_vocabulary_hardly_tie() -> None:
     """The smallest noise of a row must be told apart from the next: 24-bit uniforms would not."""
-    race = ExponentialRace(151_936, CPU)
+    race = Noise(151_936, CPU)
     keys = row_keys(
         np.arange(50, dtype=np.uint64), np.zeros(50, dtype=np.int64), np.zeros(50, dtype=np.int64)
     )
