@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.layers import ops
 from nanoserve.layers.context import LayerContext
-from nanoserve.layers.ops import _rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 
 from .exercise import attention, rotate
@@ -19,8 +19,8 @@ def test_rotation_is_that_of_our_layer() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=1e6), 32, 500, LayerContext())
     positions = np.array([0, 1, 499, 7, 7])
     x = RNG.standard_normal((5, 3, 32))
-    cos, sin = (table[torch.from_numpy(positions)][:, None] for table in (rotary.cos, rotary.sin))
-    expected = _rotate(torch.from_numpy(x), cos, sin).numpy()
+    cos, sin = (table[torch.from_numpy(positions)] for table in (rotary.cos, rotary.sin))
+    expected = ops.rotate(torch.from_numpy(x), cos, sin).numpy()
     np.testing.assert_allclose(rotate(x, positions, 1e6), expected, atol=1e-3)
 
 

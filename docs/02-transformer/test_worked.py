@@ -7,7 +7,7 @@ from shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.layers.ops import TorchOps, _rotate
+from nanoserve.layers.ops import TorchOps, rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.models.registry import model_class
 
@@ -117,8 +117,8 @@ def test_a_norm_leaves_a_root_mean_square_of_one() -> None:
 def test_rotation_is_that_of_our_layer(position: int) -> None:
     x = [0.5, -2.0, 3.0, 1.0, 0.25, 4.0]
     rotary = RotaryEmbedding(RopeConfig(theta=10_000.0), 6, 301, LayerContext())
-    cos, sin = rotary.cos[position][None, None], rotary.sin[position][None, None]
-    ours = _rotate(torch.tensor(x)[None, None], cos, sin)[0, 0]
+    cos, sin = rotary.cos[position][None], rotary.sin[position][None]
+    ours = rotate(torch.tensor(x)[None, None], cos, sin)[0, 0]
     assert transformer.rotate(x, position) == pytest.approx(ours.tolist(), abs=1e-4)
 
 

@@ -107,14 +107,12 @@ def test_our_attention_reads_your_cache() -> None:
     kv_cache = torch.from_numpy(np.stack([np.nan_to_num(k_cache), v_cache]))
     longest = max(map(len, tables))
     padded = torch.tensor([table + [0] * (longest - len(table)) for table in tables])
-    ends = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     rows = torch.arange(len(lens) + 1, dtype=torch.int32)
     contexts = torch.tensor(lens, dtype=torch.int32)
     metadata = AttentionMetadata(
         contexts - 1,
         torch.zeros(0),
         rows,
-        ends,
         contexts,
         padded.int(),
         num_decode_rows=len(lens),

@@ -5,7 +5,7 @@ import pytest
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.plan import Plan
+from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -52,7 +52,8 @@ def test_our_engine_packs_the_same_slots() -> None:
     seq = Sequence("a", list(range(64)), SamplingParams(), 100)
     seq.slot = 0
     batch = Batch(layout := BatchLayout(64, 1, 4), np.zeros(layout.num_bytes, dtype=np.uint8))
-    batch.pack(Plan(num_new_tokens={seq: 64}), np.array([[5, 2, 8, 12]], dtype=np.int32), 16, 1)
+    plan = Plan(budget=0, rows=[Row(seq, 0, 64, 1, 1)])
+    batch.pack(plan, np.array([[5, 2, 8, 12]], dtype=np.int32), block_size=16)
     slots = batch.slot_mapping[:64].tolist()
     assert {position: slots[position] for position in SLOTS} == SLOTS
 

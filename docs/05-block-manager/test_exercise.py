@@ -93,8 +93,7 @@ class Reference:
         hits = self.manager.lookup(seq)
         if not self.manager.allocate(seq, len(token_ids), hits):
             return None
-        seq.num_computed_tokens = len(hits) * self.manager.block_size
-        self.manager.register(seq, len(token_ids) - seq.num_computed_tokens)
+        self.manager.register(seq, len(token_ids))
         self.sequences[key] = seq
         return list(seq.block_table)
 

@@ -119,9 +119,7 @@ def same_step_tokens(prompt_len: int, num_requests: int, block_size: int) -> str
     scheduler = _scheduler(block_size)
     for i in range(num_requests):
         scheduler.add(_sequence(range(prompt_len), arrival=i + 1))
-    plan = Plan()
-    scheduler.schedule(plan)
-    return " + ".join(map(str, plan.num_new_tokens.values()))
+    return " + ".join(str(row.n) for row in scheduler.schedule().rows)
 
 
 def prompt_tokens_computed(n: int, prompt_len: int, block_size: int) -> int:
@@ -180,12 +178,11 @@ def _completions(n: int, prompt_len: int, block_size: int) -> tuple[int, int]:
     scheduler.add(siblings[0])
     computed = 0
     while any(seq.num_tokens == prompt_len for seq in siblings):
-        plan = Plan()
-        scheduler.schedule(plan)
-        for seq, num_new in plan.num_new_tokens.items():
-            end = min(seq.num_computed_tokens + num_new, prompt_len)
-            computed += max(0, end - seq.num_computed_tokens)
-        scheduler.update(plan, [_OTHER for _ in plan.caught_up()])
+        plan = scheduler.schedule()
+        for row in plan.rows:
+            computed += max(0, min(row.start + row.n, prompt_len) - row.start)
+        scheduler.commit(plan)
+        scheduler.update(plan, [[_OTHER] for _ in plan.sampled()])
     manager = scheduler.block_manager
     return computed, manager.num_blocks - manager.num_free_blocks
 
@@ -209,10 +206,8 @@ def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
     hits = manager.lookup(seq)
     if not manager.allocate(seq, seq.num_tokens, hits):
         raise ValueError(f"{seq.num_tokens} tokens, and {manager.num_free_blocks} free blocks")
-    seq.num_computed_tokens = len(hits) * manager.block_size
-    num_new = seq.num_tokens - seq.num_computed_tokens
-    manager.register(seq, num_new)
-    seq.num_computed_tokens += num_new
+    manager.register(seq, seq.num_tokens)
+    seq.num_computed_tokens = seq.num_tokens
     return seq
 
 
@@ -220,8 +215,8 @@ def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str
     def yes(condition: bool) -> str:
         return "yes" if condition else "no"
 
-    is_published = manager._hash_of[block] is not None
-    return event, manager._ref_counts[block], yes(block in manager._free), yes(is_published)
+    is_published = yes(manager.is_cached(block))
+    return event, manager._ref_counts[block], yes(block in manager._free), is_published
 
 
 def _table(header: tuple[str, ...], rows: list[tuple]) -> str:

@@ -64,10 +64,10 @@ def by_the_engine(
             if r.arrival_step == len(steps):
                 params = SamplingParams(max_tokens=r.output_len)
                 scheduler.add(Sequence(r.name, [1] * r.prompt_len, params, 4096, arrival=i))
-        plan = Plan()
-        scheduler.schedule(plan)
-        scheduler.update(plan, [7 for _ in plan.caught_up()])
-        steps.append({seq.request_id: n for seq, n in plan.num_new_tokens.items()})
+        plan = scheduler.schedule()
+        scheduler.commit(plan)
+        scheduler.update(plan, [[7] for _ in plan.sampled()])
+        steps.append({row.seq.request_id: row.n for row in plan.rows})
     return steps
 
 

@@ -116,10 +116,11 @@ def test_a_running_sequence_computes_in_every_step_or_is_preempted(seed: int) ->
             params = SamplingParams(max_tokens=rng.choice([1, 3, None]))
             settings = {"arrival": 12 - num_to_come, "priority": rng.randint(0, 2)}
             scheduler.add(Sequence("r", prompt, params, max_model_len=24, **settings))
-        running, plan = list(scheduler.running), Plan()
-        scheduler.schedule(plan)
-        left_out = [seq for seq in running if seq.status is SequenceStatus.RUNNING]
-        assert all(plan.num_new_tokens.get(seq, 0) > 0 for seq in left_out)
-        scheduler.update(plan, [rng.randrange(3) for _ in plan.caught_up()])
+        running = list(scheduler.running)
+        plan = scheduler.schedule()
+        left_in = {seq for seq in running if seq.status is SequenceStatus.RUNNING}
+        assert left_in <= {row.seq for row in plan.rows if row.n > 0}
+        scheduler.commit(plan)
+        scheduler.update(plan, [[rng.randrange(3)] for _ in plan.sampled()])
         step += 1
         assert step < 5000

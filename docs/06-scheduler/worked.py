@@ -7,6 +7,7 @@ same one, and ends nothing: sequences end by their length.
 from string import ascii_uppercase
 
 from nanoserve.config import EngineConfig
+from nanoserve.engine.plan import Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -108,26 +109,25 @@ def undone(decoding_len: int, new_len: int) -> str:
     scheduler.add(a)
     _step(scheduler)
     scheduler.add(b)
-    states = [_state(scheduler, a, b, Plan())]
-    plan = Plan()
-    scheduler.schedule(plan)
-    states.append(_state(scheduler, a, b, plan))
+    states = [_state(scheduler, a, b, [])]
+    plan = scheduler.schedule()
+    states.append(_state(scheduler, a, b, plan.rows))
     scheduler.rollback(plan)
-    states.append(_state(scheduler, a, b, Plan()))
-    again = Plan()
-    scheduler.schedule(again)
-    states.append(_state(scheduler, a, b, again))
+    states.append(_state(scheduler, a, b, []))
+    states.append(_state(scheduler, a, b, scheduler.schedule().rows))
     names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")
     header = ("", "before the step", "planned", "undone", "planned again")
     return _table(header, list(zip(names, *states, strict=True)))
 
 
-def _state(scheduler: Scheduler, a: Sequence, b: Sequence, plan: Plan) -> tuple[str | int, ...]:
+def _state(
+    scheduler: Scheduler, a: Sequence, b: Sequence, rows: list[Row]
+) -> tuple[str | int, ...]:
     def names(sequences: list[Sequence]) -> str:
         return ", ".join(seq.request_id for seq in sequences) or "none"
 
     manager = scheduler.block_manager
-    planned = ", ".join(f"{seq.request_id}: {n}" for seq, n in plan.num_new_tokens.items())
+    planned = ", ".join(f"{row.seq.request_id}: {row.n}" for row in rows)
     found = [len(manager.lookup(seq)) * manager.block_size for seq in (a, b)]
     used = manager.num_blocks - manager.num_free_blocks
     return names(scheduler.running), names(list(scheduler.waiting)), used, *found, planned or "none"
@@ -151,10 +151,10 @@ def _request(index: int, prompt_len: int, max_tokens: int, priority: int = 0) ->
 
 def _step(scheduler: Scheduler) -> dict[Sequence, int]:
     """One step; what was planned."""
-    plan = Plan()
-    scheduler.schedule(plan)
-    scheduler.update(plan, [7 for _ in plan.caught_up()])
-    return plan.num_new_tokens
+    plan = scheduler.schedule()
+    scheduler.commit(plan)
+    scheduler.update(plan, [[7] for _ in plan.sampled()])
+    return {row.seq: row.n for row in plan.rows}
 
 
 def _span(span: Span) -> str:

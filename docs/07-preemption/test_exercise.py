@@ -101,10 +101,10 @@ def test_it_decides_as_the_engine_decides(seed: int) -> None:
             config.long_prefill_token_threshold,
             config.scheduling_policy == "priority",
         )
-        plan = Plan()
-        scheduler.schedule(plan)
+        plan = scheduler.schedule()
         admitted = {seq.request_id for seq in plan.admitted}
-        planned = {seq.request_id: n for seq, n in plan.num_new_tokens.items()}
+        planned = {row.seq.request_id: row.n for row in plan.rows}
         expected = {name: n for name, n in planned.items() if name not in admitted}
         assert found == (expected, [seq.request_id for seq in plan.preempted])
-        scheduler.update(plan, [7 for _ in plan.caught_up()])
+        scheduler.commit(plan)
+        scheduler.update(plan, [[7] for _ in plan.sampled()])

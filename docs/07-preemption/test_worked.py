@@ -120,11 +120,11 @@ def test_no_victim_comes_back_before_somebody_ends(seed: int, prefix_caching: bo
         scheduler.add(Sequence(str(arrival), prompt, params, max_model_len=20, arrival=arrival))
     nobody_ended_since_a_preemption = False
     while scheduler.has_unfinished():
-        plan = Plan()
-        scheduler.schedule(plan)
+        plan = scheduler.schedule()
         if plan.preempted:
             nobody_ended_since_a_preemption = True
         assert not (plan.admitted and nobody_ended_since_a_preemption)
-        advanced = scheduler.update(plan, [int(seq.request_id) for seq in plan.caught_up()])
-        if any(seq.finished for seq in advanced):
+        scheduler.commit(plan)
+        scheduler.update(plan, [[int(row.seq.request_id)] for row in plan.sampled()])
+        if any(row.seq.finished for row in plan.sampled()):
             nobody_ended_since_a_preemption = False

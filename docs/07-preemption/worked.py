@@ -10,6 +10,7 @@ from string import ascii_uppercase
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ def chunks(prompt_len: int, threshold: int, budget: int, decoding: int = 0) -> s
     seq = _add(scheduler, prompt_len)
     found = []
     while seq.num_tokens == prompt_len:
-        found.append(_step(scheduler).num_new_tokens[seq])
+        found.append(_counts(_step(scheduler))[seq])
     return " + ".join(map(str, found))
 
 
@@ -63,7 +64,7 @@ def mixed_steps(decoding: int, prompt_len: int, next_prompt_len: int, threshold:
     short = None
     rows = []
     while long.num_tokens == prompt_len:
-        plan = _step(scheduler).num_new_tokens
+        plan = _counts(_step(scheduler))
         cells = [sum(plan.get(seq, 0) for seq in others), plan[long], plan.get(short, 0)]
         rows.append((len(rows) + 1, *cells, sum(plan.values())))
         short = short or _add(scheduler, next_prompt_len)
@@ -102,7 +103,7 @@ def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str
     rows = []
     while scheduler.has_unfinished():
         plan = _step(scheduler)
-        planned = ", ".join(f"{seq.request_id}: {n}" for seq, n in plan.num_new_tokens.items())
+        planned = ", ".join(f"{row.seq.request_id}: {row.n}" for row in plan.rows)
         free = scheduler.block_manager.num_free_blocks
         waiting = _names(scheduler.waiting)
         rows.append((len(rows) + 1, planned, _names(plan.preempted), waiting, free))
@@ -123,9 +124,9 @@ def tokens_computed_again(prompt_len: int, prefix_caching: bool) -> int:
     while not victim.metrics.num_preemptions:
         _step(scheduler)
     while True:
-        plan = _step(scheduler)
-        if victim in plan.num_new_tokens:
-            return plan.num_new_tokens[victim]
+        counts = _counts(_step(scheduler))
+        if victim in counts:
+            return counts[victim]
 
 
 def admission(on_first_chunk: bool, prompt_len: int, num_kv_blocks: int, budget: int) -> str:
@@ -142,7 +143,7 @@ def admission(on_first_chunk: bool, prompt_len: int, num_kv_blocks: int, budget:
     long = _add(scheduler, prompt_len, max_tokens=2)
     computed = steps = 0
     while scheduler.has_unfinished():
-        computed += _step(scheduler).num_new_tokens.get(long, 0)
+        computed += _counts(_step(scheduler)).get(long, 0)
         steps += 1
     return f"{computed:,} | {long.metrics.num_preemptions} | {steps}"
 
@@ -214,10 +215,14 @@ def _add_decoding(scheduler: Scheduler, count: int) -> list[Sequence]:
 
 
 def _step(scheduler: Scheduler) -> Plan:
-    plan = Plan()
-    scheduler.schedule(plan)
-    scheduler.update(plan, [ord("t") for _ in plan.caught_up()])
+    plan = scheduler.schedule()
+    scheduler.commit(plan)
+    scheduler.update(plan, [[ord("t")] for _ in plan.sampled()])
     return plan
+
+
+def _counts(plan: Plan) -> dict[Sequence, int]:
+    return {row.seq: row.n for row in plan.rows}
 
 
 def _names(sequences: Iterable[Sequence]) -> str:
