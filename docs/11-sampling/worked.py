@@ -107,13 +107,15 @@ def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
     import numpy as np
     import torch
 
-    from nanoserve.sampling.noise import ExponentialRace, row_keys
+    from nanoserve.sampling.greedy import best_tokens
+    from nanoserve.sampling.noise import Noise, row_keys
 
     zeros = np.zeros(num_draws, dtype=np.uint64)
     keys = row_keys(zeros, np.arange(num_draws), zeros)
-    race = ExponentialRace(len(logits), torch.device("cpu"))
-    rows = torch.tensor(logits, dtype=torch.float32).repeat(num_draws, 1)
-    counts = torch.bincount(race.draw(rows, keys), minlength=len(logits))
+    scores = torch.tensor(logits, dtype=torch.float32).repeat(num_draws, 1)
+    noise = Noise(len(logits), torch.device("cpu"))
+    noise.subtract_log_exponential(scores, keys)
+    counts = torch.bincount(best_tokens(scores), minlength=len(logits))
     return [count / num_draws for count in counts.tolist()]
 
 

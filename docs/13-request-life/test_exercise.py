@@ -51,14 +51,14 @@ def tokens(result: RequestOutput | ValueError) -> list[int]:
 
 def fail(monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, calls: set[int]) -> None:
     """The device fails at these calls, counted from 0."""
-    submit, num_calls = engine.executor.submit, iter(range(10_000))
+    forward, num_calls = engine.executor.forward, iter(range(10_000))
 
     def broken(*args: Any) -> Any:
         if next(num_calls) in calls:
             raise RuntimeError("the device is on fire")
-        return submit(*args)
+        return forward(*args)
 
-    monkeypatch.setattr(engine.executor, "submit", broken)
+    monkeypatch.setattr(engine.executor, "forward", broken)
 
 
 def test_no_jobs_are_no_results(engine: LLMEngine) -> None:
@@ -78,8 +78,8 @@ def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
 
     def observe(plan: Any, batch: Any, times: Any) -> None:
         now = engine.stats.num_steps - first
-        for seq in plan.num_new_tokens:
-            steps_of[seq.request_id].append(now)
+        for row in plan.rows:
+            steps_of[row.seq.request_id].append(now)
 
     first = engine.stats.num_steps + 1
     engine.observers.append(observe)

@@ -35,7 +35,7 @@ def test_the_engine_takes_these_steps(budget: int, num_output_tokens: int) -> No
     seen = []
     engine.observers.append(
         lambda plan, batch, times: seen.extend(
-            (n, seq.num_computed_tokens, seq.num_tokens) for seq, n in plan.num_new_tokens.items()
+            (row.n, row.start + row.n, row.seq.num_tokens) for row in plan.rows
         )
     )
     engine.add_request("r", list(range(35)), SamplingParams(max_tokens=num_output_tokens))

@@ -55,6 +55,8 @@ def clock(
         last_token_time=token_times[-1],
         finished_time=finished,
         num_output_tokens=len(token_times),
+        num_intervals=len(token_times) - 1,
+        interval_seconds=token_times[-1] - token_times[0],
     )
 
 
