@@ -1,5 +1,6 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from nanoserve.outputs import RequestMetrics
@@ -13,6 +14,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
 class Sequence:
     """The state of one completion, in plain integers.
 
@@ -28,68 +30,50 @@ class Sequence:
     others as `siblings`; then they share its full blocks by reference count. No copy-on-write is
     needed: only full blocks are ever shared, nobody writes to a full block, and the tokens in the
     prompt's last, partly filled block are computed once more by each sibling.
-
-    token_ids: the prompt, then the output.
-    arrival: a counter, not a time, so that no two are equal.
-    index: which completion of its prompt.
-    cache_key: sequences share KV blocks only with those that have the same one.
     """
 
-    __slots__ = (  # noqa: RUF023  in the order of their story
-        "request_id", "token_ids", "params", "seed", "priority", "arrival", "metrics", "index",
-        "siblings", "bad_words_token_ids", "cache_key", "num_prompt_tokens", "max_num_tokens",
-        "stop_token_ids", "prompt_head", "status", "held_for", "num_computed_tokens",
-        "num_pending", "slot", "block_table", "block_hashes", "num_registered_blocks",
-        "finish_reason", "stop_reason", "last_token_time",
-    )  # fmt: skip
+    request_id: str
+    token_ids: list[int]  # the prompt, then the output
+    params: SamplingParams
+    max_model_len: InitVar[int]
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    seed: int = 0
+    priority: int = 0
+    arrival: int = 0  # a counter, not a time: ties are impossible
+    index: int = 0  # which completion of its prompt
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    cache_key: tuple[str, ...] = ()  # KV blocks are shared with those that have the same one
+    siblings: list["Sequence"] = field(default_factory=list)
 
-    def __init__(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        *,
-        seed: int = 0,
-        priority: int = 0,
-        arrival: int = 0,
-        index: int = 0,
-        metrics: RequestMetrics | None = None,
-        bad_words_token_ids: list[list[int]] | None = None,
-        cache_key: tuple[str, ...] = (),
-    ) -> None:
-        self.request_id = request_id
-        self.token_ids = token_ids
-        self.params = params
-        self.seed, self.priority, self.arrival, self.index = seed, priority, arrival, index
-        self.metrics = metrics or RequestMetrics()
-        self.siblings: list[Sequence] = []
-        self.bad_words_token_ids = bad_words_token_ids or []
-        self.cache_key = cache_key
+    status: SequenceStatus = SequenceStatus.WAITING
+    held_for: str | None = None  # while HELD
+    num_computed_tokens: int = 0
+    num_pending: int = 0
+    slot: int = -1  # row of the per-slot tables while RUNNING
+    block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
+    num_registered_blocks: int = 0  # full blocks that the prefix cache has been told of
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last_token_time: float | None = None
 
-        self.num_prompt_tokens = len(token_ids)
+    prompt_head: str | None = field(init=False)  # the head that wants all tokens of the prompt
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        params = self.params
+        self.num_prompt_tokens = len(self.token_ids)
         self.max_num_tokens = max_model_len
         if params.max_tokens is not None:
             self.max_num_tokens = min(max_model_len, self.num_prompt_tokens + params.max_tokens)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self.stop_token_ids |= eos_token_ids
-        # The head that wants the hidden state of every token of the prompt, if there is one.
-        wants_prompt = params.prompt_logprobs is not None and index == 0
+        wants_prompt = params.prompt_logprobs is not None and self.index == 0
         self.prompt_head = "prompt_logprobs" if wants_prompt else None
-
-        self.status = SequenceStatus.WAITING
-        self.held_for: str | None = None  # while HELD
-        self.num_computed_tokens = 0
-        self.num_pending = 0
-        self.slot = -1  # row of the per-slot tables while RUNNING
-        self.block_table: list[int] = []  # [i] holds positions i * block_size and on
-        self.block_hashes: list[bytes] = []  # of the full blocks, computed once
-        self.num_registered_blocks = 0  # full blocks that the prefix cache has been told of
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.last_token_time: float | None = None
 
     @property
     def num_tokens(self) -> int:
