@@ -7,6 +7,7 @@ import pytest
 
 from nanoserve.engine.batch import Batch, BatchLayout
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.plan import Row as PlannedRow
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -32,13 +33,14 @@ def by_the_engine(rows: list[Row], block_size: int) -> dict[str, list[int]]:
     longest = max(len(row.block_table) for row in rows)
     layout = BatchLayout(num_tokens, len(rows), longest)
     batch = Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
-    tables, plan = np.zeros((len(rows), longest), dtype=np.int32), Plan()
+    tables, plan = np.zeros((len(rows), longest), dtype=np.int32), Plan(budget=0)
     for slot, row in enumerate(rows):
         seq = Sequence(str(slot), list(row.token_ids), SamplingParams(), max_model_len=10**6)
-        seq.num_computed_tokens, seq.slot = row.num_computed, slot
+        seq.slot = slot
         tables[slot, : len(row.block_table)] = row.block_table
-        plan.num_new_tokens[seq] = row.num_new
-    batch.pack(plan, tables, block_size, step=0)
+        is_last = int(row.num_computed + row.num_new == len(row.token_ids))
+        plan.rows.append(PlannedRow(seq, row.num_computed, row.num_new, is_last, is_last))
+    batch.pack(plan, tables, block_size)
     lengths = dict.fromkeys(FIELDS, num_tokens) | {
         "cu_seqlens_q": len(rows) + 1,
         "context_lens": len(rows),
@@ -60,7 +62,7 @@ def test_position_35_is_slot_131() -> None:
     assert [packed["slot_mapping"][i] for i in (0, 15, 16, 35, 63)] == [80, 95, 32, 131, 207]
 
 
-def test_a_chunk_in_the_middle_of_its_prompt_has_no_logits_row() -> None:
+def test_a_chunk_in_the_middle_of_its_prompt_has_no_output_row() -> None:
     chunk = Row(list(range(10)), num_computed=4, num_new=4, block_table=[1, 6, 9])
     assert as_lists(pack([chunk], block_size=4))["output_rows"] == []
 

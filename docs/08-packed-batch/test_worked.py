@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoserve.engine.batch import Batch, BatchLayout
-from nanoserve.engine.plan import Plan
+from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -14,7 +14,6 @@ BY_HAND = {
     "positions": [7, 3, 4, 5, 6, 7, 0, 1, 2],
     "slot_mapping": [11, 35, 24, 25, 26, 27, 28, 29, 30],
     "cu_seqlens_q": [0, 1, 2, 6, 9],
-    "cu_seqlens_k": [0, 8, 12, 20, 23],
     "context_lens": [8, 4, 8, 3],
     "output_rows": [0, 1, 8],  # c is a chunk in the middle of its prompt
 }
@@ -49,16 +48,24 @@ def test_the_fields_of_the_example() -> None:
 def test_the_engine_packs_the_example_so() -> None:
     layout = BatchLayout(max_num_tokens=16, max_num_rows=4, max_blocks_per_row=3)
     batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
-    tables, plan = np.zeros((4, 3), dtype=np.int32), Plan()
+    tables, plan = np.zeros((4, 3), dtype=np.int32), Plan(budget=0)
     for slot, row in enumerate(worked.EXAMPLE):
         seq = Sequence(row.name, list(range(row.total)), SamplingParams(), max_model_len=64)
-        seq.num_computed_tokens, seq.slot = row.computed, slot
+        seq.slot = slot
         tables[slot, : len(row.table)] = row.table
-        plan.num_new_tokens[seq] = row.new
-    batch.pack(plan, tables, worked.EXAMPLE_BLOCK_SIZE, step=0)
+        num_sampled = int(row.computed + row.new == row.total)
+        plan.rows.append(Row(seq, row.computed, row.new, num_sampled, num_sampled))
+    batch.pack(plan, tables, worked.EXAMPLE_BLOCK_SIZE)
     for name, integers in BY_HAND.items():
         assert getattr(batch, name)[: len(integers)].tolist() == integers, name
-    assert batch.header.num_outputs == len(BY_HAND["output_rows"])
+    assert batch.header.num_outputs == batch.header.num_sampled == len(BY_HAND["output_rows"])
+    # As wide as the longest context: 8 tokens are two blocks, though c has three.
+    assert batch.block_tables(4, batch.header.table_width).tolist() == [
+        [5, 2],
+        [8, 0],
+        [1, 6],
+        [7, 0],
+    ]
 
 
 def test_bytes_of_logits() -> None:
@@ -79,9 +86,13 @@ def test_the_lm_head_of_qwen3_0_6b_is_a_third_of_its_layers() -> None:
     assert share == pytest.approx(155_582_464 / 440_401_920)
 
 
-@pytest.mark.parametrize(("num_rows", "expected"), [(0, 52_288), (32, 379_968), (256, 2_673_728)])
-def test_a_step_copies_what_its_rows_need(num_rows: int, expected: int) -> None:
-    layout = BatchLayout(max_num_tokens=2048, max_num_rows=256, max_blocks_per_row=2560)
+@pytest.mark.parametrize(
+    ("num_rows", "width", "expected"),
+    [(0, 0, 52_304), (32, 63, 60_368), (256, 63, 116_816), (32, 2560, 379_984)],
+)
+def test_a_step_copies_what_its_rows_need(num_rows: int, width: int, expected: int) -> None:
+    layout = BatchLayout(2048, 256, max_blocks_per_row=2560, heads=("prompt_logprobs",))
     batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
-    assert batch.num_bytes_used(num_rows) == expected
-    assert worked.step_bytes(2048, 256, 2560, num_rows) == expected
+    header = BatchHeader(num_rows=num_rows, table_width=width)
+    assert batch.num_bytes_used(header) == expected
+    assert worked.step_bytes(2048, 256, num_rows, width) == expected

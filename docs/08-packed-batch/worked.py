@@ -62,13 +62,11 @@ def fields(
         for table, position in zip(tables, positions, strict=True)
     ]
     ends = [sum(row.new for row in rows[:i]) for i in range(len(rows) + 1)]
-    contexts = [row.computed + row.new for row in rows]
     return {
         "positions": positions,
         "slot_mapping": slots,
         "cu_seqlens_q": ends,
-        "cu_seqlens_k": [sum(contexts[:i]) for i in range(len(contexts) + 1)],
-        "context_lens": contexts,
+        "context_lens": [row.computed + row.new for row in rows],
         "output_rows": [
             end - 1 for row, end in zip(rows, ends[1:], strict=True) if _is_caught_up(row)
         ],
@@ -112,16 +110,15 @@ def lm_head_share(
     return hidden * vocab_size / (layers * (attention + 3 * hidden * intermediate))
 
 
-def step_bytes(
-    max_num_tokens: int, max_num_rows: int, max_blocks_per_row: int, num_rows: int
-) -> int:
-    """Bytes that a step of `num_rows` copies: all fields, and the block tables of its rows.
+def step_bytes(max_num_tokens: int, max_num_rows: int, num_rows: int, table_width: int) -> int:
+    """Bytes that a step of `num_rows` copies: all fields, and tables as wide as its longest.
 
-    Capacities in integers as in `nanoserve.engine.batch.BatchLayout`.
+    Capacities in integers as in `nanoserve.engine.batch.BatchLayout`: a header, six fields with an
+    integer for each token, three with one for each row, and the count of one head.
     """
-    capacities = [8, *[max_num_tokens] * 6, *[max_num_rows + 1] * 2, max_num_rows]
+    capacities = [10, *[max_num_tokens] * 6, max_num_rows + 1, *[max_num_rows] * 2, 1]
     padded = [-(-n * _INT_BYTES // _ALIGNMENT) * _ALIGNMENT for n in capacities]
-    return sum(padded) + num_rows * max_blocks_per_row * _INT_BYTES
+    return sum(padded) + num_rows * table_width * _INT_BYTES
 
 
 def _is_caught_up(row: Row) -> bool:
