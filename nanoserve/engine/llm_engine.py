@@ -10,7 +10,6 @@ from typing import Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.executor import Executor, SlotChange
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import DeferredInterrupt
@@ -19,6 +18,7 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
+from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -119,8 +119,9 @@ class LLMEngine:
 
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
         unknown or has finished already, which is no error: the two may cross. Inside a step, as
-        from a logits processor, it is aborted when the step is over, which then returns the output.
-        So does the next step if earlier outputs wait for it, because a step has raised.
+        from a logits processor or an observer, it is aborted when the step is over, which then
+        returns the output. So does the next step if earlier outputs wait for it, because a step has
+        raised.
         """
         if self._due is not None:
             self._due.append(lambda: self._abort_late(request_id))
@@ -165,14 +166,13 @@ class LLMEngine:
             if self.scheduler.has_unfinished() or self._in_flight:
                 self._due = []
                 try:
-                    finished = self._advance()
+                    for step in self._advance():
+                        for observer in self.observers:
+                            observer(step.plan, step.batch, step.times)
                 finally:
                     due, self._due = self._due, None
                     for call in due:
                         call()
-                for step in finished:
-                    for observer in self.observers:
-                        observer(step.plan, step.batch, step.times)
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
