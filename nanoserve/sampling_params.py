@@ -147,6 +147,11 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
+    def sets_special_tokens_apart(self) -> bool:
+        """They are written as they are, whatever the tokenizer would set around them."""
+        return not self.skip_special_tokens and not self.spaces_between_special_tokens
+
+    @property
     def has_penalties(self) -> bool:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0, 0, 1)

@@ -60,9 +60,11 @@ class RopeConfig:
         is_plain = is_default and settings.keys() <= {"rope_theta", "rope_type", "type"}
         if is_plain and raw.get("partial_rotary_factor") is None:
             return cls(theta=settings.get("rope_theta", raw.get("rope_theta")))
-        from nanoserve.checkpoint.rope_types import from_settings
+        from nanoserve.checkpoint.rope_types import check_head_dim, read_settings
 
-        return from_settings(raw, settings, head_dim, max_position_embeddings)
+        config = cls(**read_settings(raw, settings, max_position_embeddings))
+        check_head_dim(config, head_dim)
+        return config
 
     def num_positions(self, max_position_embeddings: int) -> int:
         """How long a sequence may be, in tokens; the argument is as `config.json` has it.

@@ -1,14 +1,13 @@
 """What the types of rotary position embedding are told in files, and what they must be told.
 
-What each type means is in `nanoserve.layers.rope_scaling`. A checkpoint with none of them never
-comes here.
+Here a `RopeConfig` is any object with its fields. What each type means is in
+`nanoserve.layers.rope_scaling`. A checkpoint with none of them never comes here.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checks import check_bool, check_int, check_list, check_number, is_number, require
 
 PARAMETERS = {
@@ -43,7 +42,7 @@ _OLD_NAMES = {"su": "longrope"}
 _OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
 
 
-def check_parameters(config: RopeConfig) -> None:
+def check_parameters(config: Any) -> None:
     """Raise `ValueError` for a type that is not implemented, and for parameters that it lacks,
     does not have, or that contradict each other."""
     require(
@@ -59,12 +58,12 @@ def check_parameters(config: RopeConfig) -> None:
     _check_pairs(config)
 
 
-def _check(config: RopeConfig, condition: bool, name: str, rule: str) -> None:
+def _check(config: Any, condition: bool, name: str, rule: str) -> None:
     value = getattr(config, name)
     require(condition, f"rope_type={config.rope_type!r}: {name}={value!r} {rule}")
 
 
-def _check_parameter(config: RopeConfig, name: str, value: Any) -> None:
+def _check_parameter(config: Any, name: str, value: Any) -> None:
     told = f"rope_type={config.rope_type!r}: {name}"
     if value is None and name in _OPTIONAL:
         return
@@ -80,7 +79,7 @@ def _check_parameter(config: RopeConfig, name: str, value: Any) -> None:
         check_number(told, value, 0, excludes_low=True)
 
 
-def _check_pairs(config: RopeConfig) -> None:
+def _check_pairs(config: Any) -> None:
     """What two parameters must agree on."""
     if config.rope_type == "llama3":
         rule = f"must be above low_freq_factor={config.low_freq_factor!r}"
@@ -94,10 +93,10 @@ def _check_pairs(config: RopeConfig) -> None:
     _check(config, exclusive, "attention_factor", rule)
 
 
-def from_settings(
-    raw: Mapping[str, Any], settings: dict[str, Any], head_dim: int, max_position_embeddings: int
-) -> RopeConfig:
-    """`raw` is `config.json`; `max_position_embeddings` is as it stands there."""
+def read_settings(
+    raw: Mapping[str, Any], settings: dict[str, Any], max_position_embeddings: int
+) -> dict[str, Any]:
+    """The fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
     old_name = settings.pop("type", "default")
     rope_type = str(settings.pop("rope_type", old_name))
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
@@ -107,12 +106,15 @@ def from_settings(
         settings = {}  # the type is the news, not what comes with it
     _refuse_unknown(rope_type, settings)
     _add_implied(rope_type, settings, raw, max_position_embeddings)
-    config = RopeConfig(rope_type, theta, **settings)
-    for name in ("short_factor", "long_factor") if rope_type == "longrope" else ():
+    return {"rope_type": rope_type, "theta": theta, **settings}
+
+
+def check_head_dim(config: Any, head_dim: int) -> None:
+    """Raise `ValueError` unless lists with a number for each pair of a head have so many."""
+    for name in ("short_factor", "long_factor") if config.rope_type == "longrope" else ():
         count = len(getattr(config, name))
         rule = f"has {count} numbers; head_dim={head_dim} needs {head_dim // 2}"
         _check(config, count == head_dim // 2, name, rule)
-    return config
 
 
 def _is_positive(value: Any) -> bool:

@@ -178,9 +178,7 @@ class Batch:
         self.output_slots[:outputs] = slots[catches_up]
         all_outputs, self.head_counts[:] = sum(num_outputs), 0
         if all_outputs > outputs:
-            from nanoserve.engine.prompt_outputs import pack_prompt_outputs
-
-            pack_prompt_outputs(self, plan)
+            self._add_prompt_outputs(plan, outputs)
         self._header[:] = BatchHeader(
             step=self.step,
             num_tokens=tokens,
@@ -193,6 +191,22 @@ class Batch:
             max_context_len=max_context_len,
             table_width=width,
         )
+
+    def _add_prompt_outputs(self, plan: Plan, first: int) -> None:
+        """From output `first` on, those that are not sampled: a known token follows each of them.
+
+        Head by head, and within a head in batch order.
+        """
+        for head, name in enumerate(self.layout.heads):
+            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
+                count = num_outputs - num_sampled
+                if count and seq.prompt_head == name:
+                    span = slice(first, first + count)
+                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
+                    self.output_slots[span] = seq.slot
+                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
+                    self.head_counts[head] += count
+                    first += count
 
     def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
         """Which outputs go to which head, apart from the sampler's, which are the first."""

@@ -5,26 +5,14 @@ need no more. Streams and stop strings have a `TextStream`, which is loaded when
 """
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
-
-from tokenizers import Tokenizer as TokenizerBackend
+from typing import TYPE_CHECKING
 
 from nanoserve.engine.sequence import Sequence
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.engine.tokenizer import Tokenizer
+from nanoserve.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from nanoserve.engine.text_stream import TextStream
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of `nanoserve.tokenizer.Tokenizer`, which it cannot import."""
-
-    backend: TokenizerBackend
-    eos_token_id: int | None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer:
@@ -69,7 +57,7 @@ class Detokenizer:
     def _decode(self, seq: Sequence) -> str:
         """The whole output of `seq` at once."""
         token_ids = seq.output_token_ids
-        if not sets_apart(seq.params):
+        if not seq.params.sets_special_tokens_apart:
             return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
         text = ""
         for is_special, group in groupby(token_ids, key=self._specials.__contains__):
@@ -78,8 +66,3 @@ class Detokenizer:
             else:
                 text += self._tokenizer.decode(list(group), False)
         return text
-
-
-def sets_apart(params: SamplingParams) -> bool:
-    """Special tokens are written as they are, whatever the tokenizer would set around them."""
-    return not params.skip_special_tokens and not params.spaces_between_special_tokens

@@ -11,9 +11,9 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
-from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 

@@ -128,6 +128,7 @@ class LLMEngine:
             return None
         with DeferredInterrupt():
             output = self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
+            self._give_up_idle_steps()
             waits = any(earlier.request_id == request_id for earlier in self._undelivered)
             if output is not None and waits:
                 self._undelivered.append(output)
@@ -150,8 +151,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to hand out."""
-        is_at_work = self.scheduler.has_unfinished() or self._in_flight
-        return bool(is_at_work or self._undelivered)
+        return bool(self.scheduler.has_unfinished() or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Advance every planned sequence; returns what finished and what streams.
@@ -163,7 +163,7 @@ class LLMEngine:
         if self._due is not None:
             raise RuntimeError("step() was called from inside a step, which is not over")
         with DeferredInterrupt():
-            if self.scheduler.has_unfinished() or self._in_flight:
+            if self.scheduler.has_unfinished():
                 self._due = []
                 try:
                     for step in self._advance():
@@ -173,6 +173,7 @@ class LLMEngine:
                     due, self._due = self._due, None
                     for call in due:
                         call()
+                    self._give_up_idle_steps()
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -211,6 +212,11 @@ class LLMEngine:
         output = self.abort_request(request_id)
         if output is not None:
             self._undelivered.append(output)
+
+    def _give_up_idle_steps(self) -> None:
+        """What is under way for nobody any more is not waited for."""
+        if not self.scheduler.has_unfinished():
+            self._in_flight.clear()
 
     def _launch(self, plan: Plan) -> Step:
         self.output_processor.note_admitted(plan, self.clock())

@@ -1,8 +1,8 @@
 """Log-probabilities on their way to the user: of tokens, with their texts."""
 
-from nanoserve.engine.detokenizer import Tokenizer
 from nanoserve.engine.plan import Row
 from nanoserve.engine.request import Request
+from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import Logprob, TokenLogprobs
 
 

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.engine.detokenizer import Detokenizer, Tokenizer
+from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 

@@ -6,8 +6,8 @@ tokens. A `DecodeStream` holds back the bytes of an unfinished character.
 
 from tokenizers.decoders import DecodeStream
 
-from nanoserve.engine.detokenizer import Tokenizer, sets_apart
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.tokenizer import Tokenizer
 
 _LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
 _MOST_HELD = 16  # tokens without text before their bytes are taken for broken
@@ -55,7 +55,7 @@ class TextStream:
         first_new = self._seq.num_prompt_tokens + self._num_decoded
         for token_id in self._seq.token_ids[first_new:]:
             self._num_decoded += 1
-            if sets_apart(self._seq.params) and token_id in self._specials:
+            if self._seq.params.sets_special_tokens_apart and token_id in self._specials:
                 rest = self._tokenizer.decode(self._segment, False)
                 self.text = self._before + rest + self._specials[token_id]
                 self._before, self._segment, self._num_held = self.text, [], 0

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.layers.linear import LinearMethod, UnquantizedLinearMethod
+from nanoserve.layers.context import LinearMethod
+from nanoserve.layers.linear import UnquantizedLinearMethod
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,14 @@
 """What all layers of one model share, and where a checkpoint's tensors go."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.layers.ops import TorchOps
-
-if TYPE_CHECKING:
-    from nanoserve.layers.linear import LinearMethod
 
 
 class TensorParallel(NamedTuple):
@@ -62,6 +59,21 @@ class TensorParallel(NamedTuple):
         return value if self.group is None else self.group.smallest(value)
 
 
+class LinearMethod(Protocol):
+    """How a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
+
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: "LayerContext"
+    ) -> None:
+        """Give `layer` the parameters that the checkpoint fills."""
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        """Change the loaded weight into the form that `apply` wants."""
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], without bias."""
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """Handed to every layer's constructor, so that no layer reads a global."""
@@ -71,7 +83,7 @@ class LayerContext:
     tp: TensorParallel = field(default_factory=TensorParallel)
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
-    linear_method: "LinearMethod | None" = None  # None keeps weights as the checkpoint has them
+    linear_method: LinearMethod | None = None  # None keeps weights as the checkpoint has them
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""

@@ -6,27 +6,11 @@ Column then row costs one all-reduce for the two of them.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.layers.context import CheckpointTensor, LayerContext
-
-
-class LinearMethod(Protocol):
-    """How a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
-
-    def create_weights(
-        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
-    ) -> None:
-        """Give `layer` the parameters that the checkpoint fills."""
-
-    def process_after_loading(self, layer: nn.Module) -> None:
-        """Change the loaded weight into the form that `apply` wants."""
-
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], without bias."""
+from nanoserve.layers.context import CheckpointTensor, LayerContext, LinearMethod
 
 
 class UnquantizedLinearMethod:

@@ -1,0 +1,16 @@
+"""What the engine needs of a tokenizer, which it is handed: the real one imports torch."""
+
+from typing import Protocol
+
+from tokenizers import Tokenizer as TokenizerBackend
+
+
+class Tokenizer(Protocol):
+    """As `nanoserve.tokenizer.Tokenizer`."""
+
+    backend: TokenizerBackend
+    eos_token_id: int | None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
