@@ -1,6 +1,5 @@
 """Batch -> device -> model -> logits -> sampled tokens. The executor of one device."""
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
-from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.models.registry import model_class
-from nanoserve.sampling.sampler import Sampled
+from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.heads import Head, make_head, registered_heads
+from nanoserve.worker.heads import Head, make_head
 from nanoserve.worker.host_device import Device
-from nanoserve.worker.kv_cache import allocate_kv_cache
-
-logger = logging.getLogger(__name__)
+from nanoserve.worker.startup import start
 
 
 @dataclass
@@ -41,9 +35,16 @@ class Handle:
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
-    What a GPU does otherwise than a CPU is its `Device`'s to know. Whatever can be refused before
-    the weights are read, is.
+    What a GPU does otherwise than a CPU is its `Device`'s to know.
     """
+
+    # What `start` gives it.
+    num_kv_blocks: int
+    max_model_len: int
+    layout: BatchLayout
+    model: Any
+    kv_cache: torch.Tensor  # [num_layers, *attention.kv_cache_shape()]
+    sampler: Sampler
 
     def __init__(
         self,
@@ -59,32 +60,7 @@ class ModelRunner:
         self._num_batches = 0
         # By slot, the token that was sampled last: the next step's input, before the host knows it.
         self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=context.device)
-        with device.guard():
-            # A CPU's pool is known beforehand; a GPU gives it what the weights have left.
-            num_kv_blocks = device.pool_before_loading(config, model_config, context.tp)
-            if num_kv_blocks is not None:
-                self.make_room(num_kv_blocks)
-            self._load_model(path)
-            if num_kv_blocks is None:
-                self.make_room(device.pool_after_loading(self))
-            self._allocate_pool()
-            device.warm_up(self)
-
-    def make_room(self, num_kv_blocks: int) -> None:
-        """With so many blocks: the longest sequence, and the buffers for a step."""
-        config = self.config
-        self.num_kv_blocks = num_kv_blocks = self.context.tp.smallest(num_kv_blocks)
-        self.max_model_len = config.resolve_max_model_len(
-            self.model_config.max_position_embeddings, num_kv_blocks
-        )
-        self.layout = BatchLayout(
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
-            blocks_needed(self.max_model_len, config.block_size),
-            tuple(registered_heads()),
-        )
-        self.device.make_room(self.layout)
-        self.use_memory(self.device.host_memory(2 * self.layout.num_bytes))
+        start(self, path)
 
     def use_memory(self, memory: np.ndarray) -> None:
         """Batches lie in `memory` from now on: uint8, room for two of them, used in turn."""
@@ -183,27 +159,3 @@ class ModelRunner:
         if name not in self.heads:
             self.heads[name] = make_head(name, self.config.max_num_seqs)
         return self.heads[name]
-
-    def _load_model(self, path: Path) -> None:
-        self.model = model_class(self.model_config.architecture)(self.model_config, self.context)
-        is_first = self.context.tp.rank == 0
-        load_weights(self.model, path, self.config.load_format, shows_progress=is_first)
-        self.sampler = self.device.sampler_class(
-            self.config.max_num_seqs,
-            self.model_config.vocab_size,
-            self.context.device,
-            self.config.logits_processors,
-        )
-
-    def _allocate_pool(self) -> None:
-        block_size = self.config.block_size
-        self.kv_cache = allocate_kv_cache(
-            self.model_config, self.num_kv_blocks, block_size, self.context
-        )
-        if self.config.num_kv_blocks or self.config.kv_cache_memory_bytes:
-            self.kv_cache.zero_()  # asked for, so taken now: no step waits for the system
-        pool = self.kv_cache.nbytes / 2**30
-        logger.info(
-            f"{self.model_config.architecture}, {self.model_config.dtype}, {self.num_kv_blocks} KV "
-            f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {self.max_model_len}"
-        )
