@@ -1,8 +1,8 @@
-"""A GPU that is a CPU: everything of the GPU runner but the hardware."""
+"""A GPU that is a CPU: everything of a CUDA device but the hardware."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -12,12 +12,15 @@ GIB = 2**30
 
 class FakeEvent:
     def __init__(self) -> None:
+        self.is_recorded = self.is_over = False
         self.num_waits = 0
 
     def record(self) -> None:
-        pass
+        self.is_recorded, self.is_over = True, False
 
     def synchronize(self) -> None:
+        assert self.is_recorded, "there is nothing to wait for"
+        self.is_over = True
         self.num_waits += 1
 
 
@@ -25,12 +28,22 @@ class FakeCuda:
     """`Cuda` whose graphs are functions that are called again.
 
     As with real ones, a replay sees what the device buffer holds at that time and nothing else
-    that may have changed since the capture, and it overwrites the output of the capture.
+    that may have changed since the capture, and it overwrites the output of the capture. A pool
+    takes `pool_bytes` with its first graph, and `graph_bytes` with each; when its graphs are gone,
+    they are kept for the next ones until `release_unused`.
     """
 
-    def __init__(self, total: int = 16 * GIB, free: int = 15 * GIB, graph_bytes: int = 0) -> None:
-        self.total, self.free, self.graph_bytes = total, free, graph_bytes
-        self.events: list[str] = []
+    def __init__(
+        self,
+        total: int = 16 * GIB,
+        free: int = 15 * GIB,
+        pool_bytes: int = 0,
+        graph_bytes: int = 0,
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.total, self.free, self.unused = total, free, 0
+        self.pool_bytes, self.graph_bytes = pool_bytes, graph_bytes
+        self.events: list[str] = []  # what was done
         self.peak = 0
         self.own: dict[int, torch.Tensor] = {}  # by address: page-locked from the start
 
@@ -53,21 +66,33 @@ class FakeCuda:
     def guard(self) -> Iterator[None]:
         yield
 
-    def graph_pool(self) -> Any:
-        return object()
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+    def graph_pool(self) -> list[int]:
+        """Its graphs' sizes."""
+        return []
 
     def capture(
-        self, forward: Callable[[], torch.Tensor], pool: Any
+        self, forward: Callable[[], torch.Tensor], pool: list[int]
     ) -> tuple[Callable[[], None], torch.Tensor]:
         output = forward()
-        self.free -= self.graph_bytes
+        num_bytes = self.graph_bytes + (0 if pool else self.pool_bytes)
+        pool.append(len(output))
+        reused = min(num_bytes, self.unused)
+        self.unused -= reused
+        self.free -= num_bytes - reused
         self.events.append(f"capture {len(output)}")
 
         def replay() -> None:
             self.events.append(f"replay {len(output)}")
             output.copy_(forward())
 
+        finalize(replay, self._keep, num_bytes)
         return replay, output
+
+    def _keep(self, num_bytes: int) -> None:
+        self.unused += num_bytes
 
     def memory_info(self) -> tuple[int, int]:
         return self.free, self.total
@@ -83,3 +108,5 @@ class FakeCuda:
 
     def release_unused(self) -> None:
         self.events.append("release")
+        self.free += self.unused
+        self.unused = 0

@@ -4,23 +4,20 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from packed_batches import make_batch, make_sequence
+from packed_batches import make_batch, make_plan, make_sequence
 
-from nanoserve.engine.batch import HEADER
-from nanoserve.engine.plan import Plan
+from nanoserve.engine.batch import BatchHeader
 from nanoserve.worker.cuda_graphs import DecodeGraphs, append_dummy_rows, graph_sizes
 
-EMPTY = dict.fromkeys(HEADER, 0)
 
-
-def header(num_new_tokens: list[int]) -> dict[str, int]:
+def header(num_new_tokens: list[int]) -> BatchHeader:
     """Of a batch of rows with so many tokens each."""
-    return EMPTY | {
-        "num_rows": len(num_new_tokens),
-        "num_tokens": sum(num_new_tokens),
-        "num_decode_rows": num_new_tokens.count(1),
-        "max_query_len": max(num_new_tokens),
-    }
+    return BatchHeader(
+        num_rows=len(num_new_tokens),
+        num_tokens=sum(num_new_tokens),
+        num_decode_rows=num_new_tokens.count(1),
+        max_query_len=max(num_new_tokens),
+    )
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, *range(9, 16), *range(17, 32), 256, 257, 1000])
@@ -73,45 +70,59 @@ def test_padding_is_rows_of_one_token_in_the_dummy_block() -> None:
     batch = make_batch()  # of 0xFF bytes: what is not written shows
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
     rows = {make_sequence(10, 9, slot=3): 1, make_sequence(5, 4, slot=1): 1}
-    batch.pack(Plan(rows), tables, block_size=4, step=8)
-    before = batch.header_dict()
+    batch.step = 8
+    batch.pack(make_plan(rows), tables, block_size=4)
+    before = batch.header
     padded = append_dummy_rows(batch, before, np.ones(2, dtype=np.int32), block_size=4)
 
-    assert batch.header_dict() == before
-    changed = {name: padded[name] for name in padded if padded[name] != before[name]}
-    assert changed == {"num_tokens": 4, "num_rows": 4, "num_decode_rows": 4}
+    assert batch.header == before
+    assert padded == before._replace(num_tokens=4, num_rows=4, num_decode_rows=4)
     assert batch.input_ids[:4].tolist() == [9, 4, 0, 0]
     assert batch.positions[:4].tolist() == [9, 4, 0, 0]
     assert batch.slot_mapping[:4].tolist() == [27 * 4 + 1, 10 * 4, 0, 0]
     assert batch.context_lens[:4].tolist() == [10, 5, 1, 1]
     assert batch.cu_seqlens_q[:5].tolist() == [0, 1, 2, 3, 4]
-    assert batch.cu_seqlens_k[:5].tolist() == [0, 10, 15, 16, 17]
-    assert batch.block_tables[2:4].tolist() == [[0] * 8] * 2
-    assert batch.block_tables[:2, 0].tolist() == [25, 9]
+    assert batch.row_slots[:4].tolist() == [3, 1, 0, 0]
+    assert before.table_width == 3  # of ten tokens; the tables are no wider
+    assert batch.block_tables(4, 3).tolist() == [[25, 26, 27], [9, 10, 11], [0] * 3, [0] * 3]
+    assert batch.num_bytes_used(padded) == batch.num_bytes_used(before) + 2 * 3 * 4
+
+
+def test_what_is_pending_stays_so_beside_padding() -> None:
+    """Dummy rows have a token that is known, or they would be given somebody's last one."""
+    batch = make_batch()
+    seq = make_sequence(6, 6, slot=2)
+    seq.num_pending = 1
+    batch.pack(make_plan({seq: 1}), np.ones((4, 8), np.int32), block_size=4)
+    padded = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
+    assert padded.num_pending == 1 and batch.input_ids[:4].tolist() == [-1, 0, 0, 0]
 
 
 def test_a_full_graph_needs_no_padding() -> None:
     batch = make_batch()
-    batch.pack(Plan({make_sequence(5, 4, slot=0): 1}), np.ones((4, 8), np.int32), 4, step=0)
+    batch.pack(make_plan({make_sequence(5, 4, slot=0): 1}), np.ones((4, 8), np.int32), 4)
     memory = batch.memory.copy()
-    padded = append_dummy_rows(batch, batch.header_dict(), np.ones(0, dtype=np.int32), 4)
-    assert padded == batch.header_dict() and (batch.memory == memory).all()
+    padded = append_dummy_rows(batch, batch.header, np.ones(0, dtype=np.int32), 4)
+    assert padded == batch.header and (batch.memory == memory).all()
 
 
 def test_dummy_rows_of_several_tokens_make_a_batch_of_their_own() -> None:
-    batch = make_batch()
-    made = append_dummy_rows(batch, EMPTY, np.array([1, 6, 3], dtype=np.int32), block_size=4)
-    assert made == EMPTY | {
-        "num_tokens": 10,
-        "num_rows": 3,
-        "num_decode_rows": 1,
-        "max_query_len": 6,
-        "max_context_len": 6,
-    }
+    batch, empty = make_batch(), BatchHeader(table_width=2)  # blocks of the longest
+    made = append_dummy_rows(batch, empty, np.array([1, 6, 3], dtype=np.int32), block_size=4)
+    assert made == BatchHeader(
+        num_tokens=10,
+        num_rows=3,
+        num_decode_rows=1,
+        max_query_len=6,
+        max_context_len=6,
+        table_width=2,
+    )
+    assert batch.input_ids[:10].tolist() == [0] * 10
     assert batch.positions[:10].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert batch.slot_mapping[:10].tolist() == [0, 0, 1, 2, 3, 0, 1, 0, 1, 2]
-    assert batch.cu_seqlens_q[:4].tolist() == batch.cu_seqlens_k[:4].tolist() == [0, 1, 7, 10]
+    assert batch.cu_seqlens_q[:4].tolist() == [0, 1, 7, 10]
     assert batch.context_lens[:3].tolist() == [1, 6, 3]
+    assert batch.block_tables(3, 2).tolist() == [[0, 0]] * 3
 
 
 def test_the_largest_graph_is_captured_first_and_each_replays_its_own() -> None:

@@ -1,4 +1,4 @@
-"""The GPU runner on a CPU: everything but the hardware, see `fake_cuda`.
+"""The runner of a GPU on a CPU: everything but the hardware, see `fake_cuda`.
 
 Its graphs are functions that are called again, its page-locked memory is plain memory, and its
 device buffer is a second tensor: what is not copied there is not seen. So buckets, padding,
@@ -12,35 +12,42 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
-from nanoserve.worker.gpu_runner import GPURunner
+from packed_batches import make_plan, make_sequence
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
-from nanoserve.worker.kv_cache import GPUMemory, kv_block_bytes
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cuda_device import CudaDevice, Fetched
+from nanoserve.worker.gpu_memory import GPUMemory
+from nanoserve.worker.kv_cache import kv_block_bytes
+from nanoserve.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-class CapturableAttention(TorchAttention):
-    """In a real graph its `tolist` would not do; here, where it is called again, it does."""
-
-    capturable = True
-
-
-def make_runner(path: Path, cuda: FakeCuda, **options: Any) -> GPURunner:
+def make_runner(
+    path: Path,
+    cuda: FakeCuda,
+    runner_class: type[ModelRunner] = ModelRunner,
+    is_capturable: bool = True,
+    **options: Any,
+) -> ModelRunner:
+    """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
     config = EngineConfig.from_options(path, **options)
     model_config = ModelConfig.from_checkpoint(path)
-    context = LayerContext(attention=CapturableAttention())
+    context = LayerContext(attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
-    return GPURunner(config, model_config, path, context, cuda)
+    device = CudaDevice(config, cuda, is_capturable)
+    return runner_class(config, model_config, path, context, device)
 
 
 def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> LLMEngine:
@@ -88,6 +95,31 @@ ALL_KINDS = [
 ]
 
 
+def poison_what_is_stale(runner: ModelRunner) -> None:
+    """Before every step: the batch that is packed, and all of the device's buffers."""
+    next_batch, device = runner.next_batch, runner.device
+    copy_in = device._copy_in
+
+    def poisoned_batch() -> Batch:
+        batch = next_batch()
+        batch.memory[:] = 0xAA  # negative integers
+        return batch
+
+    def poisoned_copy(batch: Batch, header: BatchHeader) -> torch.Tensor:
+        device._memory.fill_(0x55)
+        device._tables.fill_(2**30)  # no block has such a number
+        return copy_in(batch, header)
+
+    runner.next_batch, device._copy_in = poisoned_batch, poisoned_copy
+
+
+def watch_pending(engine: LLMEngine) -> list[int]:
+    """How many tokens of each step only the device knows, once the engine has run."""
+    pending: list[int] = []
+    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    return pending
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,6 +129,8 @@ ALL_KINDS = [
         {"block_size": 1},
         {"num_kv_blocks": 8},
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 1},
+        {"async_scheduling": True, "enforce_eager": True, "max_num_batched_tokens": 16},
+        {"async_scheduling": True, "num_kv_blocks": 8},
     ],
     ids=str,
 )
@@ -108,8 +142,11 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     if "num_kv_blocks" in options:
         options = options | {"max_model_len": 100}
     engine = make_engine(checkpoint, cuda, max_num_seqs=11, **options)
+    poison_what_is_stale(engine.executor)
+    pending = watch_pending(engine)
     outputs = run(engine, requests(22, ALL_KINDS))
     assert tokens(outputs) == expected["tokens"]
+    assert any(pending) is options.get("async_scheduling", False)
     for ours, theirs in zip(outputs, expected["outputs"], strict=True):
         if theirs.prompt_logprobs is not None:
             assert len(ours.prompt_logprobs) == len(theirs.prompt_logprobs)
@@ -140,10 +177,11 @@ def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps
 ) -> None:
     cuda = FakeCuda()
     engine = make_engine(checkpoint, cuda, max_num_seqs=11, num_kv_blocks=200)
-    assert cuda.events[1:] == ["capture 11", "capture 8", "capture 4", "capture 2", "capture 1"]
+    captures = ["capture 11", "capture 8", "capture 4", "capture 2", "capture 1"]
+    assert cuda.events == ["release", *captures]
     cuda.events.clear()
-    headers = []
-    engine.observers.append(lambda plan, batch, times: headers.append(batch.header_dict()))
+    rows = []
+    engine.observers.append(lambda plan, batch, times: rows.append(batch.header.num_rows))
     lengths = [3, 5, 9, 9, 12]
     run(
         engine,
@@ -152,7 +190,6 @@ def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps
             for i, n in enumerate(lengths)
         ],
     )
-    rows = [header["num_rows"] for header in headers]
     assert rows == [5] * 3 + [4] * 2 + [3] * 4 + [1] * 3  # the first step is the prefill
     sizes = {5: 8, 4: 4, 3: 4, 1: 1}
     assert cuda.events == [f"replay {sizes[n]}" for n in rows[1:]]
@@ -171,14 +208,84 @@ def test_a_request_up_to_the_last_block_of_the_longest_sequence(checkpoint: Path
     assert output.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
-def test_one_wait_per_step_and_nothing_else_copied_in(checkpoint: Path) -> None:
-    engine = make_engine(checkpoint, FakeCuda(), max_num_seqs=4)
-    runner, copies = engine.executor, []
-    copy_in = runner._copy_in
-    runner._copy_in = lambda batch, num_rows: (copies.append(num_rows), copy_in(batch, num_rows))
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_one_wait_per_step_and_nothing_else_copied_in(
+    checkpoint: Path, async_scheduling: bool
+) -> None:
+    engine = make_engine(checkpoint, FakeCuda(), max_num_seqs=4, async_scheduling=async_scheduling)
+    device, copies, fetches = engine.executor.device, [], []
+    copy_in, fetch = device._copy_in, device.fetch
+
+    def counted_copy(batch: Batch, header: BatchHeader) -> torch.Tensor:
+        copies.append(header.num_rows)
+        return copy_in(batch, header)
+
+    def counted_fetch(token_ids: torch.Tensor) -> Fetched:
+        fetches.append(fetch(token_ids))
+        return fetches[-1]
+
+    device._copy_in, device.fetch = counted_copy, counted_fetch
     run(engine, [([1, 2, 3], GREEDY), ([4, 5], GREEDY), ([6], GREEDY)])
-    assert runner._done.num_waits == engine.stats.num_steps == len(copies)
-    assert copies == [3] + [4] * (len(copies) - 1)
+    assert [fetched.done.num_waits for fetched in fetches] == [1] * engine.stats.num_steps
+    assert copies == [3] + [4] * (len(copies) - 1) and len(copies) == len(fetches)
+
+
+def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, FakeCuda(), num_kv_blocks=8, max_num_seqs=4)
+    first, second = runner.batches
+    assert first.memory.ctypes.data + runner.layout.num_bytes == second.memory.ctypes.data
+    plan, copied = make_plan({make_sequence(3, 0, slot=0): 3}), {}
+    for step in range(6):
+        batch = runner.next_batch()
+        assert batch is (first, second)[step % 2] and batch.step == step
+        assert all(copied[b].is_over is (b is batch) for b in copied)
+        batch.pack(plan, np.ones((4, 8), np.int32), block_size=16)
+        assert batch.header.step == step
+        runner.forward(batch, [])
+        copied[batch] = runner.device._copied[batch.memory.ctypes.data]
+    assert copied[first] is not copied[second]
+
+
+def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() -> None:
+    """A step's tables are as wide as its longest context; what an earlier one left is not seen."""
+    config = EngineConfig("m", max_num_seqs=4, block_size=4)
+    device, layout = CudaDevice(config, FakeCuda(), is_capturable=True), BatchLayout(64, 4, 8)
+    device.make_room(layout)
+    # In the place of hidden states: the block tables as attention would be given them.
+    device.graphs.capture(device.cuda, lambda size: device._tables[:size].clone())
+    full = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    batch = Batch(layout, np.full(layout.num_bytes, 0xAA, dtype=np.uint8))
+    last_token = torch.zeros(4, dtype=torch.int32)
+
+    def run(num_new: dict[int, int], length: int) -> torch.Tensor:
+        """So many tokens of the sequences in some slots; the tables that their rows are given."""
+        device._memory.fill_(0x55)
+        sequences = {make_sequence(length, length - n, slot): n for slot, n in num_new.items()}
+        batch.pack(make_plan(sequences), full, block_size=4)
+        given = []
+
+        def forward(
+            tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
+        ) -> torch.Tensor:
+            given.append(block_tables)
+            return block_tables.clone()
+
+        _, hidden = device.run(batch, batch.header, last_token, forward)
+        assert all(tables.stride() == (8, 1) for tables in given)
+        used = batch.num_bytes_used(batch.header._replace(num_rows=len(hidden)))
+        assert (device._memory[used:] == 0x55).all() and used < layout.num_bytes
+        return hidden
+
+    assert run({3: 1, 1: 1, 0: 1}, length=27)[:, :7].tolist() == [
+        *full[[3, 1, 0], :7].tolist(),
+        [0] * 7,  # a dummy row: there is no graph of three
+    ]
+    assert run({2: 1}, length=9)[:, :3].tolist() == [full[2, :3].tolist()]
+    assert run({1: 1, 2: 1, 0: 1}, length=5)[:, :2].tolist() == [
+        *full[[1, 2, 0], :2].tolist(),
+        [0, 0],
+    ]
+    assert run({0: 3, 3: 5}, length=16)[:, :4].tolist() == full[[0, 3], :4].tolist()  # no graph
 
 
 def test_two_engines_do_not_touch_each_other(checkpoint: Path, expected: dict[str, Any]) -> None:
@@ -195,15 +302,17 @@ def test_two_engines_do_not_touch_each_other(checkpoint: Path, expected: dict[st
 
 
 def test_close_lets_go_of_everything(checkpoint: Path) -> None:
+    """When all that was launched is over: also a step that nobody will collect."""
     cuda = FakeCuda()
-    engine = make_engine(checkpoint, cuda, max_num_seqs=4)
+    engine = make_engine(checkpoint, cuda, max_num_seqs=4, async_scheduling=True)
     runner = engine.executor
+    engine.add_request("r", [1, 2, 3], GREEDY)
+    engine.step()
     engine.close()
-    held = [name for name, value in vars(runner).items() if isinstance(value, torch.Tensor)]
-    assert cuda.events[-1] == "release" and held == [
-        "_token_ids"
-    ]  # page-locked, a few hundred bytes
-    assert runner.graphs is runner.model is runner.kv_cache is None
+    assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
+    for part in (runner, runner.device):
+        assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    assert runner.device.graphs is runner.device.tensors is runner.model is runner.sampler is None
 
 
 def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoint: Path) -> None:
@@ -211,45 +320,60 @@ def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoi
     engine = make_engine(checkpoint, cuda, max_num_seqs=2)
     runner = engine.executor
     assert not [event for event in cuda.events if event.startswith("lock")]
-    num_bytes = 2 * runner.batches[0].layout.num_bytes
+    num_bytes = 2 * runner.layout.num_bytes
     memory = np.zeros(num_bytes, dtype=np.uint8)
     runner.use_memory(memory)
     assert cuda.events[-1] == f"lock {num_bytes}"
     run(engine, [([1, 2, 3], GREEDY)])
     assert memory.any()
     engine.close()
-    assert cuda.events[-2:] == ["unlock", "release"]
+    assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
 
 
 # ---------------------------------------------------------------- the size of the pool
 
 
-def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(checkpoint: Path) -> None:
-    cuda = FakeCuda(total=GIB, free=GIB, graph_bytes=2**20)
+@pytest.mark.parametrize(
+    ("max_num_seqs", "measured", "sizes"),
+    [(4, [4, 4, 2], [4, 2, 1]), (1, [1, 1], [1]), (9, [9, 9, 8], [9, 8, 4, 2, 1])],
+)
+def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(
+    checkpoint: Path, max_num_seqs: int, measured: list[int], sizes: list[int]
+) -> None:
+    """The largest graph and the one after it show what all of them will take."""
+    cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=40 * 2**20, graph_bytes=2**20)
     cuda.peak = 100 * 2**20
-    runner = make_runner(checkpoint, cuda, max_num_seqs=4, max_num_batched_tokens=32)
+    runner = make_runner(checkpoint, cuda, max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
     block_bytes = kv_block_bytes(runner.model_config, 16)
-    left = int(0.9 * GIB) - 100 * 2**20 - 3 * 2**20  # three graphs: 4, 2, 1
+    left = int(0.9 * GIB) - 140 * 2**20 - len(sizes) * 2**20
     assert runner.num_kv_blocks == left // block_bytes - 1
     assert runner.max_model_len == 512
-    # Captured twice: against a pool of one block, to measure, and against the real one.
+    # Two against a pool of one block, to measure them, and then each of them once.
     captures = [event for event in cuda.events if event != "release"]
-    assert captures == ["reset"] + ["capture 4", "capture 2", "capture 1"] * 2
+    assert captures == ["reset", *(f"capture {size}" for size in measured + sizes)]
+    assert cuda.free == GIB - 40 * 2**20 - len(sizes) * 2**20  # those that measured are gone
+
+
+@pytest.mark.parametrize("without", [{"enforce_eager": True}, {"is_capturable": False}], ids=str)
+def test_without_graphs_none_is_measured(checkpoint: Path, without: dict[str, bool]) -> None:
+    cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=2**20, graph_bytes=2**20)
+    runner = make_runner(checkpoint, cuda, max_num_seqs=4, max_num_batched_tokens=32, **without)
+    assert runner.device.graphs is None and cuda.free == GIB
+    assert runner.num_kv_blocks == int(0.9 * GIB) // kv_block_bytes(runner.model_config, 16) - 1
 
 
 def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     shapes = []
 
-    class Runner(GPURunner):
-        def _forward(self, tensors: Any, header: dict[str, int]) -> torch.Tensor:
-            shapes.append((header["num_tokens"], header["num_rows"], header["num_decode_rows"]))
-            return super()._forward(tensors, header)
+    class Runner(ModelRunner):
+        def run_model(
+            self, tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
+        ) -> torch.Tensor:
+            shapes.append((header.num_tokens, header.num_rows, header.num_decode_rows))
+            return super().run_model(tensors, header, block_tables)
 
-    config = EngineConfig.from_options(
-        checkpoint, max_num_seqs=4, max_num_batched_tokens=30, enforce_eager=True
-    )
-    context = LayerContext(attention=CapturableAttention())
-    Runner(config, ModelConfig.from_checkpoint(checkpoint), checkpoint, context, FakeCuda())
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 30, "enforce_eager": True}
+    make_runner(checkpoint, FakeCuda(), Runner, **options)
     assert shapes[0] == (30, 4, 0)
 
 
