@@ -1,6 +1,6 @@
 """Exercise: run decode steps by replaying recorded graphs.
 
-`ToyDevice` (in test_cuda_graphs.py) stands for a GPU. It has four arrays of integers, one row of a
+`ToyDevice` (in test_exercise.py) stands for a GPU. It has four arrays of integers, one row of a
 batch to each place, and a KV cache of one number per slot:
 
     device.input_ids      [max_rows]
@@ -32,7 +32,7 @@ Complete the class. A step of n rows replays the smallest graph that has n rows 
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from test_cuda_graphs import ToyDevice
+    from .test_exercise import ToyDevice
 
 
 class Row(NamedTuple):

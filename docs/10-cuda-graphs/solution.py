@@ -4,7 +4,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from test_cuda_graphs import ToyDevice
+    from .test_exercise import ToyDevice
 
 
 class Row(NamedTuple):
