@@ -59,8 +59,10 @@ class OutputProcessor:
             collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
         progressed: dict[Request, list[CompletionOutput]] = {}
         for index, error in result.errors.items():
-            request = self.requests.get(rows[index].seq.request_id)
-            if request is not None and not request.finished:
+            if joined[index] < 0:
+                continue  # with a step ahead, a row may come too late for its sequence
+            request = self.requests[rows[index].seq.request_id]
+            if request.error is None:
                 logger.error("request %r failed", request.request_id, exc_info=error)
                 request.error = error
                 progressed[request] = self._end(request, "error", finish, now)
@@ -153,7 +155,8 @@ class OutputProcessor:
                 count = row.num_outputs - row.num_sampled
                 if count and row.seq.prompt_head == name:
                     request = self.requests.get(row.seq.request_id)
-                    if request is not None:
+                    # Not if it has ended meanwhile, and its id belongs to another one.
+                    if request is not None and row.seq in request.sequences:
                         self._collector(name)(request, row, values, first)
                     first += count
 
