@@ -65,7 +65,7 @@ class OutputProcessor:
             if request.error is None:
                 logger.error("request %r failed", request.request_id, exc_info=error)
                 request.error = error
-                progressed[request] = self._end(request, "error", finish, now)
+                progressed[request] = []
         for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
@@ -75,8 +75,6 @@ class OutputProcessor:
             if is_final_only and not seq.finished and not seq.params.stop:
                 continue  # nobody looks at it now, and this is by far the most common case
             request = self.requests[seq.request_id]
-            if request.error is not None:
-                continue
             stop_string = self._detokenizer.advance(seq)
             if stop_string is not None and seq.finished:  # by its length, on this very token
                 seq.finish_reason, seq.stop_reason = "stop", stop_string
@@ -84,9 +82,13 @@ class OutputProcessor:
                 finish(seq, "stop", stop_string)
             if seq.finished:
                 seq.metrics.finished_time = now
-            if seq.finished or not is_final_only:
+            # One that goes on although its request has failed is completed below, once.
+            if seq.finished or (not is_final_only and request.error is None):
                 completion = self._complete(request.completions[seq.index])
                 progressed.setdefault(request, []).append(completion)
+        for request, completions in progressed.items():
+            if request.error is not None:
+                completions += self._end(request, "error", finish, now)
         return [
             self._output(request, completions)
             for request, completions in progressed.items()
