@@ -168,9 +168,7 @@ def test_a_cached_prompt_is_not_computed_twice() -> None:
 def test_observers_see_every_step() -> None:
     engine = make_engine()
     seen = []
-    engine.observers.append(
-        lambda plan, batch, times: seen.append((batch.header.step, times))
-    )
+    engine.observers.append(lambda plan, batch, times: seen.append((batch.header.step, times)))
     engine.add_request("a", [1], SamplingParams(max_tokens=3))
     run(engine)
     assert [step for step, _ in seen] == [0, 1, 2]
@@ -187,11 +185,22 @@ def test_close_aborts_and_releases() -> None:
         engine.add_request("b", [1])
 
 
-@pytest.mark.parametrize("where", ["schedule", "update"])
-def test_an_exception_anywhere_in_a_step_undoes_it(where: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        ("scheduler", "_admit_waiting"),  # the last thing that planning does
+        ("executor", "next_batch"),
+        ("executor", "forward"),
+        ("executor", "sample"),
+        ("scheduler", "commit"),
+        ("executor", "collect"),
+        ("scheduler", "update"),
+    ],
+)
+def test_an_exception_anywhere_in_a_step_undoes_it(part: str, where: str, monkeypatch) -> None:
     """Above all, no block may stay published that was planned and never computed."""
     engine = make_engine()
-    original = getattr(engine.scheduler, where)
+    original = getattr(getattr(engine, part), where)
 
     def interrupted(*args):
         original(*args)
@@ -199,12 +208,15 @@ def test_an_exception_anywhere_in_a_step_undoes_it(where: str, monkeypatch) -> N
 
     engine.add_request("a", list(range(40)), SamplingParams(max_tokens=3))
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler, where, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(getattr(engine, part), where, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
             engine.step()
+    # Nobody is in a plan that has never come to be.
+    assert caught.value.request_ids == ([] if where == "_admit_waiting" else ["a"])
     check_invariants(engine.scheduler)
     assert not engine.scheduler.block_manager._block_of
-    assert run(engine)["a"].outputs[0].token_ids[-1] in (42, 43)
+    token_ids = run(engine)["a"].outputs[0].token_ids
+    assert token_ids == [40, 41, 42]
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
 
 
@@ -240,9 +252,7 @@ def test_a_run_of_broken_bytes_is_not_held_back_for_ever(monkeypatch) -> None:
     """What the decoder holds, it decodes again at every token: without a bound, O(n^2) in all."""
     engine = make_engine(byte_tokenizer())
     tokens = iter([0xC3, 0x80, 0xE4, 0xBD] * 100 + [0xFF] * 100 + list("é".encode()) + [0xC3])
-    monkeypatch.setattr(
-        engine.executor, "submit", lambda batch, sampling: StepResult([next(tokens)])
-    )
+    monkeypatch.setattr(engine.executor, "collect", lambda handle: StepResult([[next(tokens)]]))
     params = SamplingParams(max_tokens=503, output_kind=RequestOutputKind.DELTA)
     engine.add_request("a", [1], params)
     streams, pieces, token_ids = engine.output_processor._detokenizer._streams, [], []
@@ -250,6 +260,6 @@ def test_a_run_of_broken_bytes_is_not_held_back_for_ever(monkeypatch) -> None:
         (output,) = engine.step()
         pieces.append(output.outputs[0].text)
         token_ids += output.outputs[0].token_ids
-        assert all(stream.num_held <= 20 for stream in streams.values())
+        assert all(stream._num_held <= 20 for stream in streams.values())
     assert "".join(pieces) == byte_tokenizer().decode(token_ids)
     assert pieces.count("") < 450 and pieces[-2].endswith("é") and pieces[-1] == "\ufffd"

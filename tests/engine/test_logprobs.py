@@ -361,7 +361,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_its_entries_again(
     with open_llm(path, max_num_seqs=3, enable_prefix_caching=caching, **options) as llm:
 
         def watch(plan, batch, times) -> None:
-            interrupted.extend(seq.needs_prompt_logits for seq in plan.preempted)
+            interrupted.extend(seq.needs_prompt_outputs for seq in plan.preempted)
 
         llm.engine.observers.append(watch)
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -393,7 +393,7 @@ def test_a_failing_step_in_the_middle_of_a_prompt_costs_no_entry(
         llm.engine.step()
         llm.engine.step()
         with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-            patched.setattr(llm.engine.executor, "_execute", lambda batch: 1 / 0)
+            patched.setattr(llm.engine.executor, "forward", lambda batch, changes: 1 / 0)
             llm.engine.step()
         outputs = []
         while llm.engine.has_unfinished_requests():

@@ -9,6 +9,7 @@ from tiny_checkpoints import make_qwen3
 from tokenizers import AddedToken
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.engine.executor import StepResult
 
 
 @pytest.mark.parametrize(
@@ -42,15 +43,18 @@ def test_text_is_held_back_while_a_stop_string_may_be_forming() -> None:
     assert pieces == ["b", "", "", "", "cdef", "g"]
 
 
-def test_n_completions_come_in_order_and_share_the_prompt() -> None:
-    engine = make_engine(enable_prefix_caching=False)
+@pytest.mark.parametrize("caching", [True, False])
+def test_n_completions_come_in_order_and_share_the_prompt(caching: bool) -> None:
+    engine = make_engine(enable_prefix_caching=caching)
     engine.add_request("r", list(range(100)), SamplingParams(n=3, max_tokens=4))
     output = run(engine)["r"]
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert all(c.token_ids == [100, 101, 102, 103] for c in output.outputs)
-    assert [change.stream for change in engine.executor.sampling] == [0, 1, 2]
+    assert [change.completion for change in engine.executor.sampling] == [0, 1, 2]
     # The prompt once, then 4 tokens of its last block for each sibling, and 3 decode steps each.
-    assert engine.stats.num_computed_tokens == 100 + 2 * 4 + 3 * 3
+    # Without a prefix cache there is nothing to share it by.
+    computed_by_siblings = 4 if caching else 100
+    assert engine.stats.num_computed_tokens == 100 + 2 * computed_by_siblings + 3 * 3
     assert output.metrics.num_output_tokens == 12
 
 
@@ -106,9 +110,7 @@ def test_spaces_between_special_tokens(kind: RequestOutputKind, spaces: bool) ->
     special = tokenizer.backend.token_to_id("<s>")
     engine = make_engine(tokenizer)
     script = iter([97, special, special, 98])
-    engine.executor.submit = lambda batch, sampling: SimpleNamespace(
-        token_ids=[next(script)], logprobs=None, prompt_logprobs=None
-    )
+    engine.executor.collect = lambda handle: StepResult([[next(script)]])
     params = SamplingParams(
         max_tokens=4,
         skip_special_tokens=False,

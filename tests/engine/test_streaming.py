@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
-from counting_executor import CountingExecutor, byte_tokenizer, make_engine
+from counting_executor import CountingExecutor, Handle, byte_tokenizer, make_engine
 
 from nanoserve import LLM, RequestOutput, SamplingParams
-from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.engine.output_processor import Request
-from nanoserve.sampling_params import RequestOutputKind, SlotChange
+from nanoserve.engine.request import Request
+from nanoserve.sampling_params import RequestOutputKind
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 NUM_BLOCKS = 24
+PROMPT = [1, 2, 3]  # of every request that has a script
 EOS, SPECIAL = 256, 257
 SPECIAL_TEXTS = {EOS: "<|endoftext|>", SPECIAL: "<|工具|>"}
 WORDS = ["ab", "the ", "中文", "。\n", "👩‍👩‍👧", "aba"]
@@ -56,15 +56,15 @@ class ScriptedExecutor(CountingExecutor):
 
     scripts: dict[int, list[list[int]]]
 
-    def submit(self, batch: Batch, sampling: list[SlotChange]) -> StepResult:
-        super().submit(batch, sampling)
-        rows = batch.output_rows[: batch.header.num_sampled]
-        slot_params = {change.slot: change for change in self.sampling}  # the latest of each slot
+    def collect(self, handle: Handle) -> StepResult:
+        batch, num_sampled = handle.batch, handle.batch.header.num_sampled
+        changes = {change.slot: change for change in self.sampling}  # the latest of each slot
+        positions = batch.positions[batch.output_rows[:num_sampled]].tolist()
+        slots = batch.output_slots[:num_sampled].tolist()
         token_ids = []
-        for slot, position in zip(batch.slots[: len(rows)], batch.positions[rows], strict=True):
-            change = slot_params[int(slot)]
-            script = self.scripts[change.seed][change.stream]
-            token_ids.append(script[int(position) + 1 - len(change.prompt_token_ids)])
+        for slot, position in zip(slots, positions, strict=True):
+            script = self.scripts[changes[slot].seed][changes[slot].completion]
+            token_ids.append([script[position + 1 - len(PROMPT)]])
         return StepResult(token_ids)
 
 
@@ -212,7 +212,7 @@ def run_cases(engine: LLMEngine, cases: list[Case]) -> None:
     while engine.has_unfinished_requests() or any(case.request is None for case in cases):
         for index, case in enumerate(cases):
             if case.start == clock:
-                case.request = engine.prepare(str(index), [1, 2, 3], case.params)
+                case.request = engine.prepare(str(index), PROMPT, case.params)
                 engine.add(case.request)
             if case.abort_after is not None and case.start + case.abort_after == clock:
                 output = engine.abort_request(str(index))
@@ -286,7 +286,7 @@ def test_random_streams_equal_a_reference_that_sees_everything_at_once(seed: int
 def complete(tokens: list[int], **params: object) -> list[RequestOutput]:
     """All outputs of one request that gets `tokens`."""
     engine = make_scripted_engine({0: [tokens]})
-    engine.add_request("r", [1], SamplingParams(seed=0, **{"max_tokens": len(tokens), **params}))
+    engine.add_request("r", PROMPT, SamplingParams(seed=0, **{"max_tokens": len(tokens), **params}))
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
@@ -325,7 +325,7 @@ def test_aborting_does_not_repeat_the_last_piece_of_a_completion_that_had_ended(
     params = SamplingParams(
         n=2, seed=0, max_tokens=12, stop="!", include_stop_str_in_output=True, output_kind=DELTA
     )
-    engine.add_request("r", [1], params)
+    engine.add_request("r", PROMPT, params)
     outputs = [output for _ in range(6) for output in engine.step()]
     outputs.append(engine.abort_request("r"))
     texts, token_ids, ends = ["", ""], [[], []], [0, 0]
@@ -375,7 +375,8 @@ def llm(bundled: LLM) -> Iterator[LLM]:
     yield bundled
     for request_id in list(bundled.engine.output_processor.requests):
         bundled.engine.abort_request(request_id)  # what a failed test left must not fail the next
-    bundled._streams.clear()
+    if bundled._streams is not None:
+        bundled._streams._unread.clear()
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +392,8 @@ def read(stream: Iterator[RequestOutput]) -> tuple[str, list[int]]:
 
 def is_idle(llm: LLM) -> bool:
     check_invariants(llm.engine.scheduler)
-    no_requests = not llm.engine.has_unfinished_requests() and not llm._streams
+    nothing_unread = llm._streams is None or not llm._streams._unread
+    no_requests = nothing_unread and not llm.engine.has_unfinished_requests()
     everything_free = llm.engine.scheduler.block_manager.num_free_blocks == POOL
     return no_requests and everything_free and not llm.engine.output_processor.requests
 
@@ -501,7 +503,7 @@ def test_a_failing_step_ends_the_stream_that_made_it_and_no_other(
     begun = [next(second)]
     next(first)
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor, "_execute", lambda batch: 1 / 0)
+        patched.setattr(llm.engine.executor, "forward", lambda batch, changes: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(first)
     assert read(iter(begun + list(second))) == answers[CHINESE]
