@@ -1,12 +1,16 @@
 """The loop: requests come, go, stream, are aborted, and survive a step that raises."""
 
 from itertools import chain
+from typing import Any
 
 import pytest
-from counting_executor import byte_tokenizer, make_engine, run
+from counting_executor import Handle, byte_tokenizer, make_engine, run
 
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -263,3 +267,137 @@ def test_a_run_of_broken_bytes_is_not_held_back_for_ever(monkeypatch) -> None:
         assert all(stream._num_held <= 20 for stream in streams.values())
     assert "".join(pieces) == byte_tokenizer().decode(token_ids)
     assert pieces.count("") < 450 and pieces[-2].endswith("é") and pieces[-1] == "\ufffd"
+
+
+# ---------------------------------------------------------------- time
+
+
+class Clock:
+    """Stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_timed_engine(clock: Clock, seconds_per_step: float, **options: Any) -> LLMEngine:
+    engine = make_engine(clock=clock, **options)
+    original = engine.executor.collect
+
+    def collect(handle: Handle) -> StepResult:
+        clock.now += seconds_per_step
+        return original(handle)
+
+    engine.executor.collect = collect
+    return engine
+
+
+def test_all_times_are_readings_of_the_clock_that_was_handed_in() -> None:
+    clock = Clock()
+    engine = make_timed_engine(clock, seconds_per_step=2, max_num_seqs=1, eos=frozenset({54}))
+    engine.add_request("first", [1], SamplingParams(max_tokens=3))
+    clock.now += 5
+    engine.add_request("second", [50], SamplingParams(max_tokens=9))
+    outputs = run(engine)
+    first, second = outputs["first"].metrics, outputs["second"].metrics
+    assert (first.arrival_time, first.first_scheduled_time) == (100, 105)
+    assert (first.first_token_time, first.last_token_time, first.finished_time) == (107, 111, 111)
+    assert (first.queue_time, first.time_to_first_token, first.total_time) == (5, 7, 11)
+    assert first.inter_token_time == 2
+    assert (second.arrival_time, second.first_scheduled_time) == (105, 111)
+    # Its fourth sample is EOS, which is no token of its output but counts as work.
+    assert (second.first_token_time, second.last_token_time, second.finished_time) == (
+        113,
+        117,
+        119,
+    )
+    assert (second.num_output_tokens, second.inter_token_time) == (3, 2)
+
+
+def test_an_abort_is_an_end() -> None:
+    clock = Clock()
+    engine = make_timed_engine(clock, seconds_per_step=1)
+    engine.add_request("a", [1])
+    engine.step()
+    clock.now += 6
+    assert engine.abort_request("a").metrics.finished_time == 107
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_time_between_tokens_is_that_within_a_completion(caching: bool) -> None:
+    """Three completions side by side do not make their request three times as fast."""
+    clock = Clock()
+    engine = make_timed_engine(clock, seconds_per_step=2, enable_prefix_caching=caching)
+    engine.add_request("r", list(range(40)), SamplingParams(n=3, max_tokens=5))
+    metrics = run(engine)["r"].metrics
+    assert metrics.num_output_tokens == 15
+    assert (metrics.num_intervals, metrics.interval_seconds) == (3 * 4, 3 * 4 * 2)
+    assert metrics.inter_token_time == 2
+    assert metrics.last_token_time - metrics.first_token_time == 2 * 5  # siblings begin a step late
+
+
+def test_a_preempted_request_has_waited_between_its_tokens() -> None:
+    clock = Clock()
+    engine = make_timed_engine(clock, seconds_per_step=1)
+    engine.add_request("a", [1], SamplingParams(max_tokens=3))
+    engine.step()
+    engine.executor.fail_next = True
+    with pytest.raises(RuntimeError, match="on fire"):
+        engine.step()
+    clock.now += 8
+    metrics = run(engine)["a"].metrics
+    assert (metrics.num_preemptions, metrics.first_scheduled_time) == (1, 100)
+    assert (metrics.first_token_time, metrics.last_token_time) == (101, 111)
+    assert metrics.inter_token_time == (9 + 1) / 2
+
+
+def test_the_parts_of_a_step_make_up_its_time() -> None:
+    clock, seen = Clock(), []
+    engine = make_timed_engine(clock, seconds_per_step=2)
+    original = engine.scheduler.schedule
+
+    def schedule() -> Plan:
+        clock.now += 3
+        return original()
+
+    engine.scheduler.schedule = schedule
+    engine.observers.append(lambda plan, batch, times: seen.append(times))
+    engine.add_request("a", [1], SamplingParams(max_tokens=2))
+    run(engine)
+    assert seen == [StepTimes(schedule=3, pack=0, execute=2, update=0)] * 2
+
+
+# ---------------------------------------------------------------- completions that are held
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "texts"),
+    [(0, ["", "", ""]), (1, ["", "", ""]), (2, ["b", "", ""]), (3, ["bc", "b", "b"])],
+)
+def test_a_request_is_aborted_with_all_of_its_completions(num_steps: int, texts: list[str]) -> None:
+    """Before its first step, in the middle of its prompt, at the end of it, and when they run."""
+    engine = make_engine(byte_tokenizer(), max_num_batched_tokens=20)
+    engine.add_request("r", "a" * 40, SamplingParams(n=3, max_tokens=9))
+    for _ in range(num_steps):
+        engine.step()
+    assert len(engine.scheduler.held) == (2 if num_steps < 2 else 0)
+    output = engine.abort_request("r")
+    assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
+    assert [c.text for c in output.outputs] == texts
+    assert not engine.has_unfinished_requests() and not engine.scheduler.held
+    check_invariants(engine.scheduler)
+    assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
+
+
+def test_what_is_held_for_another_reason_is_unfinished_and_can_be_aborted() -> None:
+    engine = make_engine()
+    request = engine.prepare("r", [1, 2], SamplingParams(max_tokens=2))
+    engine.output_processor.add(request)
+    engine.scheduler.hold(request.sequences[0], "its image is being read")
+    assert engine.has_unfinished_requests() and engine.step() == []
+    engine.add_request("other", [5], SamplingParams(max_tokens=1))
+    assert [output.request_id for output in engine.step()] == ["other"]
+    assert engine.abort_request("r").outputs[0].finish_reason == "abort"
+    assert not engine.has_unfinished_requests()

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.llm_engine import LLMEngine
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,50 @@ def test_a_processor_of_the_engine_sees_all_rows_at_once(tmp_path) -> None:
     assert [sorted(step) for step in seen] == [[(1, i), (2, i)] for i in range(3)]
     with pytest.raises(ValueError, match="callables"):
         LLM(tmp_path, skip_tokenizer_init=True, logits_processors=["no"])
+
+
+def cached(engine: LLMEngine, salt: str | None) -> int:
+    """How much of a prompt that has been computed before is found."""
+    prompt = {"prompt_token_ids": list(range(100))}
+    if salt is not None:
+        prompt["cache_salt"] = salt
+    engine.add_request("r", prompt, SamplingParams(max_tokens=2))
+    output = run(engine)["r"]
+    assert output.outputs[0].token_ids == [100, 101]  # whatever it shares
+    return output.metrics.num_cached_prompt_tokens
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_requests_share_prefixes_with_those_of_the_same_salt(salt: str | None) -> None:
+    engine = make_engine()
+    assert [cached(engine, salt) for _ in range(3)] == [0, 96, 96]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("mine", "yours"), ("mine", None), (None, "mine"), ("1", "1 ")]
+)
+def test_requests_share_nothing_with_those_of_another_salt_or_none(first, second) -> None:
+    engine = make_engine()
+    assert [cached(engine, first), cached(engine, second)] == [0, 0]
+    assert [cached(engine, first), cached(engine, second)] == [96, 96]  # each has its own by now
+
+
+def test_a_salt_goes_with_text_too_and_none_is_no_salt() -> None:
+    engine = make_engine(byte_tokenizer())
+    text = "a long enough text to fill a block"
+    hits = []
+    for salt in ({"cache_salt": "mine"}, {"cache_salt": "mine"}, {"cache_salt": None}, {}):
+        engine.add_request("r", {"prompt": text, **salt}, SamplingParams(max_tokens=1))
+        hits.append(run(engine)["r"].metrics.num_cached_prompt_tokens)
+    assert hits == [0, 32, 0, 32]
+
+
+def test_completions_of_a_salted_prompt_share_it() -> None:
+    engine = make_engine()
+    prompt = {"prompt_token_ids": list(range(100)), "cache_salt": "mine"}
+    engine.add_request("r", prompt, SamplingParams(n=3, max_tokens=1))
+    run(engine)
+    assert engine.stats.num_computed_tokens == 100 + 2 * 4
 
 
 def special_tokenizer() -> SimpleNamespace:
