@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from nanoserve.layers.context import LayerContext, TensorParallel
+from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear
+from nanoserve.layers.tensor_parallel import TensorParallel
 
 from .exercise import ring_all_reduce, rows_of
 

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, TensorParallel
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models import registry
 
 from .exercise import HeronForCausalLM

@@ -1,7 +1,7 @@
 """What all layers of one model share, and where a checkpoint's tensors go."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,54 +9,7 @@ from torch import Tensor, nn
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.layers.ops import TorchOps
-
-
-class TensorParallel(NamedTuple):
-    """This process's place among the ranks that share a model (Shoeybi et al. 2019, Megatron-LM).
-
-    `group` is a `nanoserve.worker.process_group.Group`, None on one device.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-
-    def part(self, total: int, what: str) -> int:
-        """`total` divided by the ranks; `ValueError` if it does not divide."""
-        if total % self.size:
-            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
-        return total // self.size
-
-    def slices(self, total: int, what: str) -> int:
-        """Into how many slices `total` KV heads are cut: fewer heads than ranks are shared."""
-        num_slices = min(self.size, total)
-        if total % num_slices or self.size % num_slices:
-            raise ValueError(
-                f"{what}={total} and tensor_parallel_size={self.size}: one must divide the other"
-            )
-        return num_slices
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-        if self.group is not None:
-            self.group.all_reduce(x)
-        return x
-
-    def gather(self, x: Tensor) -> Tensor | None:
-        """On rank 0 the ranks' tensors side by side along the last dimension, elsewhere None."""
-        if self.group is None:
-            return x
-        parts = self.group.gather(x)
-        return None if parts is None else torch.cat(parts, dim=-1)
-
-    def broadcast(self, x: Tensor) -> None:
-        """What rank 0 has in `x`, on all ranks."""
-        if self.group is not None:
-            self.group.broadcast(x)
-
-    def smallest(self, value: int) -> int:
-        """What all ranks can agree on."""
-        return value if self.group is None else self.group.smallest(value)
+from nanoserve.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):

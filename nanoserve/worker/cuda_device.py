@@ -21,7 +21,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotChange
-from nanoserve.layers.context import TensorParallel
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.batch_tensors import BatchTensors
@@ -31,6 +31,7 @@ from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.host_device import Forward
 from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.startup import make_room
 
 
 class Fetched(NamedTuple):
@@ -144,7 +145,7 @@ class CudaDevice:
         # A pool of one block will do: all rows of the profile are dummies. The buffers are those
         # of the longest sequence that may turn out to fit.
         max_len = config.max_model_len or model_config.max_position_embeddings
-        runner.make_room(blocks_needed(max_len, config.block_size))
+        make_room(runner, blocks_needed(max_len, config.block_size))
         runner.kv_cache = allocate_kv_cache(model_config, 1, config.block_size, runner.context)
         weights = self.cuda.allocated() - self._allocated_before
         self.cuda.reset_peak()

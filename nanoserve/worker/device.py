@@ -13,8 +13,9 @@ from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import LayerContext, LinearMethod, TensorParallel
+from nanoserve.layers.context import LayerContext, LinearMethod
 from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class, model_location
 from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import TensorParallel
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.kv_cache import blocks_wanted, kv_block_bytes
 
 _GIB = 2**30

@@ -10,7 +10,7 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
-from nanoserve.layers.context import TensorParallel
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks

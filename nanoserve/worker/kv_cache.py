@@ -15,7 +15,8 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.layers.context import LayerContext, TensorParallel
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.tensor_parallel import TensorParallel
 
 _GIB = 2**30
 _ALONE = TensorParallel()

@@ -25,7 +25,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.layers.context import TensorParallel
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.heads import registered_heads
 from nanoserve.worker.model_runner import Handle, ModelRunner
 from nanoserve.worker.process_group import Group, join_group, serve_store
@@ -52,6 +52,7 @@ class TensorParallelExecutor:
         _ENGINES.add(self)
         self._workers: Workers | None = None
         self._groups: list[Group] = []
+        self._uncollected: list[Batch] = []  # their steps were launched
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
@@ -88,13 +89,21 @@ class TensorParallelExecutor:
         return self._workers.pids
 
     def next_batch(self) -> Batch:
-        return self.runner.next_batch()
+        batch = self.runner.next_batch()
+        if batch in self._uncollected:  # its step was given up: have the others read it by now?
+            self._uncollected.clear()
+            if not self._workers.are_waiting():
+                error = WorkerError("a step that was given up does not end")
+                self._end(error)
+                raise error
+        return batch
 
     def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
         self._workers.check()
         with self._recovery():
             self.runner.fill_slots(changes)  # before any other rank starts: this may raise
             self._workers.announce(batch.step)
+            self._uncollected.append(batch)
             return self.runner.forward(batch, [])
 
     def sample(self, handle: Handle) -> None:
@@ -103,7 +112,9 @@ class TensorParallelExecutor:
 
     def collect(self, handle: Handle) -> StepResult:
         with self._recovery():
-            return self.runner.collect(handle)
+            result = self.runner.collect(handle)
+        self._uncollected.remove(handle.batch)
+        return result
 
     def close(self) -> None:
         """End the workers and release everything. Idempotent."""

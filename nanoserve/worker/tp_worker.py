@@ -16,7 +16,7 @@ from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import TensorParallel
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.heads import register_head

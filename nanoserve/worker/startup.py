@@ -1,0 +1,76 @@
+"""How a runner comes to its weights, its KV cache and its buffers."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.engine.batch import BatchLayout
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.models.registry import model_class
+from nanoserve.worker.heads import registered_heads
+from nanoserve.worker.kv_cache import allocate_kv_cache
+
+logger = logging.getLogger(__name__)
+
+
+def start(runner: Any, path: Path) -> None:
+    """Complete a `ModelRunner`, from the checkpoint in `path`.
+
+    Whatever can be refused before the weights are read, is. A CPU's pool is known beforehand; a GPU
+    gives it what the weights have left.
+    """
+    config, model_config, device = runner.config, runner.model_config, runner.device
+    with device.guard():
+        num_kv_blocks = device.pool_before_loading(config, model_config, runner.context.tp)
+        if num_kv_blocks is not None:
+            make_room(runner, num_kv_blocks)
+        _load_model(runner, path)
+        if num_kv_blocks is None:
+            make_room(runner, device.pool_after_loading(runner))
+        _allocate_pool(runner)
+        device.warm_up(runner)
+
+
+def make_room(runner: Any, num_kv_blocks: int) -> None:
+    """With so many blocks: the longest sequence, and the buffers for a step."""
+    config = runner.config
+    runner.num_kv_blocks = num_kv_blocks = runner.context.tp.smallest(num_kv_blocks)
+    runner.max_model_len = config.resolve_max_model_len(
+        runner.model_config.max_position_embeddings, num_kv_blocks
+    )
+    runner.layout = BatchLayout(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        blocks_needed(runner.max_model_len, config.block_size),
+        tuple(registered_heads()),
+    )
+    runner.device.make_room(runner.layout)
+    runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))
+
+
+def _load_model(runner: Any, path: Path) -> None:
+    config, model_config = runner.config, runner.model_config
+    runner.model = model_class(model_config.architecture)(model_config, runner.context)
+    is_first = runner.context.tp.rank == 0
+    load_weights(runner.model, path, config.load_format, shows_progress=is_first)
+    runner.sampler = runner.device.sampler_class(
+        config.max_num_seqs,
+        model_config.vocab_size,
+        runner.context.device,
+        config.logits_processors,
+    )
+
+
+def _allocate_pool(runner: Any) -> None:
+    config, model_config, block_size = runner.config, runner.model_config, runner.config.block_size
+    runner.kv_cache = allocate_kv_cache(
+        model_config, runner.num_kv_blocks, block_size, runner.context
+    )
+    if config.num_kv_blocks or config.kv_cache_memory_bytes:
+        runner.kv_cache.zero_()  # asked for, so taken now: no step waits for the system
+    pool = runner.kv_cache.nbytes / 2**30
+    logger.info(
+        f"{model_config.architecture}, {model_config.dtype}, {runner.num_kv_blocks} KV "
+        f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {runner.max_model_len}"
+    )
