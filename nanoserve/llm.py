@@ -1,7 +1,7 @@
 """The front door: `LLM(path).generate(prompts, params)`."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 from pathlib import Path
@@ -14,6 +14,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.worker.device import make_executor
 
@@ -130,15 +131,7 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat() needs a tokenizer, and this engine has none")
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages={messages!r} must be a list of messages, at least one")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt, **chat_template_kwargs
-            )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)})
+        prompts = tokenizer.prompts_of(messages, add_generation_prompt, **chat_template_kwargs)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -163,21 +156,15 @@ class LLM:
 
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = None
-        if use_tqdm:
-            from nanoserve.progress import Progress
-
-            progress = Progress(len(ready))
+        progress = Progress(len(ready), enabled=use_tqdm)
         try:
             for request in ready:
                 self.engine.add(request)
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     finished[output.request_id] = output
-                    if progress is not None:
-                        progress.add(output)
+                    progress.add(output)
         finally:
-            if progress is not None:
-                progress.close()
+            progress.close()
             self.engine.withdraw(request.request_id for request in ready)
         return [finished[request.request_id] for request in ready]

@@ -1,5 +1,6 @@
 """What one request gets back, in vLLM's shape."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +125,15 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of which found
+
+    def count(self, num_computed_tokens: int, outputs: Iterable[RequestOutput]) -> None:
+        """One more step, and what it has brought."""
+        self.num_steps += 1
+        self.num_computed_tokens += num_computed_tokens
+        for output in outputs:
+            if output.finished:
+                self.num_prompt_tokens += len(output.prompt_token_ids)
+                self.num_output_tokens += output.metrics.num_output_tokens
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -10,8 +10,10 @@ from nanoserve.outputs import RequestOutput
 class Progress:
     """A bar of requests done, with tokens per second in and out."""
 
-    def __init__(self, num_requests: int) -> None:
-        self._bar = tqdm(total=num_requests, desc="Requests", dynamic_ncols=True)
+    def __init__(self, num_requests: int, enabled: bool) -> None:
+        self._bar = tqdm(
+            total=num_requests, desc="Requests", disable=not enabled, dynamic_ncols=True
+        )
         self._start = time.perf_counter()
         self._num_in = self._num_out = 0
 

@@ -52,6 +52,22 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def prompts_of(
+        self,
+        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[dict[str, Any]]:
+        """One conversation or several as prompts: their texts, and the token ids of these."""
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages={messages!r} must be a list of messages, at least one")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = self.apply_chat_template(conversation, add_generation_prompt, **kwargs)
+            prompts.append({"prompt": text, "prompt_token_ids": self.encode(text, False)})
+        return prompts
+
     def apply_chat_template(
         self, messages: AbstractSequence[Message], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:

@@ -241,16 +241,11 @@ class LLMEngine:
         now = self._watch.lap(step.times, "execute")
         joined = self.scheduler.update(step.plan, result.token_ids)
         self._in_flight.popleft()
-        self._stats.num_steps += 1
-        self._stats.num_computed_tokens += step.plan.num_tokens
         outputs = self.output_processor.process(
             step.plan, result, joined, self.scheduler.finish, now
         )
-        for output in outputs:
-            self._undelivered.append(output)
-            if output.finished:
-                self._stats.num_prompt_tokens += len(output.prompt_token_ids)
-                self._stats.num_output_tokens += output.metrics.num_output_tokens
+        self._undelivered += outputs
+        self._stats.count(step.plan.num_tokens, outputs)
         self._watch.lap(step.times, "update")
         return step
 

@@ -54,8 +54,8 @@ class Sampler:
         self._is_plain = np.ones(num_slots, dtype=bool)  # its logits are used as they are
         self._states: list[SlotState | None] = [None] * num_slots
         self._processors = processors  # the engine's own; they see every row
-        self._vocab_size, self._device = vocab_size, device
-        self._race: Any = None  # made when the first row samples
+        self._vocab_size = vocab_size
+        self._noise: Any = None  # made when the first row samples
 
     def set_slot(self, change: SlotChange) -> None:
         """The sequence in a slot is a new one."""
@@ -108,6 +108,9 @@ class Sampler:
         """logits: float32 [num_rows, vocab_size], the rows' own, which are overwritten."""
         at_random = np.flatnonzero(settings["temperature"] > 0)
         if len(at_random):
+            from nanoserve.sampling.noise import Noise, row_keys
+
+            self._noise = self._noise or Noise(self._vocab_size, logits.device)
             settings, positions = settings[at_random], positions[at_random]
             with _rows_of(logits, at_random) as part:
                 part /= _tensor(settings["temperature"], logits).unsqueeze(1)
@@ -115,7 +118,8 @@ class Sampler:
                 # An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1)
                 # for each, and the first one wins. That is t with probability p(t). In logarithms
                 # the winner is argmax(logit - log E), and no softmax is needed.
-                self._subtract_log_exponential(part, settings, positions)
+                keys = row_keys(settings["seed"], positions, settings["completion"])
+                self._noise.subtract_log_exponential(part, keys)
         return best_tokens(logits)
 
     def _filter(self, logits: torch.Tensor, settings: np.ndarray) -> None:
@@ -127,16 +131,6 @@ class Sampler:
             values = (_tensor(settings[name][filtered], logits) for name in names)
             with _rows_of(logits, filtered) as part:
                 apply_filters(part, *values)
-
-    def _subtract_log_exponential(
-        self, logits: torch.Tensor, settings: np.ndarray, positions: np.ndarray
-    ) -> None:
-        from nanoserve.sampling.noise import Noise, row_keys
-
-        if self._race is None:
-            self._race = Noise(self._vocab_size, self._device)
-        keys = row_keys(settings["seed"], positions, settings["completion"])
-        self._race.subtract_log_exponential(logits, keys)
 
     def _change(
         self, logits: torch.Tensor, settings: np.ndarray, states: "list[tuple[int, SlotState]]"
