@@ -9,10 +9,10 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import Batch, BatchHeader
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.sampling.sampler import Sampled, Sampler
+from nanoserve.sampling.sampler import Sampled
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.heads import Head, make_head
 from nanoserve.worker.host_device import Device
@@ -35,16 +35,10 @@ class Handle:
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
-    What a GPU does otherwise than a CPU is its `Device`'s to know.
+    What a GPU does otherwise than a CPU is its `Device`'s to know. From `start` it has `model`,
+    `sampler`, `kv_cache` ([num_layers, *attention.kv_cache_shape()]) and its size `num_kv_blocks`,
+    `max_model_len`, and the `layout` of its two `batches`.
     """
-
-    # What `start` gives it.
-    num_kv_blocks: int
-    max_model_len: int
-    layout: BatchLayout
-    model: Any
-    kv_cache: torch.Tensor  # [num_layers, *attention.kv_cache_shape()]
-    sampler: Sampler
 
     def __init__(
         self,
