@@ -52,7 +52,7 @@ class TensorParallelExecutor:
         _ENGINES.add(self)
         self._workers: Workers | None = None
         self._groups: list[Group] = []
-        self._uncollected: list[Batch] = []  # their steps were launched
+        self._uncollected: set[Batch] = set()  # their steps were launched
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
@@ -91,7 +91,8 @@ class TensorParallelExecutor:
     def next_batch(self) -> Batch:
         batch = self.runner.next_batch()
         if batch in self._uncollected:  # its step was given up: have the others read it by now?
-            self._uncollected.clear()
+            self._workers.check()
+            self._uncollected.discard(batch)
             if not self._workers.are_waiting():
                 error = WorkerError("a step that was given up does not end")
                 self._end(error)
@@ -103,7 +104,7 @@ class TensorParallelExecutor:
         with self._recovery():
             self.runner.fill_slots(changes)  # before any other rank starts: this may raise
             self._workers.announce(batch.step)
-            self._uncollected.append(batch)
+            self._uncollected.add(batch)
             return self.runner.forward(batch, [])
 
     def sample(self, handle: Handle) -> None:
@@ -113,7 +114,7 @@ class TensorParallelExecutor:
     def collect(self, handle: Handle) -> StepResult:
         with self._recovery():
             result = self.runner.collect(handle)
-        self._uncollected.remove(handle.batch)
+        self._uncollected.discard(handle.batch)
         return result
 
     def close(self) -> None:
