@@ -20,6 +20,7 @@ import torch
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.sampling.processors import SlotState
 from nanoserve.worker.worker_processes import WorkerError
 
 pytestmark = pytest.mark.skipif(
@@ -105,8 +106,9 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> No
             while True:  # however fast the machine is
                 llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
         tell_time(killed_at[0])
-        with pytest.raises(WorkerError, match="signal 9"):  # and it stays so, without a wait
-            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        for _ in range(3):  # and it stays so, without a wait
+            with pytest.raises(WorkerError, match="signal 9"):
+                llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
 
 
@@ -130,7 +132,7 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -
         with pytest.raises(WorkerError, match="was overwritten by") as caught:
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         tell_time(start)
-        assert re.search(r"rank \d failed:\nTraceback .*in follow\n", str(caught.value), re.S)
+        assert re.search(r"rank \d failed:\nTraceback .*in serve\n", str(caught.value), re.S)
 
 
 @pytest.mark.parametrize("moment", ["exit", "raise"])
@@ -169,19 +171,49 @@ def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
         make_llm(tmp_path)
 
 
-def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path) -> None:
+class Failing:
+    """A logits processor of the engine that raises at the call that was asked for."""
+
+    def __init__(self) -> None:
+        self.num_calls_left = -1
+
+    def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
+        self.num_calls_left -= 1
+        if self.num_calls_left == -1:
+            raise ZeroDivisionError("no such luck")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path, async_scheduling: bool) -> None:
+    """Whichever step it strikes, and whatever is under way beside it."""
+    failing = Failing()
+    options = {"logits_processors": [failing], "async_scheduling": async_scheduling}
+    with make_llm(checkpoint, **options) as llm:
+        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4, ignore_eos=True)
+        for num_calls in (0, 1, 2, 3, 0, 0):
+            failing.num_calls_left = num_calls
+            with pytest.raises(ZeroDivisionError, match="no such luck") as caught:
+                llm.generate([[1, 2, 3], [4, 5, 6]], [SHORT, asks_more], use_tqdm=False)
+            assert len(caught.value.request_ids) == 2
+            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+            assert again == expected
+        assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_processor_of_one_request_ends_that_one_alone(checkpoint: Path) -> None:
     def broken(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("no such luck")
 
     with make_llm(checkpoint) as llm:
         expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4)
+        asks_more = SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=4, ignore_eos=True)
         params = [SamplingParams(logits_processors=[broken]), asks_more]
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError, match="no such luck"):
-                llm.generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
-            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-            assert again == expected
+            failed, other = llm.generate([[4, 5, 6], [1, 2, 3]], params, use_tqdm=False)
+            assert failed.outputs[0].finish_reason == "error" and not failed.outputs[0].token_ids
+            assert isinstance(failed.error, ZeroDivisionError)
+            assert other.outputs[0].token_ids == expected and other.error is None
 
 
 def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None:
