@@ -1,8 +1,9 @@
-"""benchmarks/brain.py and benchmarks/handover.py: both pack real decode steps, without a model."""
+"""benchmarks/brain.py, handover.py and overlap.py: real decode steps, without a model."""
 
 import brain
 import handover
 import numpy as np
+import overlap
 import pytest
 
 from nanoserve.engine.batch import Batch
@@ -38,3 +39,10 @@ def test_a_worker_gets_a_step_either_way() -> None:
     """It answers with what it has seen, which `measure` compares."""
     shared, pickled = handover.measure(2, 20)
     assert shared > 0 and pickled > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_takes_as_long_as_its_device(ahead: bool) -> None:
+    """This device is far slower than the brain, whatever else the machine does."""
+    step = overlap.median_step(2, seconds=0.02, ahead=ahead)
+    assert 0.019 < step < 0.2

@@ -16,9 +16,10 @@ from nanoserve.engine.invariants import check_invariants
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
-@pytest.fixture
-def llm(checkpoint: Path):
-    with LLM(checkpoint, skip_tokenizer_init=True, num_kv_blocks=100) as llm:
+@pytest.fixture(params=[False, True], ids=["one step at a time", "one step ahead"])
+def llm(request: pytest.FixtureRequest, checkpoint: Path):
+    options = {"skip_tokenizer_init": True, "num_kv_blocks": 100}
+    with LLM(checkpoint, async_scheduling=request.param, **options) as llm:
         yield llm
 
 
@@ -80,7 +81,7 @@ def test_ctrl_c_leaves_nothing_behind(llm: LLM, num_tokens: int) -> None:
 def test_a_failing_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor, "_execute", lambda batch: 1 / 0)
+        patched.setattr(llm.engine.executor, "run_model", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[9] * 40, [7]], GREEDY, use_tqdm=False)
     assert is_idle(llm)

@@ -132,10 +132,18 @@ def test_a_real_model_leaves_a_trace_of_its_answer(tmp_path: Path) -> None:
     assert output.outputs[0].text and answer.startswith(output.outputs[0].text)
 
 
-def test_without_the_option_nothing_observes(tmp_path: Path) -> None:
-    engine = make_engine()
-    start_trace(engine).close()
-    assert engine.observers == []
+def test_without_the_option_nothing_observes(checkpoint: Path) -> None:
+    with LLM(checkpoint, skip_tokenizer_init=True) as llm:
+        assert llm.engine.observers == []
+
+
+def test_a_trace_shows_one_step_at_a_time(tmp_path: Path) -> None:
+    """With a step ahead, the pool would be that of the step after the one that is written."""
+    path = tmp_path / "run.jsonl"
+    for make in (EngineConfig, LLM):
+        with pytest.raises(ValueError, match=r"trace=.*run\.jsonl.* async_scheduling=False"):
+            make("tiny-qwen3", trace=path, async_scheduling=True)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
