@@ -107,10 +107,11 @@ class ModelRunner:
     def sample(self, handle: Handle) -> None:
         """Launch the choice of the next tokens, and leave them where the next step finds them."""
         num_sampled = handle.header.num_sampled
-        if not num_sampled:
-            return
         batch, tensors = handle.batch, handle.tensors
         with self.device.guard():
+            if not num_sampled:  # a step inside of prompts yields nothing, and is waited for too
+                handle.fetched = self.device.fetch(self.last_token[:0])
+                return
             handle.sampled = self.sampler.sample(
                 handle.logits,
                 batch.output_slots[:num_sampled].copy(),
@@ -125,10 +126,9 @@ class ModelRunner:
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens."""
         of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
-        if handle.sampled is None:
+        token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
+        if sampled is None:
             return StepResult([], of_heads=of_heads)
-        token_ids = self.device.wait(handle.fetched)
-        sampled = handle.sampled
         for row, state in sampled.states:
             state.append(token_ids[row])
         new_ids = [[token_id] for token_id in token_ids]
