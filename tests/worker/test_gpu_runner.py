@@ -230,6 +230,22 @@ def test_one_wait_per_step_and_nothing_else_copied_in(
     assert copies == [3] + [4] * (len(copies) - 1) and len(copies) == len(fetches)
 
 
+def test_a_step_inside_a_prompt_is_waited_for_too(checkpoint: Path) -> None:
+    """It yields nothing, but other ranks may still read its batch when this one has the next."""
+    engine = make_engine(checkpoint, FakeCuda(), max_num_seqs=4, max_num_batched_tokens=16)
+    device, fetches = engine.executor.device, []
+    fetch = device.fetch
+
+    def counted_fetch(token_ids: torch.Tensor) -> Fetched:
+        fetches.append(fetch(token_ids))
+        return fetches[-1]
+
+    device.fetch = counted_fetch
+    run(engine, [(list(range(60)), GREEDY)])
+    assert [len(fetched.token_ids) for fetched in fetches] == [0] * 3 + [1] * GREEDY.max_tokens
+    assert all(fetched.done.num_waits == 1 for fetched in fetches)
+
+
 def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, FakeCuda(), num_kv_blocks=8, max_num_seqs=4)
     first, second = runner.batches

@@ -87,6 +87,76 @@ def test_ranks_together_answer_as_one_does(
         assert llm.stats.num_preemptions > 0 or "num_kv_blocks" not in options
 
 
+def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    if len(output_token_ids) == 2:
+        raise ZeroDivisionError("no such luck")
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_kv_blocks": 7, "max_model_len": 64, "max_num_batched_tokens": 24}],
+    ids=["ample", "tiny"],
+)
+def test_one_step_ahead_two_ranks_answer_as_they_do_without(
+    checkpoint: Path, device: str, options: dict[str, Any]
+) -> None:
+    """Tokens that only rank 0 has are the other's input, and one request's processor fails."""
+    asked = prompts(14, 300)
+    failing = SamplingParams(temperature=0, logits_processors=[raise_at_the_third], **COMMON)
+    stopping = SamplingParams(temperature=0, stop_token_ids=[*range(0, 300, 5)], max_tokens=20)
+    kinds = [*PARAMS, failing, stopping]
+    params = [kinds[i % len(kinds)] for i in range(len(asked))]
+    answers: dict[bool, list[RequestOutput]] = {}
+    for async_scheduling in (False, True):
+        ahead = {"async_scheduling": async_scheduling, "max_num_seqs": 5}
+        with make_llm(checkpoint, 2, device, **ahead, **options) as llm:
+            pending: list[int] = []
+            llm.engine.observers.append(
+                lambda plan, batch, times, pending=pending: pending.append(batch.header.num_pending)
+            )
+            answers[async_scheduling] = llm.generate(asked, params, use_tqdm=False)
+            assert any(pending) is async_scheduling
+            assert (llm.stats.num_preemptions > 0) is bool(options)
+    assert_same(answers[True], answers[False])
+    for outputs in answers.values():
+        errors = [output.error for output in outputs]
+        assert [error is not None for error in errors] == [p is failing for p in params]
+        assert all(isinstance(error, ZeroDivisionError) for error in errors if error is not None)
+        reasons = {c.finish_reason for o in outputs if o.error is not None for c in o.outputs}
+        assert reasons == {"error"}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_first(
+    checkpoint: Path, device: str, async_scheduling: bool
+) -> None:
+    """Of prompts in several chunks, longer than a slice of logits, beside prompts without."""
+    asked = prompts(9, 300)
+    with_logprobs = [
+        SamplingParams(temperature=0, prompt_logprobs=k, logprobs=1, max_tokens=4, ignore_eos=True)
+        for k in (0, 3)
+    ]
+    kinds = [*with_logprobs, PARAMS[1]]
+    params = [kinds[i % 3] for i in range(len(asked))]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 20}
+    with make_llm(checkpoint, 1, device, **options) as llm:
+        expected = llm.generate(asked, params, use_tqdm=False)
+    with make_llm(checkpoint, 2, device, async_scheduling=async_scheduling, **options) as llm:
+        outputs = llm.generate(asked, params, use_tqdm=False)
+    assert_same(outputs, expected)
+    for prompt, p, output in zip(asked, params, outputs, strict=True):
+        if p.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            first, *rest = output.prompt_logprobs
+            assert first is None and len(rest) == len(prompt) - 1
+            assert all(
+                token in entry and p.prompt_logprobs <= len(entry) <= p.prompt_logprobs + 1
+                for token, entry in zip(prompt[1:], rest, strict=True)
+            )
+
+
 def test_the_bundled_model_on_two_ranks(device: str) -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     greedy = SamplingParams(temperature=0, max_tokens=60)
