@@ -60,7 +60,7 @@ class LLMEngine:
         self.observers: list[StepObserver] = []
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._undelivered: list[RequestOutput] = []  # what the next step returns first
-        self._due: list[Callable[[], None]] | None = None  # while a step runs: for its end
+        self._due: list[Callable[[], Any]] | None = None  # while a step runs: for its end
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
@@ -124,7 +124,7 @@ class LLMEngine:
         raised.
         """
         if self._due is not None:
-            self._due.append(lambda: self._abort_late(request_id))
+            self._due.append(lambda: self.abort_request(request_id))
             return None
         with DeferredInterrupt():
             output = self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
@@ -171,8 +171,8 @@ class LLMEngine:
                             observer(step.plan, step.batch, step.times)
                 finally:
                     due, self._due = self._due, None
-                    for call in due:
-                        call()
+                    late = [output for call in due if (output := call()) is not None]
+                    self._undelivered += late
                     self._give_up_idle_steps()
         outputs, self._undelivered = self._undelivered, []
         return outputs
@@ -207,11 +207,6 @@ class LLMEngine:
             self._roll_back(plan, error)
             raise
         return finished
-
-    def _abort_late(self, request_id: str) -> None:
-        output = self.abort_request(request_id)
-        if output is not None:
-            self._undelivered.append(output)
 
     def _give_up_idle_steps(self) -> None:
         """What is under way for nobody any more is not waited for."""
@@ -260,7 +255,10 @@ class LLMEngine:
             error.add_note(f"in a step of the requests {error.request_ids}")
 
     def close(self) -> None:
-        """Abort what is left and release the executor's memory."""
+        """Abort what is left and release the executor's memory; inside a step, at its end."""
+        if self._due is not None:
+            self._due.append(self.close)
+            return
         for request_id in list(self.output_processor.requests):
             self.abort_request(request_id)
         self._in_flight.clear()

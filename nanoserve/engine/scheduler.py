@@ -89,10 +89,10 @@ class Scheduler:
                     plan.registered_blocks += self.block_manager.register(seq, start + n)
             if not plan.preempted:
                 self._admit_waiting(plan)
+            plan.put_single_tokens_first()
         except BaseException:
             self.rollback(plan)
             raise
-        plan.put_single_tokens_first()
         return plan
 
     def commit(self, plan: Plan) -> None:
@@ -256,6 +256,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         self.held.discard(seq)
+        seq.held_for = None
 
     def _drop_stopped(self) -> None:
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]

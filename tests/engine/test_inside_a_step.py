@@ -529,3 +529,16 @@ def test_what_is_raised_for_a_completion_that_has_ended_is_nobodys_error(checkpo
     assert len(late_calls) == 1 and output.error is None
     assert [c.finish_reason for c in output.outputs] == ["stop", "length"]
     assert [len(c.token_ids) for c in output.outputs] == [2, 6]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_may_be_closed_inside_a_step(checkpoint: Path, ahead: bool) -> None:
+    """It is when the step is over; what was left is aborted."""
+    llm = LLM(checkpoint, async_scheduling=ahead, **OPTIONS)
+    llm.engine.add_request("a", PROMPTS[0], greedy(at_token(2, llm.close)))
+    llm.engine.add_request("b", PROMPTS[1], greedy())
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert not llm.engine.output_processor.requests and llm.engine.executor.model is None
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate(PROMPTS, greedy(), use_tqdm=False)
