@@ -6,6 +6,7 @@ Slots that no token was written to hold NaN, and unused columns of block tables 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from nanoserve.kernels_cpu.ops import NumbaOps
 from nanoserve.kernels_cpu.values import as_numpy
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.ops import TorchOps, rotate, store_kv
 from nanoserve.layers.rotary import RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,12 +33,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionMetadata:
     """`rows` are (new tokens, context), those of one token first."""
     num_new, contexts = zip(*rows, strict=True)
-    ends = [torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (num_new, contexts)]
     return AttentionMetadata(
         positions=torch.empty(0),
         slot_mapping=torch.empty(0),
-        cu_seqlens_q=ends[0],
-        cu_seqlens_k=ends[1],
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32),
         context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=tables,
         num_decode_rows=num_new.count(1),
@@ -84,7 +83,6 @@ def test_attention(seed: int) -> None:
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         expected[first : first + num_new] = (weights @ v).transpose(0, 1)
         first += num_new
-    kv_cache[:, 0] = 0  # what torch's attention reads beyond the context of a chunk
     with torch.inference_mode():
         actual = NumbaAttention().attend(layer, q, kv_cache, metadata_of(rows, tables))
     decodes = slice(0, sum(num_new == 1 for num_new, _ in rows))
@@ -133,26 +131,32 @@ def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_store_kv(num_tokens: int, has_norms: bool, dtype: torch.dtype) -> None:
+    """In one pass against one operation after the other in float32, as the layer does them."""
     torch.manual_seed(num_tokens)
-    head_dim, rotary = 24, RotaryEmbedding(RopeConfig(), 24, 99, LayerContext(dtype))
-    norms = (norm(head_dim, dtype), norm(head_dim, dtype)) if has_norms else None
+    head_dim = 24
+    rotary = RotaryEmbedding(RopeConfig(), head_dim, 99, LayerContext(dtype))
+    norms = [norm(head_dim, dtype) if has_norms else None for _ in "qk"]
     heads = torch.randn(num_tokens, 4 + 2 + 2, head_dim).to(dtype)
-    step = metadata_of([(1, 1)], torch.empty(0))
-    step.positions = torch.randint(99, (num_tokens,), dtype=torch.int32)
-    step.slot_mapping = torch.randperm(32, dtype=torch.int32)[:num_tokens]
-    results = []
-    for ops, kind in ((NumbaOps(), dtype), (TorchOps(), torch.float32)):
-        cache = torch.zeros(2, 2, 2, 16, head_dim, dtype=kind)
-        same = RotaryEmbedding(RopeConfig(), 24, 99, LayerContext(kind))
-        same.cos, same.sin = rotary.cos.to(kind), rotary.sin.to(kind)
-        for n in norms or ():
-            n.weight.data = n.weight.data.to(kind)
-        with torch.inference_mode():
-            q = ops.store_kv(heads.to(kind), same, norms, cache, step)
-        results.append((q.to(dtype), cache.to(dtype)))
-    for ours, theirs in zip(*results, strict=True):
-        tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-6}[dtype]
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    step = SimpleNamespace(
+        positions=torch.randint(99, (num_tokens,), dtype=torch.int32),
+        slot_mapping=torch.randperm(32, dtype=torch.int32)[:num_tokens],
+    )
+    cache = torch.zeros(2, 2, 2, 16, head_dim, dtype=dtype)
+    wanted_cache = torch.zeros(2, 2, 2, 16, head_dim)
+    with torch.inference_mode():
+        q = NumbaOps().norm_rotate_store(heads, rotary, norms, cache, step)
+        wanted_q, k, v = heads.float().split([4, 2, 2], dim=1)
+        if has_norms:
+            for layer in norms:
+                layer.weight.data = layer.weight.data.float()
+            wanted_q, k = norms[0](wanted_q), norms[1](k)
+        angles = (rotary.cos[step.positions].float(), rotary.sin[step.positions].float())
+        wanted_q = rotate(wanted_q, *angles)
+        store_kv(rotate(k, *angles), v, wanted_cache, step.slot_mapping)
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-6}[dtype]
+    for ours, theirs in ((q, wanted_q), (cache, wanted_cache)):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_every_bfloat16_comes_back_and_halves_round_to_even() -> None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanoserve.kernels.choose_tokens import _log_exponential, choose_tokens, pack_settings
-from nanoserve.sampling.noise import ExponentialRace, row_keys
+from nanoserve.sampling.noise import Noise, row_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEAR_TIE = 1e-4  # the kernel's logarithms and torch's differ in their last bits
@@ -40,9 +40,9 @@ class Slots:
         """What the argmax is of, in float32 on the CPU."""
         temperatures = torch.from_numpy(self.temperatures[slots]).unsqueeze(1)
         logits = logits.cpu().float()
-        raced = logits / temperatures.where(temperatures > 0, torch.ones(()))
+        raced = logits / temperatures.where(temperatures > 0, torch.ones(()))  # new, and changed
         keys = row_keys(self.seeds[slots], positions, self.streams[slots])
-        ExponentialRace(logits.shape[1], torch.device("cpu")).draw(raced, keys)  # in place
+        Noise(logits.shape[1], torch.device("cpu")).subtract_log_exponential(raced, keys)
         return torch.where(temperatures > 0, raced, logits)
 
 
@@ -133,7 +133,7 @@ def test_noise_is_exact_to_a_millionth(key: int) -> None:
     noise = torch.empty(size, device=DEVICE)
     _noise[(1,)](noise, torch.from_numpy(keys).to(DEVICE), size)
     raced = torch.zeros(1, size)
-    ExponentialRace(size, torch.device("cpu")).draw(raced, keys)
+    Noise(size, torch.device("cpu")).subtract_log_exponential(raced, keys)
     # An error in log E is a relative one in E; float32 itself leaves 2e-7 of log E.
     torch.testing.assert_close(noise.cpu(), -raced[0], atol=1e-6, rtol=2e-7)
 

@@ -262,7 +262,7 @@ def samplers(params: list[SamplingParams], processors: tuple = ()) -> tuple[Samp
     )
     for sampler in both:
         for slot, p in enumerate(params):
-            sampler.set_slot(SlotChange(slot, p, seed=slot * 2**35 - 1, stream=slot % 3))
+            sampler.set_slot(SlotChange(slot, p, seed=slot * 2**35 - 1, completion=slot % 3))
     return both
 
 
@@ -275,13 +275,21 @@ def sample_both(
     """Token ids of both. As after chunked prefill, rows of logits are some of the step's tokens."""
     tokens = np.full(2 * len(slots), -99, dtype=np.int32)
     tokens[1::2] = positions - 1
-    both[1].tensors = SimpleNamespace(
+    # The batch on the device goes on: with what other heads want of the step, or had in another.
+    behind = torch.full((5,), -99, dtype=torch.int32)
+    rows = torch.arange(1, 2 * len(slots), 2, dtype=torch.int32)
+    tensors = SimpleNamespace(
         positions=torch.from_numpy(tokens).to(DEVICE),
-        logits_rows=torch.arange(1, 2 * len(slots), 2, dtype=torch.int32).to(DEVICE),
-        slots=torch.from_numpy(slots).to(DEVICE),
+        output_rows=torch.cat([rows, behind]).to(DEVICE),
+        output_slots=torch.cat([torch.from_numpy(slots), behind]).to(DEVICE),
     )
-    drawn = [sampler.sample(logits, slots, positions)[0].cpu().numpy() for sampler in both]
-    return drawn[0], drawn[1]
+    before = logits.clone()
+    sampled = [sampler.sample(logits, slots, positions, tensors) for sampler in both]
+    assert torch.equal(logits, before) and not any(s.errors for s in sampled)
+    assert [row for row, _ in sampled[0].states] == [row for row, _ in sampled[1].states]
+    assert both[1]._noise is None  # nothing was taken out and drawn by torch
+    first, second = (s.token_ids.cpu().numpy() for s in sampled)
+    return first, second
 
 
 def random_params(rng: np.random.Generator) -> list[SamplingParams]:
@@ -299,7 +307,6 @@ def test_both_samplers_draw_the_same_tokens() -> None:
     positions = rng.integers(1, 2**20, 80, dtype=np.int32)
     logits = torch.from_numpy(rng.standard_normal((80, VOCAB_SIZE)) * 3).to(torch.bfloat16)
     ours, theirs = sample_both(both, logits.to(DEVICE), slots, positions)
-    assert both[1].special is None  # nothing was taken out and drawn by torch
     num_ties = 1 if DEVICE.type == "cuda" else 0  # whose logarithms differ in their last bits
     assert (ours != theirs).sum() <= num_ties
 
@@ -314,7 +321,8 @@ def test_rows_that_change_logits_agree_beside_rows_that_do_not() -> None:
     slots = rng.permutation(NUM_SLOTS).astype(np.int32)
     logits = torch.from_numpy(rng.standard_normal((NUM_SLOTS, VOCAB_SIZE)) * 3).float().to(DEVICE)
     ours, theirs = sample_both(both, logits, slots, slots + 1)
-    assert (ours == theirs).all() and both[1].special is not None
+    assert (ours == theirs).all()
+    assert sum(state is not None for state in both[1]._states) == 10  # went the long way
 
 
 def test_steps_without_a_filter_do_not_look_for_borders(monkeypatch: pytest.MonkeyPatch) -> None:

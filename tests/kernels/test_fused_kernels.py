@@ -16,6 +16,7 @@ from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers import ops as layer_ops
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
@@ -218,17 +219,31 @@ def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norm
     torch.manual_seed(head_dim)
     context = LayerContext(device=DEVICE)
     rotary = RotaryEmbedding(RopeConfig(theta=1e6), head_dim, 99, context)
-    norms = (RMSNorm(head_dim, EPS, context), RMSNorm(head_dim, EPS, context))
+    q_norm, k_norm = norms = (RMSNorm(head_dim, EPS, context), RMSNorm(head_dim, EPS, context))
     for norm in norms:
         norm.weight.data.copy_(randn(head_dim))
     heads, positions = randn(6, 4 + 2 + 2, head_dim), torch.arange(93, 99, device=DEVICE).int()
     slots = torch.arange(6, dtype=torch.int32, device=DEVICE) * 5
     step = SimpleNamespace(positions=positions, slot_mapping=slots)
+
+    def one_by_one(cache: torch.Tensor) -> torch.Tensor:
+        """As the layer does it without such a kernel."""
+        q, k, v = heads.split([4, 2, 2], dim=1)
+        if has_norms:
+            q, k = q_norm(q), k_norm(k)
+        angles = (rotary.cos[positions], rotary.sin[positions])
+        layer_ops.store_kv(layer_ops.rotate(k, *angles), v, cache, slots)
+        return layer_ops.rotate(q, *angles)
+
+    def at_once(cache: torch.Tensor) -> torch.Tensor:
+        used = norms if has_norms else (None, None)
+        return TritonOps().norm_rotate_store(heads, rotary, used, cache, step)
+
     results = []
-    for ops in (TorchOps(), TritonOps()):
+    for ops, norm_rotate_store in ((TorchOps(), one_by_one), (TritonOps(), at_once)):
         cache = torch.zeros(2, 2, 2, 16, head_dim, device=DEVICE)
         with torch.inference_mode():
-            q = ops.store_kv(heads, rotary, norms if has_norms else None, cache, step)
+            q = norm_rotate_store(cache)
             gate_up, weight = heads[:, 0], norms[0].weight
             added = ops.add_rms_norm(heads[:, 0].contiguous(), q[:, 0].contiguous(), weight, EPS)
             acted = (ops.act_and_mul(gate_up.contiguous(), name) for name in ACTIVATIONS)
