@@ -4,7 +4,9 @@ import os
 # that is busy they wait for each other. Set before torch is imported, and inherited by children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import itertools
 import signal
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +17,19 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--full",
+        action="store_true",
+        help="every case at full size, as in CI; without it, each behaviour at least once",
+    )
+    parser.addoption(
+        "--only-full",
+        action="store_true",
+        help="of --full, only what a run without it leaves out or does at a smaller size",
+    )
+    parser.addoption(
         "--fuzz-runs",
         type=int,
-        default=5000,
-        help="random runs of the shadow-KV fuzz (20000 is the full size)",
+        help="random runs of the shadow-KV fuzz (by default 1000, with --full 5000)",
     )
 
 
@@ -65,3 +76,65 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_qwen3(path)
     return path
+
+
+# ---------------------------------------------------------------- two sizes of one suite
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return None if _is_full(config) else "small size; --full runs every case, at full size"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is not of the size; but a case that the command line names is wanted."""
+    if config.getoption("--only-full"):
+        wanted = [not _runs_small(item) or "full_size" in item.fixturenames for item in items]
+    else:
+        wanted = [_is_full(config) or _runs_small(item) for item in items]
+    kept, left_out = [], []
+    for item, is_wanted in zip(items, wanted, strict=True):
+        is_named = any(name.endswith(item.nodeid) for name in config.args)
+        (kept if is_wanted or is_named else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def _is_full(config: pytest.Config) -> bool:
+    """A GPU is quick enough for everything that is made for it."""
+    options = config.option
+    return options.full or options.only_full or options.markexpr.strip() == "gpu"
+
+
+def _runs_small(item: pytest.Item) -> bool:
+    parameters = [mark.kwargs.items() for mark in item.iter_markers("small")]
+    return item.get_closest_marker("full") is None and all(
+        item.callspec.params[name] in values for name, values in itertools.chain(*parameters)
+    )
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """pytest-xdist does not say what its processes deselect, so they tell it themselves."""
+    if items and (output := getattr(items[0].config, "workeroutput", None)) is not None:
+        output["num_deselected"] = output.get("num_deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process has ended; all of them deselect the same."""
+    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+    num_deselected = getattr(node, "workeroutput", {}).get("num_deselected", 0)
+    reporter.stats["deselected"] = [None] * num_deselected
+
+
+@pytest.fixture(scope="session")
+def full_size(request: pytest.FixtureRequest) -> bool:
+    """Whether counts are those of CI: so many runs, prompts, rounds; else what shows a behaviour.
+
+    What asks for it is run again by `--only-full`.
+    """
+    return _is_full(request.config)
+
+
+@pytest.fixture
+def fuzz_runs(request: pytest.FixtureRequest, full_size: bool) -> int:
+    return request.config.getoption("--fuzz-runs") or (5000 if full_size else 1000)

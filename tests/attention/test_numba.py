@@ -45,6 +45,7 @@ def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionM
     )
 
 
+@pytest.mark.small(seed=range(0, 60, 7))
 @pytest.mark.parametrize("seed", range(60))
 def test_attention(seed: int) -> None:
     rng = np.random.default_rng(seed)

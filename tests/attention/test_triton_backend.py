@@ -19,6 +19,7 @@ def greedy_tokens(model: Path | str, prompts: list[list[int]], **options: Any) -
         return [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.small(overrides=[{"num_attention_heads": 6, "head_dim": 8}])
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [

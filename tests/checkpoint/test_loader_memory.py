@@ -69,6 +69,7 @@ def reference() -> Qwen3ForCausalLM:
     return model
 
 
+@pytest.mark.small(dtype=["float32"], shard_size=["60MB"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shard_size", ["1GB", "60MB"])

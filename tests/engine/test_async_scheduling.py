@@ -25,7 +25,6 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 LETTERS = [97, 98, 99]  # ids of the byte tokenizer: a, b, c
-NUM_RUNS = 300
 
 
 class Failure(RuntimeError):
@@ -240,13 +239,11 @@ def run_many(num_runs: int, ahead: bool) -> Counter[str]:
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["one step ahead", "no step ahead"])
-def test_every_request_gets_its_tokens(request: pytest.FixtureRequest, ahead: bool) -> None:
-    num_runs = max(NUM_RUNS, request.config.getoption("--fuzz-runs"))
-    seen = run_many(num_runs, ahead)
-    print(seen, num_runs)
-    assert (seen["overlapped"] > 0.5 * num_runs) == ahead
+def test_every_request_gets_its_tokens(fuzz_runs: int, ahead: bool) -> None:
+    seen = run_many(fuzz_runs, ahead)
+    assert (seen["overlapped"] > 0.5 * fuzz_runs) == ahead
     # The runs must be hard enough to mean something.
-    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * num_runs
+    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * fuzz_runs
 
 
 # ---------------------------------------------------------------- planted bugs

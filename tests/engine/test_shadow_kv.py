@@ -11,9 +11,9 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 
 
-def test_no_run_reads_kv_of_another_prefix(request: pytest.FixtureRequest) -> None:
+def test_no_run_reads_kv_of_another_prefix(fuzz_runs: int) -> None:
     preempted = hit = aborted = 0
-    for seed in range(request.config.getoption("--fuzz-runs")):
+    for seed in range(fuzz_runs):
         run = ShadowRun(seed)
         try:
             run.run()
@@ -23,8 +23,7 @@ def test_no_run_reads_kv_of_another_prefix(request: pytest.FixtureRequest) -> No
         hit += run.scheduler.num_hit_tokens > 0
         aborted += any(seq.finish_reason == "abort" for seq in run.live)
     # The runs must be hard enough to mean something.
-    num_runs = request.config.getoption("--fuzz-runs")
-    assert min(preempted, hit, aborted) > 0.1 * num_runs, (preempted, hit, aborted, num_runs)
+    assert min(preempted, hit, aborted) > 0.1 * fuzz_runs, (preempted, hit, aborted, fuzz_runs)
 
 
 def collide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.small(dtype=[torch.float32])
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)

@@ -107,6 +107,7 @@ def mixed_filters(rng: np.random.Generator, num_rows: int, vocab_size: int) -> l
     return [Filter(*row) for row in zip(*columns, strict=True)]
 
 
+@pytest.mark.small(vocab_size=[1000])
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
@@ -136,6 +137,7 @@ def test_rows_lie_apart_and_their_vocabulary_takes_several_blocks() -> None:
     assert_kept_as_by_sorting(wide[:, 16:9_017], filters)
 
 
+@pytest.mark.small(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_border_is_a_value_of_its_row(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -201,6 +203,7 @@ SPECIAL_FILTERS = [
 ]
 
 
+@pytest.mark.small(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_with_little_to_choose_from(dtype: torch.dtype) -> None:
     """Per row: what is left, where not everything is. k may exceed the finite logits."""
@@ -299,27 +302,27 @@ def random_params(rng: np.random.Generator) -> list[SamplingParams]:
     return params
 
 
-def test_both_samplers_draw_the_same_tokens() -> None:
-    rng = np.random.default_rng(3)
+def test_both_samplers_draw_the_same_tokens(full_size: bool) -> None:
+    rng, num_rows = np.random.default_rng(3), 80 if full_size else 20
     params = random_params(rng)
     both = samplers(params)
-    slots = rng.integers(0, NUM_SLOTS, 80, dtype=np.int32)
-    positions = rng.integers(1, 2**20, 80, dtype=np.int32)
-    logits = torch.from_numpy(rng.standard_normal((80, VOCAB_SIZE)) * 3).to(torch.bfloat16)
+    slots = rng.integers(0, NUM_SLOTS, num_rows, dtype=np.int32)
+    positions = rng.integers(1, 2**20, num_rows, dtype=np.int32)
+    logits = torch.from_numpy(rng.standard_normal((num_rows, VOCAB_SIZE)) * 3).to(torch.bfloat16)
     ours, theirs = sample_both(both, logits.to(DEVICE), slots, positions)
     num_ties = 1 if DEVICE.type == "cuda" else 0  # whose logarithms differ in their last bits
     assert (ours != theirs).sum() <= num_ties
 
 
-def test_rows_that_change_logits_agree_beside_rows_that_do_not() -> None:
-    rng = np.random.default_rng(4)
+def test_rows_that_change_logits_agree_beside_rows_that_do_not(full_size: bool) -> None:
+    rng, num_rows = np.random.default_rng(4), NUM_SLOTS if full_size else 16
     params = random_params(rng)
     both_kinds = {"temperature": 0.8, "top_k": 30, "top_p": 0.9}
     params[1::4] = [SamplingParams(**both_kinds, logit_bias={7: 5.0})] * 10
     params[2::4] = [SamplingParams(**both_kinds, logprobs=1)] * 10
     both = samplers(params)
-    slots = rng.permutation(NUM_SLOTS).astype(np.int32)
-    logits = torch.from_numpy(rng.standard_normal((NUM_SLOTS, VOCAB_SIZE)) * 3).float().to(DEVICE)
+    slots = rng.permutation(NUM_SLOTS)[:num_rows].astype(np.int32)
+    logits = torch.from_numpy(rng.standard_normal((num_rows, VOCAB_SIZE)) * 3).float().to(DEVICE)
     ours, theirs = sample_both(both, logits, slots, slots + 1)
     assert (ours == theirs).all()
     assert sum(state is not None for state in both[1]._states) == 10  # went the long way

@@ -54,6 +54,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
+@pytest.mark.small(seed=range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_add_rms_norm(seed: int, dtype: torch.dtype) -> None:
@@ -97,6 +98,7 @@ def test_it_is_the_rounded_sum_that_is_normalised() -> None:
     assert set(normed[0].tolist()) == {1.25}
 
 
+@pytest.mark.small(seed=range(4))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(15))
@@ -187,6 +189,7 @@ def random_step(
     )
 
 
+@pytest.mark.small(seed=range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_store_kv_writes_these_slots_and_no_other(seed: int, dtype: torch.dtype) -> None:

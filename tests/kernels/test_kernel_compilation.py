@@ -6,7 +6,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,34 +24,62 @@ SHARED_KIB = {80: 163, 90: 227, 100: 227}
 # Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
 USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
 WANTED = {80: USUAL, 90: "", 100: USUAL}
+# At the small size, a case or two for each kernel.
+EACH = "|".join(
+    [
+        r"attention bfloat16 head_dim=128 heads=8:1",
+        r"bfloat16 tokens=1024 hidden=256",
+        r"norm bfloat16 hidden=(1024|4096)",
+        r"bfloat16 size=3072 silu",
+        r"bfloat16 tokens=256 head_dim=128 norm=True",
+        r"bfloat16 vocab=151936 filtered=True",
+    ]
+)
 
 Records = list[dict[str, Any]]
 
 
-def compile_for(capability: int) -> Records:
+def compile_for(capability: int, wanted: str) -> Records:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, SCRIPT, str(capability), WANTED[capability]]
+    command = [sys.executable, SCRIPT, str(capability), wanted]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def records() -> Iterator[dict[int, Records]]:
+def wanted(full_size: bool) -> dict[int, str]:
+    """The cases that are compiled for each capability."""
+    return WANTED if full_size else {90: EACH}
+
+
+@pytest.fixture(scope="module")
+def records(wanted: dict[int, str]) -> dict[int, Records]:
     with ThreadPoolExecutor(max_workers=2) as processes:
-        yield dict(zip(SHARED_KIB, processes.map(compile_for, SHARED_KIB), strict=True))
+        compiled = processes.map(compile_for, wanted.keys(), wanted.values())
+        return dict(zip(wanted, compiled, strict=True))
 
 
+@pytest.mark.small(capability=[90])
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_case_compiles(records: dict[int, Records], capability: int) -> None:
+def test_every_case_compiles(
+    records: dict[int, Records], wanted: dict[int, str], capability: int
+) -> None:
     errors = [record for record in records[capability] if "error" in record]
     assert not errors
-    wanted = {label for label, _ in CASES if re.search(WANTED[capability], label)}
-    assert len(wanted) > 20
-    assert {record["case"] for record in records[capability]} == wanted
+    labels = {label for label, _ in CASES if re.search(wanted[capability], label)}
+    assert len(labels) >= (10 if wanted[capability] == EACH else 20)
+    assert {record["case"] for record in records[capability]} == labels
 
 
+def test_the_small_size_has_a_case_of_each_kernel(records: dict[int, Records]) -> None:
+    kernels = {record["kernel"] for record in records[90]}
+    small = {r["kernel"] for r in records[90] if re.search(EACH, r["case"])}
+    assert small == kernels and len(kernels) >= 10
+
+
+@pytest.mark.small(capability=[90])
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_kernels_fit_into_registers_and_shared_memory(
     records: dict[int, Records], capability: int

@@ -151,6 +151,7 @@ def ragged_rows(seed: int) -> list[tuple[int, int]]:
     return decodes + chunks
 
 
+@pytest.mark.small(seed=range(0, 80, 5))
 @pytest.mark.parametrize("seed", range(80))
 def test_ragged_mixed_batches(seed: int) -> None:
     group = seed % 8 + 1
@@ -167,6 +168,7 @@ def test_ragged_mixed_batches(seed: int) -> None:
     )
 
 
+@pytest.mark.small(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
@@ -191,6 +193,7 @@ BORDERS = sorted(
 )
 
 
+@pytest.mark.small(query_len=[1, 2, 17])
 @pytest.mark.parametrize("context_len", [1, 2, *BORDERS])
 @pytest.mark.parametrize("query_len", [1, 2, 15, 16, 17, 33])
 def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context_len: int) -> None:
@@ -198,6 +201,7 @@ def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context
     assert_right(make_batch([(query_len, context_len)], seed=100 * query_len + context_len))
 
 
+@pytest.mark.small(num_splits=[1, 3])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize(
     "context_lens", [(1,), (15, 16, 17), (100, 1, 33), (TILE_N * 8 + 1, TILE_N * 8), (130,)]
@@ -233,6 +237,7 @@ def test_a_long_context_is_split_unasked_and_a_short_window_is_not(
 WINDOWS = [1, 2, 3, 15, 16, 17, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N + 5, 1000]
 
 
+@pytest.mark.small(seed=range(0, 44, 4))
 @pytest.mark.parametrize("seed", range(44))
 def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
     group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
@@ -251,6 +256,7 @@ def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
         assert_right(batch, num_splits=seed % 5 + 2)
 
 
+@pytest.mark.small(sliding_window=[5, 3 * TILE_N])
 @pytest.mark.parametrize("first_seen", [0, 1, *BORDERS])
 @pytest.mark.parametrize("sliding_window", [1, 5, TILE_N, 3 * TILE_N])
 def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
@@ -261,6 +267,7 @@ def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
     assert_right(make_batch(rows, sliding_window=sliding_window))
 
 
+@pytest.mark.small(num_splits=[3])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("sliding_window", [1, 2, TILE_N, TILE_N + 1, 5 * TILE_N - 1, 1000])
 def test_decode_rows_with_windows_split_over_programs(num_splits: int, sliding_window: int) -> None:

@@ -104,6 +104,7 @@ def test_layers_with_a_window_share_a_rotary_embedding(tmp_path: Path) -> None:
     assert first is third and first is not second
 
 
+@pytest.mark.small(name=["gemma3"])
 @MODEL
 @torch.inference_mode()
 def test_the_small_kernels_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ device buffer is a second tensor: what is not copied there is not seen. So bucke
 buffers, sampling settings and the sizing of the pool are tested end to end.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,15 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> dict[str, Any]:
-    """What the CPU engine answers to `all_kinds`."""
+def asked(full_size: bool) -> list[tuple[list[int], SamplingParams]]:
+    return requests(22 if full_size else 7, ALL_KINDS)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, asked: list[tuple[list[int], SamplingParams]]) -> dict[str, Any]:
+    """What the CPU engine answers to `asked`."""
     with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", max_num_seqs=11) as llm:
-        outputs = run(llm.engine, requests(22, ALL_KINDS))
+        outputs = run(llm.engine, asked)
     return {"tokens": tokens(outputs), "outputs": outputs}
 
 
@@ -120,6 +126,7 @@ def watch_pending(engine: LLMEngine) -> list[int]:
     return pending
 
 
+@pytest.mark.small(options=[{"num_kv_blocks": 8}])
 @pytest.mark.parametrize(
     "options",
     [
@@ -135,7 +142,10 @@ def watch_pending(engine: LLMEngine) -> list[int]:
     ids=str,
 )
 def test_every_kind_of_request_gets_what_the_cpu_gives(
-    checkpoint: Path, expected: dict[str, Any], options: dict[str, Any]
+    checkpoint: Path,
+    asked: list[tuple[list[int], SamplingParams]],
+    expected: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """Among 11 sequences at a time, so that decode steps need padding to 8 and 11."""
     cuda = FakeCuda()
@@ -144,7 +154,7 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     engine = make_engine(checkpoint, cuda, max_num_seqs=11, **options)
     poison_what_is_stale(engine.executor)
     pending = watch_pending(engine)
-    outputs = run(engine, requests(22, ALL_KINDS))
+    outputs = run(engine, asked)
     assert tokens(outputs) == expected["tokens"]
     assert any(pending) is options.get("async_scheduling", False)
     for ours, theirs in zip(outputs, expected["outputs"], strict=True):
@@ -158,13 +168,17 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     check_invariants(engine.scheduler)
 
 
-def test_with_its_own_kernels_it_gives_what_the_cpu_gives(checkpoint: Path) -> None:
+def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
+    checkpoint: Path, full_size: bool
+) -> None:
     """Everything that a GPU runs: decode and chunks mixed, preemption, prefix hits, padding."""
     options: dict[str, Any] = {"num_kv_blocks": 5, "max_model_len": 64, "block_size": 16}
     options |= {"max_num_seqs": 3, "max_num_batched_tokens": 24}
     shared = list(range(100, 128))
-    asked = [([*shared, i], ALL_KINDS[i % 2]) for i in range(3)]
-    asked += [(list(range(45)), ALL_KINDS[0]), ([7], ALL_KINDS[1]), ([*shared, 0, 9], ALL_KINDS[2])]
+    max_tokens = 9 if full_size else 5
+    greedy, seeded, filtered = (replace(kind, max_tokens=max_tokens) for kind in ALL_KINDS[:3])
+    asked = [([*shared, 0], greedy), ([*shared, 1], seeded), ([*shared, 2], greedy)]
+    asked += [(list(range(45)), greedy), ([7], seeded), ([*shared, 0, 9], filtered)]
     engine = make_engine(checkpoint, FakeCuda(), attention_backend="triton", **options)
     outputs = run(engine, asked)
     with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **options) as llm:
@@ -304,17 +318,24 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() 
     assert run({0: 3, 3: 5}, length=16)[:, :4].tolist() == full[[0, 3], :4].tolist()  # no graph
 
 
-def test_two_engines_do_not_touch_each_other(checkpoint: Path, expected: dict[str, Any]) -> None:
+def test_two_engines_do_not_touch_each_other(
+    checkpoint: Path,
+    asked: list[tuple[list[int], SamplingParams]],
+    expected: dict[str, Any],
+    full_size: bool,
+) -> None:
+    asked = asked if full_size else asked[:2]
     engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=11) for _ in range(2)]
     for engine in engines:
-        for i, (prompt, params) in enumerate(requests(22, ALL_KINDS)):
+        for i, (prompt, params) in enumerate(asked):
             engine.add_request(str(i), prompt, params)
     done: list[dict[str, Any]] = [{}, {}]
     while any(engine.has_unfinished_requests() for engine in engines):
         for engine, outputs in zip(engines, done, strict=True):
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for outputs in done:
-        assert tokens([outputs[str(i)] for i in range(22)]) == expected["tokens"]
+        answers = [outputs[str(i)] for i in range(len(asked))]
+        assert tokens(answers) == tokens(expected["outputs"][: len(asked)])
 
 
 def test_close_lets_go_of_everything(checkpoint: Path) -> None:

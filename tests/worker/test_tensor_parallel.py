@@ -58,6 +58,7 @@ def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
             torch.testing.assert_close(logprobs_of(a), logprobs_of(b), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.small(overrides=[{"num_key_value_heads": 1}])
 @pytest.mark.parametrize(
     ("size", "overrides", "options"),
     [
@@ -182,15 +183,15 @@ def test_two_engines_at_once_and_their_streams(checkpoint: Path, device: str) ->
             assert pieces == [tokens, tokens]
 
 
-def test_ten_engines_one_after_the_other(checkpoint: Path, device: str) -> None:
+def test_ten_engines_one_after_the_other(checkpoint: Path, device: str, full_size: bool) -> None:
     threads = torch.get_num_threads()
-    pids = set()
-    for _ in range(10):
+    pids, count = set(), 10 if full_size else 2
+    for _ in range(count):
         with make_llm(checkpoint, 2, device) as llm:
             pids |= set(llm.engine.executor.worker_pids)
             assert len(llm.generate([1, 2], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids) == 8
         llm.close()  # once more does nothing
-    assert len(pids) == 10 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert len(pids) == count and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert torch.get_num_threads() == threads
 
 

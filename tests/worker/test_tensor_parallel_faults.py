@@ -247,7 +247,7 @@ SCRIPT = """
 import sys
 from nanoserve import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2)
-params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 print("pid", *llm.engine.executor.worker_pids, flush=True)
 """
 ENDS = {
@@ -286,6 +286,7 @@ def finish(process: subprocess.Popen) -> tuple[str, str]:
     return stdout.decode(), stderr.decode()
 
 
+@pytest.mark.small(end=["at its end, unclosed"])  # signals are in the tests below, too
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
     rest, name, status = ENDS[end]
