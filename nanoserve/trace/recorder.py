@@ -41,7 +41,7 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 
-FORMAT, VERSION = "nanoserve-trace", 1
+FORMAT, VERSION = "nanoserve-trace", 2
 _OPTIONS = (
     "model",
     "block_size",

@@ -11,7 +11,7 @@ from tiny_checkpoints import make_qwen3
 import nanoserve
 
 PACKAGE = Path(nanoserve.__file__).parent
-# Beside the path, what lies before and behind the engine: options, text, loading, sizing.
+# What a greedy request on a CPU loads besides: options, text, loading, sizing.
 SUPPORT = {
     "nanoserve/__init__.py",
     "nanoserve/attention/interface.py",
@@ -33,6 +33,7 @@ SUPPORT = {
     "nanoserve/layers/tensor_parallel.py",
     "nanoserve/models/registry.py",
     "nanoserve/outputs.py",
+    "nanoserve/progress.py",
     "nanoserve/sampling/greedy.py",
     "nanoserve/sampling/settings.py",
     "nanoserve/sampling_params.py",
@@ -56,6 +57,11 @@ def test_the_path_can_be_read_in_an_evening() -> None:
     print(counts, sum(counts.values()))
     assert files[0] == "nanoserve/llm.py" and len(files) == len(set(files)) >= 11
     assert sum(counts.values()) < 1500, counts
+
+
+def test_what_lies_beside_the_path_is_bounded_too() -> None:
+    counts = {name: lines_of_code(PACKAGE.parent / name) for name in SUPPORT}
+    assert sum(counts.values()) < 2100, counts
 
 
 def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:

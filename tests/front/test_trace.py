@@ -324,7 +324,7 @@ def test_what_is_no_trace_is_refused_with_its_line(
     tmp_path: Path, content: bytes, told: str
 ) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_bytes(content.replace(b"HEADER", b'{"format": "nanoserve-trace", "version": 1}'))
+    path.write_bytes(content.replace(b"HEADER", b'{"format": "nanoserve-trace", "version": 2}'))
     with pytest.raises(ValueError, match=told):
         read_trace(path)
     assert told in look(path)

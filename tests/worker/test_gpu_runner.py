@@ -126,7 +126,7 @@ def watch_pending(engine: LLMEngine) -> list[int]:
     return pending
 
 
-@pytest.mark.small(options=[{"num_kv_blocks": 8}])
+@pytest.mark.small(options=[{"num_kv_blocks": 8}, {"async_scheduling": True, "num_kv_blocks": 8}])
 @pytest.mark.parametrize(
     "options",
     [
@@ -370,6 +370,7 @@ def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoi
 # ---------------------------------------------------------------- the size of the pool
 
 
+@pytest.mark.small(max_num_seqs=[4, 1])
 @pytest.mark.parametrize(
     ("max_num_seqs", "measured", "sizes"),
     [(4, [4, 4, 2], [4, 2, 1]), (1, [1, 1], [1]), (9, [9, 9, 8], [9, 8, 4, 2, 1])],

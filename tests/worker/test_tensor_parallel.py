@@ -94,11 +94,11 @@ def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> tor
     return logits
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_kv_blocks": 7, "max_model_len": 64, "max_num_batched_tokens": 24}],
-    ids=["ample", "tiny"],
-)
+TINY_POOL = {"num_kv_blocks": 7, "max_model_len": 64, "max_num_batched_tokens": 24}
+
+
+@pytest.mark.small(options=[TINY_POOL])
+@pytest.mark.parametrize("options", [{}, TINY_POOL], ids=["ample", "tiny"])
 def test_one_step_ahead_two_ranks_answer_as_they_do_without(
     checkpoint: Path, device: str, options: dict[str, Any]
 ) -> None:
@@ -128,6 +128,7 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
         assert reasons == {"error"}
 
 
+@pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_first(
     checkpoint: Path, device: str, async_scheduling: bool
