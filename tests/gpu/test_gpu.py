@@ -27,6 +27,8 @@ from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalL
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import SlotChange
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -36,6 +38,7 @@ from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
 from nanoserve.worker.kv_cache import kv_block_bytes
+from nanoserve.worker.model_runner import Handle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -172,8 +175,9 @@ def make_batch(
     metadata = AttentionMetadata(
         positions=torch.empty(0, dtype=torch.int32, device=DEVICE),
         slot_mapping=torch.empty(0, dtype=torch.int32, device=DEVICE),  # all is stored already
-        cu_seqlens_q=_ends(query_lens),
-        cu_seqlens_k=_ends(context_lens),
+        cu_seqlens_q=torch.tensor(
+            [0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=DEVICE
+        ),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
         block_tables=block_tables,
         num_decode_rows=query_lens.count(1),
@@ -182,10 +186,6 @@ def make_batch(
     )
     q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype)
     return AttentionBatch(q, kv_cache, metadata, sliding_window, soft_cap)
-
-
-def _ends(lens: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=DEVICE)
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -569,6 +569,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks of 256": {"block_size": 256},
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool for few": {"num_kv_blocks": 40, "max_model_len": 400},
+    "one step ahead": {"async_scheduling": True},
+    "one step ahead, eager, chunks of 16": {
+        "async_scheduling": True,
+        "enforce_eager": True,
+        "long_prefill_token_threshold": 16,
+    },
+    "one step ahead in a pool for few": {
+        "async_scheduling": True,
+        "num_kv_blocks": 40,
+        "max_model_len": 400,
+    },
 }
 
 
@@ -577,8 +588,13 @@ def test_tokens_are_those_of_a_cpu(name: str, model, cpu_tokens: Prompts) -> Non
     path, prompts = model
     options = {"num_kv_blocks": 2000} | OPTIONS[name]
     with open_float32(path, device="cuda", **options) as llm:
+        pending: list[int] = []
+        llm.engine.observers.append(
+            lambda plan, batch, times: pending.append(batch.header.num_pending)
+        )
         assert tokens(llm, prompts) == cpu_tokens
-        assert (llm.stats.num_preemptions > 0) == (name == "a pool for few")
+        assert (llm.stats.num_preemptions > 0) == (options["num_kv_blocks"] == 40)
+        assert any(pending) is options.get("async_scheduling", False)
 
 
 def test_graphs_give_the_tokens_of_eager_steps(model) -> None:
@@ -589,7 +605,7 @@ def test_graphs_give_the_tokens_of_eager_steps(model) -> None:
         open_float32(path, enforce_eager=True, **common) as eager,
         open_float32(path, **common) as captured,
     ):
-        assert eager.engine.executor.graphs is None
+        assert eager.engine.executor.device.graphs is None
         sizes = count_replays(captured)
         for num_requests in BATCH_SIZES:
             expected = tokens(eager, prompts[:num_requests])
@@ -622,7 +638,7 @@ def test_tokens_of_a_mixture_of_experts_are_those_of_a_cpu(
 
 def count_replays(llm: LLM) -> list[int]:
     """A list that gets the size of each replayed graph."""
-    graphs, sizes = llm.engine.executor.graphs, []
+    graphs, sizes = llm.engine.executor.device.graphs, []
     replay = graphs.replay
 
     def counted(size: int) -> torch.Tensor:
@@ -730,31 +746,47 @@ def test_too_little_memory_is_told_and_leaves_nothing(checkpoint: Path, allocate
 # --- waiting ---
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["", "one step ahead"])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_decode_step_is_submitted_without_waiting(
-    temperature: float, enforce_eager: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_decode_step_is_launched_without_waiting(
+    temperature: float,
+    enforce_eager: bool,
+    async_scheduling: bool,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"enforce_eager": enforce_eager, "num_kv_blocks": 500}
-    with open_float32(checkpoint, device="cuda", **options) as llm:
-        params = SamplingParams(max_tokens=12, temperature=temperature, seed=1)
+    """Neither the model nor the sampler, nor the copies in and out."""
+    options = {"enforce_eager": enforce_eager, "async_scheduling": async_scheduling}
+    with open_float32(checkpoint, device="cuda", num_kv_blocks=500, **options) as llm:
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
         for i in range(5):
             llm.engine.add_request(str(i), [i + 1] * 20, params)
         for _ in range(3):  # prompts, and what is set up on first use
             llm.engine.step()
         executor = llm.engine.executor
-        submit, num_submitted = executor.submit, []
+        forward, sample, num_launched = executor.forward, executor.sample, []
 
-        def watched(batch: Any, sampling: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                step = submit(batch, sampling)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            num_submitted.append(batch.header.num_decode_rows)
-            return step
+        def watched_forward(batch: Batch, changes: list[SlotChange]) -> Handle:
+            num_launched.append((batch.header.num_decode_rows, batch.header.num_pending))
+            with no_waiting():
+                return forward(batch, changes)
 
-        monkeypatch.setattr(executor, "submit", watched)
+        def watched_sample(handle: Handle) -> None:
+            with no_waiting():
+                sample(handle)
+
+        monkeypatch.setattr(executor, "forward", watched_forward)
+        monkeypatch.setattr(executor, "sample", watched_sample)
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
-    assert num_submitted == [5] * 9
+    assert num_launched == [(5, 5 if async_scheduling else 0)] * 9
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

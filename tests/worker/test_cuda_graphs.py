@@ -98,6 +98,16 @@ def test_what_is_pending_stays_so_beside_padding() -> None:
     assert padded.num_pending == 1 and batch.input_ids[:4].tolist() == [-1, 0, 0, 0]
 
 
+def test_ranks_that_share_a_batch_pad_it_alike() -> None:
+    """Each does it when it comes to the step, from the header that counts the real rows."""
+    batch = make_batch()
+    batch.pack(make_plan({make_sequence(10, 9, slot=3): 1}), np.ones((4, 8), np.int32), 4)
+    padded = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
+    memory = batch.memory.copy()
+    again = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
+    assert again == padded and (batch.memory == memory).all()
+
+
 def test_a_full_graph_needs_no_padding() -> None:
     batch = make_batch()
     batch.pack(make_plan({make_sequence(5, 4, slot=0): 1}), np.ones((4, 8), np.int32), 4)
