@@ -201,6 +201,34 @@ def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path, async_schedul
         assert not llm.engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_is_given_up_that_no_rank_has_failed_in(
+    checkpoint: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch is packed anew only when the others have done with it, and that is asked for once.
+
+    In steps that nothing happens to nobody is asked.
+    """
+    with make_llm(checkpoint, async_scheduling=async_scheduling) as llm:
+        asked = []
+        workers, processor = llm.engine.executor._workers, llm.engine.output_processor
+        are_waiting, process = workers.are_waiting, processor.process
+        monkeypatch.setattr(workers, "are_waiting", lambda: asked.append(1) or are_waiting())
+        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        assert not asked
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(processor, "process", lambda *args: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    llm.generate([[1, 2, 3], [4, 5, 6]], SHORT, use_tqdm=False)
+            assert processor.process == process
+            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+            assert again == expected
+            # The step whose outputs were lost had been collected; only one ahead of it had not.
+            assert len(asked) == async_scheduling
+            asked.clear()
+
+
 def test_a_processor_of_one_request_ends_that_one_alone(checkpoint: Path) -> None:
     def broken(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("no such luck")
