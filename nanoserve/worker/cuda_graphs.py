@@ -34,8 +34,7 @@ def append_dummy_rows(
 
     They are real rows: tokens from position 0 on, in the dummy block 0, with a context of their
     own tokens. So no kernel has to test for padding, and whatever they compute is never read.
-    `batch.header` keeps counting the real rows only. Ranks that share the memory of a batch all do
-    this to it, and write the same.
+    `batch.header` keeps counting the real rows only.
     """
     rows, tokens = header.num_rows, header.num_tokens
     all_rows, all_tokens = rows + len(num_new_tokens), tokens + int(num_new_tokens.sum())

@@ -14,8 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
@@ -54,23 +57,30 @@ def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     group = join_group(job["rank"], size, store, device)
     runner = make_runner(config, model_config, path, TensorParallel(job["rank"], size, group))
     _report(fds["status"], state="built")
-    is_mapped = False
+    shared: list[Batch] = []
     while announced := os.read(fds["steps"], 4):
         step = int.from_bytes(announced, "little")
         if step == PING:
             runner.device.finish()
             _report(fds["status"], state="waiting")
             continue
-        if not is_mapped:  # rank 0 has given the memory its size by now
-            runner.use_memory(map_memory(fds["memory"], 2 * runner.layout.num_bytes))
-            is_mapped = True
+        if not shared:  # rank 0 has given the memory its size by now
+            memory = map_memory(fds["memory"], 2 * runner.layout.num_bytes)
+            shared = [Batch(runner.layout, part) for part in np.split(memory, 2)]
         # What rank 0 does in this step, up to the logits, which go to rank 0.
-        batch = runner.batches[step % 2]
-        is_announced = batch.header.step == step
-        runner.forward(batch, [])
-        # A batch that rank 0 has begun to pack anew shows itself by its number.
-        if not is_announced or batch.header.step != step:
-            raise RuntimeError(f"step {step} was overwritten by {batch.header.step}")
+        runner.forward(_copied(shared[step % 2], runner.next_batch(), step), [])
+
+
+def _copied(shared: Batch, own: Batch, step: int) -> Batch:
+    """This rank's copy of a step: rank 0 may pack the shared one anew when it has the logits.
+
+    If it has begun to before, the number in the header shows it.
+    """
+    used = shared.num_bytes_used(shared.header)
+    own.memory[:used] = shared.memory[:used]
+    if not own.header.step == shared.header.step == step:
+        raise RuntimeError(f"step {step} was overwritten by {shared.header.step}")
+    return own
 
 
 def _end_with(life: int) -> None:
