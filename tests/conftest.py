@@ -107,7 +107,7 @@ def _is_full(config: pytest.Config) -> bool:
 
 def _runs_small(item: pytest.Item) -> bool:
     parameters = [mark.kwargs.items() for mark in item.iter_markers("small")]
-    return item.get_closest_marker("full") is None and all(
+    return all(
         item.callspec.params[name] in values for name, values in itertools.chain(*parameters)
     )
 

@@ -113,6 +113,7 @@ class Batch:
     def __init__(self, layout: BatchLayout, memory: np.ndarray) -> None:
         self.layout, self.memory = layout, memory
         self.step = 0  # the number that `pack` writes; set by the executor
+        self._before_tables = layout.offsets()["block_tables"]
         views = layout.views(memory, np.int32)
         self._header, self._tables = views.pop("header"), views.pop("block_tables")
         self.__dict__.update(views)
@@ -127,8 +128,7 @@ class Batch:
 
     def num_bytes_used(self, header: BatchHeader) -> int:
         """How much of the buffer a step needs."""
-        before = self.layout.offsets()["block_tables"]
-        return before + header.num_rows * header.table_width * 4
+        return self._before_tables + header.num_rows * header.table_width * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
         """Write `plan` into this buffer; `block_tables` is the scheduler's table, by slot.

@@ -50,7 +50,7 @@ class OutputProcessor:
         `joined` is how many tokens each row that caught up has got, from `Scheduler.update`.
         `finish` ends what has run into a stop string, which only its text shows.
         """
-        rows = list(plan.sampled())
+        rows = plan.sampled()
         if result.of_heads:
             self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
