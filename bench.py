@@ -25,9 +25,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
-from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

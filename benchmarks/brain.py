@@ -12,7 +12,8 @@ import time
 import numpy as np
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams

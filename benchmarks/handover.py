@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams

@@ -18,7 +18,8 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput

@@ -122,7 +122,7 @@ def planned_steps(
         plan = scheduler.schedule()
         starts = np.array([row.start for row in plan.rows])
         query_lens = np.array([row.n for row in plan.rows])
-        num_logits = len(plan.sampled())
+        num_logits = len(plan.sampled)
         scheduler.commit(plan)
         scheduler.update(plan, [[0]] * num_logits)
         yield Step(query_lens, starts + query_lens, num_logits)

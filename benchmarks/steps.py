@@ -24,6 +24,7 @@ from hardware import choose_device, describe, set_threads
 from shapes import SHAPES
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
@@ -31,7 +32,6 @@ from nanoserve.engine.executor import Executor, SlotChange, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 PARTS = ("schedule", "pack", "model", "sample", "update")
 

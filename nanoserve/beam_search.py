@@ -126,10 +126,15 @@ def beam_search(
     that leaves no room for `max_tokens`, and for more beams than `max_logprobs` allows.
     """
     processor = engine.input_processor
-    searches = [
-        _Search(processor.token_ids(prompt, params.max_tokens), params, processor.eos_token_ids)
-        for prompt in prompts
-    ]
+    searches = []
+    for prompt in prompts:
+        token_ids = processor.process("beam search", prompt).prompt_token_ids
+        require(
+            len(token_ids) + params.max_tokens <= processor.max_model_len,
+            f"{len(token_ids)} tokens of prompt and {params.max_tokens} of output exceed "
+            f"max_model_len={processor.max_model_len}",
+        )
+        searches.append(_Search(token_ids, params, processor.eos_token_ids))
     num_logprobs = max((search.num_candidates for search in searches), default=0)
     num_logprobs = min(num_logprobs, processor.vocab_size)
     if num_logprobs > processor.max_logprobs:

@@ -14,7 +14,6 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.progress import Progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.worker.device import make_executor
 
@@ -85,9 +84,9 @@ class LLM:
         priorities = one_per_prompt("priority", priority, int, len(prompts))
         if self.engine.has_unfinished_requests():
             raise ValueError("requests are unfinished: step the engine or its streams to the end")
-        only_final = RequestOutputKind.FINAL_ONLY
+        process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
         ready = [
-            self.engine.prepare(next(self._request_ids), prompt, p, value or 0, only_final)
+            process(next(self._request_ids), prompt, p, value or 0, only_final)
             for prompt, p, value in zip(prompts, params, priorities, strict=True)
         ]
         return self._run(ready, use_tqdm)
@@ -106,10 +105,9 @@ class LLM:
 
             self._streams = Streams(self.engine)
         self._streams.check_others()
-        kind = RequestOutputKind.DELTA
-        request_id = next(self._request_ids)
-        request = self.engine.prepare(request_id, prompt, sampling_params, output_kind=kind)
-        return self._streams.open(request)
+        kind, request_id = RequestOutputKind.DELTA, next(self._request_ids)
+        process = self.engine.input_processor.process
+        return self._streams.open(process(request_id, prompt, sampling_params, 0, kind))
 
     def beam_search(
         self, prompts: Prompt | AbstractSequence[Prompt], params: "BeamSearchParams"
@@ -155,16 +153,21 @@ class LLM:
         self.close()
 
     def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
-        progress = Progress(len(ready), enabled=use_tqdm)
+        finished, outputs = {}, self._outputs()
+        if use_tqdm:
+            from nanoserve.progress import with_progress
+
+            outputs = with_progress(outputs, len(ready))
         try:
             for request in ready:
                 self.engine.add(request)
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    finished[output.request_id] = output
-                    progress.add(output)
+            for output in outputs:
+                finished[output.request_id] = output
         finally:
-            progress.close()
             self.engine.withdraw(request.request_id for request in ready)
         return [finished[request.request_id] for request in ready]
+
+    def _outputs(self) -> Iterator[RequestOutput]:
+        """The loop."""
+        while self.engine.has_unfinished_requests():
+            yield from self.engine.step()

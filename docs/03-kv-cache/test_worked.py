@@ -6,9 +6,9 @@ from shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.tiny_qwen3 import bundled_checkpoint
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 

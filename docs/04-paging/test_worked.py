@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence

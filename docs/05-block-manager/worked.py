@@ -182,7 +182,7 @@ def _completions(n: int, prompt_len: int, block_size: int) -> tuple[int, int]:
         for row in plan.rows:
             computed += max(0, min(row.start + row.n, prompt_len) - row.start)
         scheduler.commit(plan)
-        scheduler.update(plan, [[_OTHER] for _ in plan.sampled()])
+        scheduler.update(plan, [[_OTHER] for _ in plan.sampled])
     manager = scheduler.block_manager
     return computed, manager.num_blocks - manager.num_free_blocks
 

@@ -66,7 +66,7 @@ def by_the_engine(
                 scheduler.add(Sequence(r.name, [1] * r.prompt_len, params, 4096, arrival=i))
         plan = scheduler.schedule()
         scheduler.commit(plan)
-        scheduler.update(plan, [[7] for _ in plan.sampled()])
+        scheduler.update(plan, [[7] for _ in plan.sampled])
         steps.append({row.seq.request_id: row.n for row in plan.rows})
     return steps
 

@@ -121,6 +121,6 @@ def test_a_running_sequence_computes_in_every_step_or_is_preempted(seed: int) ->
         left_in = {seq for seq in running if seq.status is SequenceStatus.RUNNING}
         assert left_in <= {row.seq for row in plan.rows if row.n > 0}
         scheduler.commit(plan)
-        scheduler.update(plan, [[rng.randrange(3)] for _ in plan.sampled()])
+        scheduler.update(plan, [[rng.randrange(3)] for _ in plan.sampled])
         step += 1
         assert step < 5000

@@ -153,7 +153,7 @@ def _step(scheduler: Scheduler) -> dict[Sequence, int]:
     """One step; what was planned."""
     plan = scheduler.schedule()
     scheduler.commit(plan)
-    scheduler.update(plan, [[7] for _ in plan.sampled()])
+    scheduler.update(plan, [[7] for _ in plan.sampled])
     return {row.seq: row.n for row in plan.rows}
 
 

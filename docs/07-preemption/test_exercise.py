@@ -107,4 +107,4 @@ def test_it_decides_as_the_engine_decides(seed: int) -> None:
         expected = {name: n for name, n in planned.items() if name not in admitted}
         assert found == (expected, [seq.request_id for seq in plan.preempted])
         scheduler.commit(plan)
-        scheduler.update(plan, [[7] for _ in plan.sampled()])
+        scheduler.update(plan, [[7] for _ in plan.sampled])

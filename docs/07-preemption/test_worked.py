@@ -125,6 +125,6 @@ def test_no_victim_comes_back_before_somebody_ends(seed: int, prefix_caching: bo
             nobody_ended_since_a_preemption = True
         assert not (plan.admitted and nobody_ended_since_a_preemption)
         scheduler.commit(plan)
-        scheduler.update(plan, [[int(row.seq.request_id)] for row in plan.sampled()])
-        if any(row.seq.finished for row in plan.sampled()):
+        scheduler.update(plan, [[int(row.seq.request_id)] for row in plan.sampled])
+        if any(row.seq.finished for row in plan.sampled):
             nobody_ended_since_a_preemption = False

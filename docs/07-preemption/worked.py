@@ -217,7 +217,7 @@ def _add_decoding(scheduler: Scheduler, count: int) -> list[Sequence]:
 def _step(scheduler: Scheduler) -> Plan:
     plan = scheduler.schedule()
     scheduler.commit(plan)
-    scheduler.update(plan, [[ord("t")] for _ in plan.sampled()])
+    scheduler.update(plan, [[ord("t")] for _ in plan.sampled])
     return plan
 
 

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.plan import Row as PlannedRow
 from nanoserve.engine.sequence import Sequence

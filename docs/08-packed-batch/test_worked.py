@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams

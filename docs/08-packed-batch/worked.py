@@ -113,8 +113,8 @@ def lm_head_share(
 def step_bytes(max_num_tokens: int, max_num_rows: int, num_rows: int, table_width: int) -> int:
     """Bytes that a step of `num_rows` copies: all fields, and tables as wide as its longest.
 
-    Capacities in integers as in `nanoserve.engine.batch.BatchLayout`: a header, six fields with an
-    integer for each token, three with one for each row, and the count of one head.
+    Capacities in integers as in `nanoserve.engine.batch_layout.BatchLayout`: a header, six fields
+    with an integer for each token, three with one for each row, and the count of one head.
     """
     capacities = [10, *[max_num_tokens] * 6, max_num_rows + 1, *[max_num_rows] * 2, 1]
     padded = [-(-n * _INT_BYTES // _ALIGNMENT) * _ALIGNMENT for n in capacities]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
@@ -83,7 +84,7 @@ def _attend_chunks(
 
     # Both cumulative lengths have to begin at 0 again, behind the decode rows.
     first = metadata.num_decode_rows
-    cu_seqlens_q, cu_seqlens_k = metadata.cu_seqlens_q[first:], metadata.cu_seqlens_k[first:]
+    cu_seqlens_q, cu_seqlens_k = metadata.cu_seqlens_q[first:], _cu_seqlens_k(metadata)[first:]
     return flash_attn_varlen_func(
         q,
         k_cache,
@@ -95,6 +96,14 @@ def _attend_chunks(
         block_table=metadata.block_tables[first:],
         **_scores(layer),
     )
+
+
+def _cu_seqlens_k(metadata: AttentionMetadata) -> Tensor:
+    """int32 [num_rows + 1]: where each row's context would begin and end, laid side by side."""
+    if not hasattr(metadata, "cu_seqlens_k"):  # the first layer leaves it there for the others
+        ends = metadata.context_lens.cumsum(0, dtype=torch.int32)
+        metadata.cu_seqlens_k = F.pad(ends, (1, 0))
+    return metadata.cu_seqlens_k
 
 
 def _scores(layer: AttentionLayer) -> dict[str, Any]:

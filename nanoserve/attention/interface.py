@@ -1,9 +1,7 @@
 """What an attention backend is told and what it must do."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,12 +37,6 @@ class AttentionMetadata:
     @property
     def num_rows(self) -> int:
         return len(self.context_lens)
-
-    @cached_property
-    def cu_seqlens_k(self) -> Tensor:
-        """int32 [num_rows + 1]: where each row's context would begin and end, laid side by side."""
-        ends = self.context_lens.cumsum(0, dtype=self.context_lens.dtype)
-        return F.pad(ends, (1, 0))
 
 
 class AttentionBackend:

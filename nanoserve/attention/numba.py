@@ -7,14 +7,14 @@ import torch
 from numba import config, get_num_threads, set_num_threads
 from torch import Tensor
 
-from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import as_numpy
 
 
-class NumbaAttention(TorchAttention):
-    """`TorchAttention` for rows of several tokens, a kernel of its own for rows of one."""
+class NumbaAttention(AttentionBackend):
+    """A kernel of its own for rows of one token; torch, as in `TorchAttention`, for longer ones."""
 
     def __init__(self) -> None:
         num_threads = torch.get_num_threads()
@@ -42,5 +42,8 @@ class NumbaAttention(TorchAttention):
                 math.gcd(layer.num_kv_heads, get_num_threads()),
                 as_numpy(out[:rows]),
             )
-        self.attend_chunks(layer, q, kv_cache, metadata, out)
+        if rows < q.shape[0]:  # there are longer rows, too
+            chunks = range(rows, metadata.num_rows)
+            parts = [attend_rows(layer, q, kv_cache, metadata, row, row + 1) for row in chunks]
+            torch.cat(parts, out=out[rows:])
         return out

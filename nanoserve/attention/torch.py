@@ -3,6 +3,8 @@
 The blocks of a row are gathered into contiguous K and V; the rest is attention as in a textbook.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,37 +20,27 @@ class TorchAttention(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        out = torch.empty_like(q)
         rows_at_once = max(1, _SLOTS_AT_ONCE // metadata.max_context_len)
-        for first in range(0, metadata.num_decode_rows, rows_at_once):
-            end = min(first + rows_at_once, metadata.num_decode_rows)
-            _attend_rows(layer, q, kv_cache, metadata, first, end, out)
-        self.attend_chunks(layer, q, kv_cache, metadata, out)
-        return out
-
-    def attend_chunks(
-        self,
-        layer: AttentionLayer,
-        q: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        out: Tensor,
-    ) -> None:
-        """Rows of several tokens, one after the other: a large product each."""
-        for row in range(metadata.num_decode_rows, metadata.num_rows):
-            _attend_rows(layer, q, kv_cache, metadata, row, row + 1, out)
+        decodes = metadata.num_decode_rows
+        # Longer rows go alone, each a large product. [0, 2, 4, 5, 6, 7]: two, two and one of the
+        # rows of one token, then two longer ones.
+        borders = [*range(0, decodes, rows_at_once), *range(decodes, metadata.num_rows + 1)]
+        parts = [attend_rows(layer, q, kv_cache, metadata, *rows) for rows in pairwise(borders)]
+        return torch.cat(parts)
 
 
-def _attend_rows(
+def attend_rows(
     layer: AttentionLayer,
     q: Tensor,
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     first: int,
     end: int,
-    out: Tensor,
-) -> None:
-    """softmax(q k^T scale) v for rows [first, end), which have the same number n of tokens."""
+) -> Tensor:
+    """softmax(q k^T scale) v for rows [first, end), which have the same number n of tokens.
+
+    q is the whole batch's; what is returned is [num_rows x n, num_heads, head_dim].
+    """
     # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
     lens = metadata.context_lens[first:end]
     length, block_size = int(lens.max()), kv_cache.shape[3]
@@ -62,9 +54,8 @@ def _attend_rows(
     positions = lens[:, None] - n + torch.arange(n, device=q.device)
 
     # 3) A token sees itself and what came before it, within a window if the layer has one.
-    distance = positions[:, :, None] - torch.arange(
-        length, device=q.device
-    )  # [num_rows, n, length]
+    #    `distance` is [num_rows, n, length]; `visible` is the same for all heads.
+    distance = positions[:, :, None] - torch.arange(length, device=q.device)
     visible = ((distance >= 0) & (distance < (layer.sliding_window or length)))[:, None]
     # What no query sees may be another sequence's, even NaN, and 0 x NaN is NaN.
     unseen = ~visible.any(dim=2).unsqueeze(-1)
@@ -81,4 +72,4 @@ def _attend_rows(
         scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
         scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
         attended = scores.softmax(dim=-1).to(v.dtype) @ v
-    out[tokens] = attended.transpose(1, 2).flatten(0, 1)
+    return attended.transpose(1, 2).flatten(0, 1)

@@ -9,11 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoserve.checkpoint.loader import INDEX, SINGLE_FILE, shard_names
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
-from nanoserve.tiny_qwen3 import bundled_checkpoint
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,9 @@ class Checkpoint:
                 f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk",
             )
             return cls(name, folder, is_from_hub=False, config=config)
-        from nanoserve.checkpoint.hub import is_hub_name, snapshot
+        from nanoserve.checkpoint.hub import fetch_all_but_weights
 
-        require(
-            is_hub_name(name),
-            f"{str(name)!r} is neither a folder nor a bundled checkpoint, nor can it be a name on "
-            f"the hub, which is a str of the form 'organisation/model'",
-        )
-        patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
-        folder = snapshot(name, revision, patterns, config.download_dir)
+        folder = fetch_all_but_weights(name, revision, config)
         return cls(name, folder, is_from_hub=True, config=config)
 
     def model_config(self, supported: Collection[str]) -> ModelConfig:
@@ -60,28 +52,24 @@ class Checkpoint:
     def fetch_weights(self) -> None:
         """Complete the folder, if it is one of the hub's and its weights are asked for.
 
-        Only the files that the loader reads: repositories hold copies in other formats. Raises
-        `ValueError` if there are none.
+        Raises `ValueError` if there are none that can be read.
         """
-        if not self.is_from_hub or self.config.load_format == "dummy":
-            return
-        folder, index = self.folder, self.folder / INDEX
-        files = shard_names(index) if index.is_file() else [SINGLE_FILE]
-        if not all((folder / file).is_file() for file in files):
-            from nanoserve.checkpoint.hub import snapshot
+        if self.is_from_hub and self.config.load_format != "dummy":
+            from nanoserve.checkpoint.hub import fetch_weights
 
-            # The folder is called by the commit, so the weights are those of its config.json.
-            cache = self.config.download_dir
-            snapshot(self.name, folder.name, files, cache, are_weights=True)
-        missing = [file for file in files if not (folder / file).is_file()]
-        require(
-            not missing,
-            f"{self.name} has no {', '.join(missing)} on the hub or in the cache, and nothing but "
-            f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers",
-        )
+            fetch_weights(self.name, self.folder, self.config.download_dir)
 
 
 def _local_folder(name: str | Path) -> Path | None:
     if os.path.isdir(name):  # unlike Path.is_dir, it takes names that are too long for a file
         return Path(name)
     return bundled_checkpoint(name) if isinstance(name, str) else None
+
+
+def bundled_checkpoint(name: str) -> Path | None:
+    """The folder of a checkpoint that ships with the package, or None if no such one does.
+
+    name: "tiny-qwen3" is the only one; a path is never taken for a bundled name.
+    """
+    folder = Path(__file__).parents[1] / "tiny_qwen3" / "checkpoint"
+    return folder if name == "tiny-qwen3" and (folder / "config.json").is_file() else None

@@ -101,61 +101,20 @@ class ConfigFile:
         check_choice(name, self.get(name), ("silu", "gelu_pytorch_tanh"))
         return self.get(name)
 
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Which layers have a window: what `layer_types` says, or the rule of the architecture."""
-        num_layers, window = self.size("num_hidden_layers"), self.get("sliding_window")
-        if "use_sliding_window" in self.implied and not self.get("use_sliding_window"):
-            window = None
-        if window is not None or self.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
-            check_int("sliding_window", window, 1)
-        types = self.get("layer_types")
-        if types is None:
-            return tuple(window if self._is_windowed(i) else None for i in range(num_layers))
-        known = ("full_attention", "sliding_attention")
-        require(
-            isinstance(types, list) and set(types) <= set(known),
-            f"layer_types={types!r} are not implemented, only {known}",
-        )
-        require(
-            len(types) == num_layers and (window is not None or "sliding_attention" not in types),
-            f"layer_types={types!r} do not fit num_hidden_layers={num_layers}, "
-            f"sliding_window={self.get('sliding_window')} and "
-            f"use_sliding_window={self.get('use_sliding_window')}",
-        )
-        return tuple(window if name == "sliding_attention" else None for name in types)
+    def is_full_attention(self) -> bool:
+        """Whether all layers see everything. False also for a file that leaves it open."""
+        if "sliding_window" not in self.implied:
+            return True
+        is_off = "use_sliding_window" in self.implied and not self.get("use_sliding_window")
+        types = ["full_attention"] * self.size("num_hidden_layers")
+        has_one_rope = not self.has("rope_local_base_freq")
+        return is_off and has_one_rope and self.get("layer_types") == types
 
-    def _is_windowed(self, layer: int) -> bool:
-        if self.architecture == "Gemma2ForCausalLM":
-            return layer % 2 == 0
-        if self.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
-            return (layer + 1) % self.size("sliding_window_pattern") != 0
-        if self.get("max_window_layers") is not None:
-            check_int("max_window_layers", self.get("max_window_layers"), 0)
-            return layer >= self.get("max_window_layers")
-        return True
-
-    def ropes(self, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-        """Of all layers; in Gemma 3, of those that see everything and of those with a window."""
-        if self.has("rope_local_base_freq"):
-            return self._ropes_by_type(head_dim, max_positions)
+    def rope(self, head_dim: int, max_positions: int) -> RopeConfig:
+        """The one of all layers."""
         is_silent = not any(self.raw.get(name) for name in ("rope_parameters", "rope_scaling"))
         raw = {"rope_theta": self.implied["rope_theta"] if is_silent else None} | self.raw
-        return RopeConfig.from_hf(raw, head_dim, max_positions), None
-
-    def _ropes_by_type(self, head_dim: int, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-        """Gemma 3's. In transformers 4, layers with a window had no object of their own."""
-        by_type, scaling = _object(self.raw, "rope_parameters"), _object(self.raw, "rope_scaling")
-        require(
-            "type" not in scaling or "rope_type" in scaling,
-            f"config.json: rope_scaling={scaling} has effect in transformers 4, but not in 5, "
-            f"which wants it to say 'rope_type'",
-        )
-        full = {"rope_theta": self.get("rope_theta")} | _object(by_type, "full_attention") | scaling
-        local = {"rope_theta": self.get("rope_local_base_freq")}
-        local |= _object(by_type, "sliding_attention")
-        share = self.raw.get("partial_rotary_factor")
-        ropes = ({"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local))
-        return tuple(RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
+        return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -170,9 +129,3 @@ def read_json(path: Path) -> dict[str, Any]:
 def architecture_of(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or [None]
     return str(names[0] if isinstance(names, list) else names)
-
-
-def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = parent.get(name) or {}
-    require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
-    return value

@@ -5,12 +5,50 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.checkpoint.loader import SINGLE_FILE
+from nanoserve.checkpoint.shards import INDEX, shard_names
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
+
 _TIMEOUT = 10.0  # seconds that the hub has to answer; the cache is asked then
 # Mistral's own tokenizer format, 15 MB beside the tokenizer.json that is read.
 _NEVER = ["*/*", "tekken.json"]
 
 
-def is_hub_name(name: str | Path) -> bool:
+def fetch_all_but_weights(name: str | Path, revision: str | None, config: EngineConfig) -> Path:
+    """The folder of a model or a tokenizer at `revision`, with the small files that are read.
+
+    Raises `ValueError` for what cannot be a name on the hub, and when `_snapshot` does.
+    """
+    require(
+        _is_hub_name(name),
+        f"{str(name)!r} is neither a folder nor a bundled checkpoint, nor can it be a name on "
+        f"the hub, which is a str of the form 'organisation/model'",
+    )
+    patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
+    return _snapshot(name, revision, patterns, config.download_dir)
+
+
+def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
+    """Complete a folder that `fetch_all_but_weights` has given.
+
+    Only the files that the loader reads: repositories hold copies in other formats. Raises
+    `ValueError` if there are none.
+    """
+    index = folder / INDEX
+    files = shard_names(index) if index.is_file() else [SINGLE_FILE]
+    if not all((folder / file).is_file() for file in files):
+        # The folder is called by the commit, so the weights are those of its config.json.
+        _snapshot(name, folder.name, files, cache, are_weights=True)
+    missing = [file for file in files if not (folder / file).is_file()]
+    require(
+        not missing,
+        f"{name} has no {', '.join(missing)} on the hub or in the cache, and nothing but "
+        f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers",
+    )
+
+
+def _is_hub_name(name: str | Path) -> bool:
     """Whether it is a str of the form "organisation/model".
 
     Names without an organisation are not looked up: no model that nanoserve runs has one, and a
@@ -25,7 +63,7 @@ def is_hub_name(name: str | Path) -> bool:
     return name.count("/") == 1
 
 
-def snapshot(
+def _snapshot(
     name: str,
     revision: str | None,
     patterns: list[str],

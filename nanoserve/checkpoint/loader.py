@@ -7,13 +7,11 @@ file count as this process's memory for as long as it is mapped, so each piece m
 memory never holds the model twice, not even a model in one file.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanoserve.layers.context import CheckpointTensor
+from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 
-SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"  # the whole checkpoint, where it is in one file
 # Bytes of a value. Anything else is quantised: not just numbers.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_THREADS = 16  # a few of them saturate a disk or the memory
@@ -42,7 +40,9 @@ def load_weights(
     any is copied. A load that takes longer than a second shows its progress.
     """
     if load_format == "dummy":
-        _fill_randomly(model)
+        from nanoserve.checkpoint.dummy_weights import fill_randomly
+
+        fill_randomly(model)
     else:
         _load_safetensors(model, path, shows_progress)
     for module in model.modules():
@@ -57,37 +57,18 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
     class says so: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means that the rows
     of gate_up_proj are those of gate_proj, then those of up_proj.
     """
-    wanted = {}
+    expected: dict[str, list[CheckpointTensor]] = {}
     for path, module in model.named_modules():
         if not hasattr(module, "checkpoint_tensors"):
             continue
         parent, _, own_name = path.rpartition(".")
         for tensor in module.checkpoint_tensors(own_name):
-            wanted[f"{parent}.{tensor.name}" if parent else tensor.name] = tensor
-    expected: dict[str, list[CheckpointTensor]] = {}
-    for name, tensor in _fused(wanted, getattr(model, "fused_tensors", {})):
-        if name not in model.tied_tensors:
-            expected.setdefault(name, []).append(tensor)
-    return expected
+            expected[f"{parent}.{tensor.name}" if parent else tensor.name] = [tensor]
+    if hasattr(model, "fused_tensors"):
+        from nanoserve.checkpoint.fused_tensors import as_stored
 
-
-def _fused(
-    wanted: Mapping[str, CheckpointTensor], fused_tensors: Mapping[str, tuple[str, ...]]
-) -> Iterator[tuple[str, CheckpointTensor]]:
-    """Each tensor under the name that the checkpoint has for it, with its place in the whole."""
-    fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
-    for name, tensor in wanted.items():
-        stem, _, kind = name.rpartition(".")  # "...self_attn.q_proj" and "weight"
-        part = stem.rpartition(".")[2]
-        if part in fused_names:
-            parent, fused_name = stem.removesuffix(part), fused_names[part]
-            parts = fused_tensors[fused_name]
-            rows = [wanted[f"{parent}{other}.{kind}"].shape[0] for other in parts]
-            name = f"{parent}{fused_name}.{kind}"
-            shape = (sum(rows), *tensor.shape[1:])
-            start = tensor.start + sum(rows[: parts.index(part)])
-            tensor = replace(tensor, shape=shape, start=start)
-        yield name, tensor
+        expected = as_stored(expected, model.fused_tensors)
+    return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
 
 
 class _Stored(NamedTuple):
@@ -109,7 +90,10 @@ class _Copy(NamedTuple):
 def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
     expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
     _check_names_and_shapes(expected, stored, model.tied_tensors, path)
-    _check_tied(model.tied_tensors, stored)
+    if model.tied_tensors.keys() & stored.keys():
+        from nanoserve.checkpoint.tied_tensors import check_tied
+
+        check_tied(model.tied_tensors, {name: source.file for name, source in stored.items()})
     num_threads = _num_threads()
     size = sum(parameter.nbytes for parameter in model.parameters())
     # What all threads together have mapped is a twentieth of the model, or little.
@@ -231,44 +215,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_TOLD]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _check_tied(tied: Mapping[str, str], stored: Mapping[str, _Stored]) -> None:
-    """A tensor that is stored although it is another one by another name must be that one."""
-    for name, twin in tied.items():
-        if name not in stored:
-            continue
-        with _open(stored[name].file) as tensors, _open(stored[twin].file) as twins:
-            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
-                raise ValueError(
-                    f"tie_word_embeddings is true, but {name} is not {twin}; if it is meant to be "
-                    f"another, set tie_word_embeddings to false in config.json"
-                )
-
-
 def _weight_files(path: Path) -> list[Path]:
-    single, index = path / SINGLE_FILE, path / INDEX
+    single = path / SINGLE_FILE
     if single.is_file():
         return [single]
-    if not index.is_file():
-        pickled = sorted(file.name for file in path.glob("*.bin"))
-        advice = f"; {pickled} are pickles, which may run code: save them anew with transformers"
-        raise ValueError(
-            f"{path} is no checkpoint: it has no {SINGLE_FILE} and no index of one"
-            + (advice if pickled else "")
-        )
-    files = [path / name for name in shard_names(index)]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
-    return files
+    from nanoserve.checkpoint.shards import shard_files
 
-
-def shard_names(index: Path) -> list[str]:
-    """The files of a sharded checkpoint."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(Path(name)) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    return shard_files(path)
 
 
 class _open:
@@ -285,14 +238,3 @@ class _open:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
-
-
-def _fill_randomly(model: nn.Module) -> None:
-    """Normal weights of a trained model's size, norms of one: no NaN, and no flat logits."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(std=0.02, generator=generator)

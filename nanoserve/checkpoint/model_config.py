@@ -4,34 +4,23 @@ It imports neither torch nor transformers: the brain reads it, and data types tr
 ("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_bool, check_choice, check_int, check_list, is_int, require
+from nanoserve.checks import check_choice, check_int, require
 from nanoserve.config import DTYPES
 
+if TYPE_CHECKING:
+    from nanoserve.checkpoint.moe_config import MoEConfig
 
-@dataclass(frozen=True)
-class MoEConfig:
-    """A mixture of experts in the place of the feed-forward, in all layers but the dense ones."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # whether the weights of the chosen experts sum to one
-    dense_layers: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_experts_per_tok <= self.num_experts,
-            f"num_experts_per_tok={self.num_experts_per_tok} exceeds "
-            f"num_experts={self.num_experts}",
-        )
+# A file with any of these is one of Gemma's or MiniCPM's, or of a model of the user's own.
+_SCALES = (
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logits_scale: float = 1.0
-    moe: MoEConfig | None = None
+    moe: "MoEConfig | None" = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
 
@@ -103,7 +92,7 @@ class ModelConfig:
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         check_choice("dtype", dtype, DTYPES)
         head_dim, max_positions = file.head_dim(), file.size("max_position_embeddings")
-        rope, local_rope = file.ropes(head_dim, max_positions)
+        features = _features(file, head_dim, max_positions)
         config = cls(
             architecture=file.architecture,
             vocab_size=file.size("vocab_size"),
@@ -113,22 +102,18 @@ class ModelConfig:
             num_attention_heads=file.size("num_attention_heads"),
             num_key_value_heads=file.size("num_key_value_heads", "num_attention_heads"),
             head_dim=head_dim,
-            max_position_embeddings=rope.num_positions(max_positions),
+            max_position_embeddings=features["rope"].num_positions(max_positions),
             rms_norm_eps=file.positive("rms_norm_eps"),
-            rope=rope,
-            local_rope=local_rope,
             tie_word_embeddings=bool(file.get("tie_word_embeddings")),
             # Always in Qwen2, whose config.json does not say so.
             qkv_bias=bool(file.get("attention_bias")) or file.architecture == "Qwen2ForCausalLM",
             o_bias=bool(file.get("attention_bias")),
             mlp_bias=bool(file.get("mlp_bias")),
             hidden_act=file.activation(),
-            sliding_windows=file.sliding_windows(),
-            **_scales(file, head_dim),
-            moe=_moe(file),
             dtype=dtype,
             eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
             default_sampling=_default_sampling(generation),
+            **features,
         )
         require(
             config.num_attention_heads % config.num_key_value_heads == 0,
@@ -153,48 +138,25 @@ class ModelConfig:
         )
 
 
-def _scales(file: ConfigFile, head_dim: int) -> dict[str, float | None]:
-    """The factors and soft caps of Gemma and MiniCPM."""
-    scales: dict[str, float | None] = {"attention_scale": head_dim**-0.5}
-    if file.has("query_pre_attn_scalar"):
-        scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
-    caps = {"attention_soft_cap": "attn_logit_softcapping"}
-    caps |= {"logits_soft_cap": "final_logit_softcapping"}
-    for ours, theirs in caps.items():
-        scales[ours] = None if file.get(theirs) is None else file.positive(theirs)
-    if file.get("scale_emb") is not None:  # MiniCPM (Hu et al. 2024, arXiv 2404.06395)
-        layers = file.size("num_hidden_layers")
-        scales["embedding_scale"] = file.positive("scale_emb")
-        scales["residual_scale"] = file.positive("scale_depth") / math.sqrt(layers)
-        scales["logits_scale"] = file.positive("dim_model_base") / file.size("hidden_size")
-    return scales
+def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
+    """The fields in which models differ most. What a plain one lacks is in modules of its own."""
+    fields: dict[str, Any] = {"attention_scale": head_dim**-0.5}
+    if file.is_full_attention():
+        fields["rope"] = file.rope(head_dim, max_positions)
+        fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
+    else:
+        from nanoserve.checkpoint.layer_types import read_layer_types
 
+        fields |= read_layer_types(file, head_dim, max_positions)
+    if any(file.has(name) for name in _SCALES):
+        from nanoserve.checkpoint.scales import read_scales
 
-def _moe(file: ConfigFile) -> MoEConfig | None:
-    """Mixtral knows less than Qwen3-MoE: it has no dense layers, and its weights sum to one."""
-    if not file.has("num_experts_per_tok"):
-        return None
-    norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
-    check_bool("norm_topk_prob", norm)
-    every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
-    dense = file.get("mlp_only_layers") or []
-    check_list("mlp_only_layers", dense, is_int, "integers")
-    layers = range(file.size("num_hidden_layers"))
-    return MoEConfig(
-        num_experts=_num_experts(file),
-        num_experts_per_tok=file.size("num_experts_per_tok"),
-        intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
-        norm_topk_prob=norm,
-        dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
-    )
+        fields |= read_scales(file)
+    if file.has("num_experts_per_tok"):
+        from nanoserve.checkpoint.moe_config import MoEConfig
 
-
-def _num_experts(file: ConfigFile) -> int:
-    """transformers 4 wrote "num_experts" for Qwen3-MoE; 5 reads either name for any model."""
-    names = [name for name in ("num_experts", "num_local_experts") if name in file.raw]
-    counts = {name: file.size(name) for name in names or ["num_experts"]}
-    require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")
-    return counts.popitem()[1]
+        fields["moe"] = MoEConfig.from_hf(file)
+    return fields
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:

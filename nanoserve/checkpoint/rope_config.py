@@ -57,9 +57,10 @@ class RopeConfig:
         """`raw` is `config.json`; `max_position_embeddings` is as it stands there."""
         settings = _settings(raw)
         is_default = settings.get("rope_type", settings.get("type", "default")) == "default"
-        is_plain = is_default and settings.keys() <= {"rope_theta", "rope_type", "type"}
-        if is_plain and raw.get("partial_rotary_factor") is None:
-            return cls(theta=settings.get("rope_theta", raw.get("rope_theta")))
+        theta = settings.get("rope_theta", raw.get("rope_theta"))
+        is_plain = settings.keys() <= {"rope_theta", "rope_type", "type"} and is_number(theta)
+        if is_default and is_plain and raw.get("partial_rotary_factor") is None:
+            return cls(theta=theta)
         from nanoserve.checkpoint.rope_types import check_head_dim, read_settings
 
         config = cls(**read_settings(raw, settings, max_position_embeddings))
@@ -86,8 +87,4 @@ def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         value = raw.get(name) or {}
         require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
-    require(
-        not nested, f"config.json: RoPE parameters per type of layer, {nested}, are not implemented"
-    )
     return {name: value for name, value in settings.items() if value is not None}

@@ -1,7 +1,7 @@
 """What the types of rotary position embedding are told in files, and what they must be told.
 
 Here a `RopeConfig` is any object with its fields. What each type means is in
-`nanoserve.layers.rope_scaling`. A checkpoint with none of them never comes here.
+`nanoserve.layers.rope_scaling`. A checkpoint with none of them comes here only to be refused.
 """
 
 from collections.abc import Mapping
@@ -97,6 +97,10 @@ def read_settings(
     raw: Mapping[str, Any], settings: dict[str, Any], max_position_embeddings: int
 ) -> dict[str, Any]:
     """The fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
+    nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
+    require(
+        not nested, f"config.json: RoPE parameters per type of layer, {nested}, are not implemented"
+    )
     old_name = settings.pop("type", "default")
     rope_type = str(settings.pop("rope_type", old_name))
     rope_type = _OLD_NAMES.get(rope_type, rope_type)

@@ -15,85 +15,13 @@ So a step is handed over by one copy, nothing is pickled, and nothing can overfl
 are those that the scheduler keeps to.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import numpy as np
 
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.plan import Plan
 
 PENDING = -1  # an input id that only the device knows: `last_token` of the row's slot
-_ALIGNMENT = 16  # bytes; what vector loads want
-
-
-class BatchHeader(NamedTuple):
-    step: int = 0
-    num_tokens: int = 0
-    num_rows: int = 0
-    num_decode_rows: int = 0  # rows with one token; they come first
-    num_pending: int = 0  # of which so many take their token from the device
-    num_outputs: int = 0  # tokens whose hidden state is wanted
-    num_sampled: int = 0  # of which a next token is sampled; they come first
-    max_query_len: int = 0
-    max_context_len: int = 0
-    table_width: int = 0  # blocks of the longest context
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """Where each field of a batch lies. All fields are int32.
-
-    `block_tables` is last and only as wide as a step needs, so that a step copies the first
-    `Batch.num_bytes_used` bytes only. `heads` are the names of those that take outputs of a
-    prompt's tokens, in the order in which they get them.
-    """
-
-    max_num_tokens: int
-    max_num_rows: int
-    max_blocks_per_row: int
-    heads: tuple[str, ...] = ()
-
-    def fields(self) -> dict[str, int]:
-        """Capacity of each field, in integers."""
-        tokens, rows = self.max_num_tokens, self.max_num_rows
-        return {
-            "header": len(BatchHeader._fields),
-            "input_ids": tokens,
-            "positions": tokens,
-            "slot_mapping": tokens,  # where in the KV cache each token's K and V go
-            "cu_seqlens_q": rows + 1,
-            "context_lens": rows,
-            "row_slots": rows,  # the slot of the sequence behind each row
-            "output_rows": tokens,  # index of each token whose hidden state is wanted
-            "output_slots": tokens,  # the slot of the sequence behind each output
-            "next_ids": tokens,  # for an output that is not sampled: the token that follows it
-            "head_counts": len(self.heads),  # outputs of each head, behind those of the sampler
-            "block_tables": rows * self.max_blocks_per_row,
-        }
-
-    def offsets(self) -> dict[str, int]:
-        """First byte of each field, and of the end as "end"."""
-        offset, offsets = 0, {}
-        for name, capacity in self.fields().items():
-            offsets[name] = offset
-            offset += -(-capacity * 4 // _ALIGNMENT) * _ALIGNMENT
-        return {**offsets, "end": offset}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.offsets()["end"]
-
-    def views(self, memory: Any, integer: Any) -> dict[str, Any]:
-        """The fields as views of `memory`, bytes in an array or a tensor; `integer` is its int32.
-
-        Each is as long as its capacity.
-        """
-        first = self.offsets()
-        return {
-            name: memory[first[name] : first[name] + capacity * 4].view(integer)
-            for name, capacity in self.fields().items()
-        }
 
 
 class Batch:
@@ -171,14 +99,15 @@ class Batch:
         blocks = tables[row_of_token, positions // block_size]
         self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
 
-        # 4) Outputs: the sampler's are the last tokens of the rows that catch up.
+        # 4) Outputs. The sampler's come first: the last tokens of the rows that catch up.
         catches_up = np.flatnonzero(num_sampled)
-        outputs = len(catches_up)
+        outputs, all_outputs = len(catches_up), sum(num_outputs)
         self.output_rows[:outputs] = ends[catches_up] - 1
         self.output_slots[:outputs] = slots[catches_up]
-        all_outputs, self.head_counts[:] = sum(num_outputs), 0
         if all_outputs > outputs:
-            self._add_prompt_outputs(plan, outputs)
+            from nanoserve.engine.prompt_outputs import add_prompt_outputs
+
+            add_prompt_outputs(self, plan, outputs)
         self._header[:] = BatchHeader(
             step=self.step,
             num_tokens=tokens,
@@ -191,25 +120,3 @@ class Batch:
             max_context_len=max_context_len,
             table_width=width,
         )
-
-    def _add_prompt_outputs(self, plan: Plan, first: int) -> None:
-        """From output `first` on, those that are not sampled: a known token follows each of them.
-
-        Head by head, and within a head in batch order.
-        """
-        for head, name in enumerate(self.layout.heads):
-            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
-                count = num_outputs - num_sampled
-                if count and seq.prompt_head == name:
-                    span = slice(first, first + count)
-                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
-                    self.output_slots[span] = seq.slot
-                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
-                    self.head_counts[head] += count
-                    first += count
-
-    def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
-        """Which outputs go to which head, apart from the sampler's, which are the first."""
-        ends = header.num_sampled + np.cumsum(self.head_counts)
-        spans = zip(self.layout.heads, ends - self.head_counts, ends, strict=True)
-        return {name: slice(int(first), int(end)) for name, first, end in spans if first < end}

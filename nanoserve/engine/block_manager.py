@@ -132,10 +132,8 @@ class BlockManager:
         (two sequences computed it side by side), or one whose hash collides, that one stays the
         published one.
         """
-        first, end = (
-            seq.num_registered_blocks,
-            min(num_tokens, len(seq.token_ids)) // self.block_size,
-        )
+        first = seq.num_registered_blocks
+        end = min(num_tokens, len(seq.token_ids)) // self.block_size
         if first >= end or not self.enable_prefix_caching:
             return []
         seq.num_registered_blocks = end

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Text of every sequence's output. Without a tokenizer all text is empty."""
+    """Text of every sequence's output."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+        added = tokenizer.backend.get_added_tokens_decoder()
         self._specials = {i: token.content for i, token in added.items() if token.special}
         self._streams: dict[Sequence, TextStream] = {}
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
         needs_text = seq.params.stop or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        if self._tokenizer is None or not needs_text:
+        if not needs_text:
             return None
         if seq not in self._streams:
             from nanoserve.engine.text_stream import TextStream
@@ -40,8 +40,6 @@ class Detokenizer:
 
         The deltas of a sequence concatenate to its final text.
         """
-        if self._tokenizer is None:
-            return ""
         stream = self._streams.get(seq)
         if seq.finished and not isinstance(seq.stop_reason, str):  # else a stop string has cut it
             # The last bytes may never have become a character; the full decode says how they end.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.engine.tokenizer import Tokenizer
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
@@ -48,7 +50,7 @@ class InputProcessor:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        tokenizer: Tokenizer | None,
+        tokenizer: "Tokenizer | None",
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None:
@@ -72,10 +74,14 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None,
-        priority: int,
+        params: SamplingParams | None = None,
+        priority: int = 0,
         output_kind: RequestOutputKind | None = None,
     ) -> Request:
+        """Check a request and make its sequences, which nobody has queued yet.
+
+        `output_kind` goes before what the parameters say.
+        """
         metrics = RequestMetrics(arrival_time=self.clock())
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
@@ -113,17 +119,6 @@ class InputProcessor:
         # Nothing predicts the first token.
         prompt_logprobs = None if params.prompt_logprobs is None else [None]
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs)
-
-    def token_ids(self, prompt: Prompt, num_new_tokens: int) -> list[int]:
-        """A prompt's token ids, checked to leave room for `num_new_tokens`."""
-        _, token_ids = self._tokenize(prompt)
-        self._check_prompt(token_ids)
-        if len(token_ids) + num_new_tokens > self.max_model_len:
-            raise ValueError(
-                f"{len(token_ids)} tokens of prompt and {num_new_tokens} of output exceed "
-                f"max_model_len={self.max_model_len}"
-            )
-        return [int(token_id) for token_id in token_ids]
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one, and its token ids."""

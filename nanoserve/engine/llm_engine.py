@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -18,9 +18,11 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.engine.tokenizer import Tokenizer
 
 StepObserver = Callable[[Plan, Batch, StepTimes], None]
 
@@ -47,7 +49,7 @@ class LLMEngine:
         config: EngineConfig,
         model_config: ModelConfig,
         executor: Executor,
-        tokenizer: Tokenizer | None,
+        tokenizer: "Tokenizer | None",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.model_config = config, model_config
@@ -85,24 +87,10 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Queue a request: text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`."""
-        self.add(self.prepare(request_id, prompt, params, priority))
-
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        priority: int = 0,
-        output_kind: RequestOutputKind | None = None,
-    ) -> Request:
-        """Check a request and make its sequences, without queueing them.
-
-        `output_kind` goes before what the parameters say.
-        """
-        return self.input_processor.process(request_id, prompt, params, priority, output_kind)
+        self.add(self.input_processor.process(request_id, prompt, params, priority))
 
     def add(self, request: Request) -> None:
-        """Queue what `prepare` made; now it gets its place in line and its seed."""
+        """Queue what `input_processor` made; now it gets its place in line and its seed."""
         if self._closed:
             raise ValueError("this engine is closed")
         with DeferredInterrupt():

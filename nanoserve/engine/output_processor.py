@@ -2,34 +2,39 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from nanoserve.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Ends a sequence from outside: (seq, finish_reason, stop_reason).
 Finish = Callable[[Sequence, str, str | None], None]
-# Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
-# the row's first output in it).
-Collector = Callable[[Request, Row, Any, int], None]
 
 
 class OutputProcessor:
-    """Keeps every request until its last completion is handed out."""
+    """Keeps every request until its last completion is handed out.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    Without a tokenizer all text is empty.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer | None") -> None:
         self.requests: dict[str, Request] = {}
-        self.collectors: dict[str, Collector] = {}  # by the name of a head
+        self.collectors: dict[str, Any] = {}  # by the name of a head
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer: Any = None  # of those who have a tokenizer
+        if tokenizer is not None:
+            from nanoserve.engine.detokenizer import Detokenizer
+
+            self._detokenizer = Detokenizer(tokenizer)
 
     def add(self, request: Request) -> None:
         if request.request_id in self.requests:
@@ -50,22 +55,18 @@ class OutputProcessor:
         `joined` is how many tokens each row that caught up has got, from `Scheduler.update`.
         `finish` ends what has run into a stop string, which only its text shows.
         """
-        rows = plan.sampled()
+        rows = plan.sampled
         if result.of_heads:
-            self._collect_from_heads(plan, result.of_heads)
+            from nanoserve.engine.prompt_outputs import collect_from_heads
+
+            collect_from_heads(
+                plan, result.of_heads, self.requests, self.collectors, self._tokenizer
+            )
         if result.logprobs is not None:
             from nanoserve.engine.logprobs import collect_logprobs
 
             collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
-        progressed: dict[Request, list[CompletionOutput]] = {}
-        for index, error in result.errors.items():
-            if joined[index] < 0:
-                continue  # with a step ahead, a row may come too late for its sequence
-            request = self.requests[rows[index].seq.request_id]
-            if request.error is None:
-                logger.error("request %r failed", request.request_id, exc_info=error)
-                request.error = error
-                progressed[request] = []
+        progressed = self._failed(rows, joined, result.errors)
         for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
@@ -75,11 +76,7 @@ class OutputProcessor:
             if is_final_only and not seq.finished and not seq.params.stop:
                 continue  # nobody looks at it now, and this is by far the most common case
             request = self.requests[seq.request_id]
-            stop_string = self._detokenizer.advance(seq)
-            if stop_string is not None and seq.finished:  # by its length, on this very token
-                seq.finish_reason, seq.stop_reason = "stop", stop_string
-            elif stop_string is not None:
-                finish(seq, "stop", stop_string)
+            self._stop_at_string(seq, finish)
             if seq.finished:
                 seq.metrics.finished_time = now
             # One that goes on although its request has failed is completed below, once.
@@ -100,6 +97,31 @@ class OutputProcessor:
         if request is None:
             return None
         return self._output(request, self._end(request, "abort", finish, now))
+
+    def _failed(
+        self, rows: list[Row], joined: list[int], errors: dict[int, Exception]
+    ) -> dict[Request, list[CompletionOutput]]:
+        """The requests whose own code has raised; nothing of theirs is complete yet."""
+        failed: dict[Request, list[CompletionOutput]] = {}
+        for index, error in errors.items():
+            if joined[index] < 0:
+                continue  # with a step ahead, a row may come too late for its sequence
+            request = self.requests[rows[index].seq.request_id]
+            if request.error is None:
+                logger.error("request %r failed", request.request_id, exc_info=error)
+                request.error = error
+                failed[request] = []
+        return failed
+
+    def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
+        """End `seq` if its text, which may be decoded now, has run into a stop string."""
+        if self._detokenizer is None:
+            return
+        stop_string = self._detokenizer.advance(seq)
+        if stop_string is not None and seq.finished:  # by its length, on this very token
+            seq.finish_reason, seq.stop_reason = "stop", stop_string
+        elif stop_string is not None:
+            finish(seq, "stop", stop_string)
 
     def _end(
         self, request: Request, reason: str, finish: Finish, now: float
@@ -141,7 +163,7 @@ class OutputProcessor:
             first_new, completion.num_sent = completion.num_sent, seq.num_output_tokens
         completion.latest = CompletionOutput(
             index=seq.index,
-            text=self._detokenizer.text(seq),
+            text="" if self._detokenizer is None else self._detokenizer.text(seq),
             token_ids=seq.token_ids[seq.num_prompt_tokens + first_new :],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
@@ -149,25 +171,6 @@ class OutputProcessor:
             cumulative_logprob=completion.cumulative_logprob,
         )
         return completion.latest
-
-    def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> None:
-        for name, values in of_heads.items():
-            first = 0
-            for row in plan.rows:
-                count = row.num_outputs - row.num_sampled
-                if count and row.seq.prompt_head == name:
-                    request = self.requests.get(row.seq.request_id)
-                    # Not if it has ended meanwhile, and its id belongs to another one.
-                    if request is not None and row.seq in request.sequences:
-                        self._collector(name)(request, row, values, first)
-                    first += count
-
-    def _collector(self, name: str) -> Collector:
-        if name == "prompt_logprobs" and name not in self.collectors:
-            from nanoserve.engine.logprobs import PromptLogprobsCollector
-
-            self.collectors[name] = PromptLogprobsCollector(self._tokenizer)
-        return self.collectors[name]
 
 
 def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:

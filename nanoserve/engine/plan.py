@@ -5,6 +5,7 @@ during and after it runs, and two of them can be under way.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from nanoserve.engine.sequence import Sequence
@@ -44,6 +45,7 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(row.n for row in self.rows)
 
+    @cached_property
     def sampled(self) -> list[Row]:
         """The rows that catch up, in batch order: those that get tokens from this step."""
         return [row for row in self.rows if row.num_sampled]

@@ -116,7 +116,7 @@ class Scheduler:
         """
         joined: list[int] = []
         any_finished = False
-        for row, new_ids in zip(plan.sampled(), token_ids, strict=True):
+        for row, new_ids in zip(plan.sampled, token_ids, strict=True):
             seq, num_joined = row.seq, 0
             if seq.status is SequenceStatus.FINISHED:
                 joined.append(-1)

@@ -1,7 +1,7 @@
-"""What all layers of one model share, and where a checkpoint's tensors go."""
+"""What all layers of one model share."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,23 +37,9 @@ class LayerContext:
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
     linear_method: LinearMethod | None = None  # None keeps weights as the checkpoint has them
+    parts: Any = None  # the model's class, whose attributes name its parts: see Qwen3ForCausalLM
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""
         data = torch.empty(shape, dtype=self.dtype, device=self.device)
         return torch.nn.Parameter(data, requires_grad=False)
-
-
-@dataclass(frozen=True)
-class CheckpointTensor:
-    """One tensor of a checkpoint and the (view of a) parameter that it fills.
-
-    A layer lists these in `checkpoint_tensors(own_name)`, so the loader needs to know neither
-    which checkpoint tensors a fused parameter is made of nor which slice of them this rank keeps.
-    """
-
-    name: str  # relative to the layer's parent, such as "q_proj.weight"
-    destination: Tensor
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    dim: int = 0  # this rank keeps source.narrow(dim, start, destination.shape[dim])
-    start: int = 0

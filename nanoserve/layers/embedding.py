@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.layers.context import CheckpointTensor, LayerContext
+from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import UnquantizedLinearMethod
 
 

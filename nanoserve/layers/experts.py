@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import CheckpointTensor, LayerContext
+from nanoserve.layers.context import LayerContext
 
 
 class SparseMoE(nn.Module):

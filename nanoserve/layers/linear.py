@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.layers.context import CheckpointTensor, LayerContext, LinearMethod
+from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.layers.context import LayerContext, LinearMethod
 
 
 class UnquantizedLinearMethod:

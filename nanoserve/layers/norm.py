@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from nanoserve.layers.context import CheckpointTensor, LayerContext
+from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.layers.context import LayerContext
 
 
 class RMSNorm(nn.Module):

@@ -17,7 +17,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.models.llama import LlamaForCausalLM
-from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
+from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -36,15 +36,10 @@ class GemmaRMSNorm(RMSNorm):
 
 class Gemma2DecoderLayer(Qwen3DecoderLayer):
     def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        rotary: RotaryEmbedding,
-        context: LayerContext,
-        parts: type[Qwen3ForCausalLM],
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
     ) -> None:
-        super().__init__(config, index, rotary, context, parts)
-        size, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, index, rotary, context)
+        parts, size, eps = context.parts, config.hidden_size, config.rms_norm_eps
         self.pre_feedforward_layernorm = parts.norm_class(size, eps, context)
         self.post_feedforward_layernorm = parts.norm_class(size, eps, context)
 
@@ -59,10 +54,8 @@ class Gemma2DecoderLayer(Qwen3DecoderLayer):
 
 
 class Gemma2Model(Qwen3Model):
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
-    ) -> None:
-        super().__init__(config, context, parts)
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
         # Rounded as the weights are: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
         self.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
 

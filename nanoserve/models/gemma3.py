@@ -8,14 +8,11 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Model
-from nanoserve.models.qwen3 import Qwen3ForCausalLM
 
 
 class Gemma3Model(Gemma2Model):
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, parts: type[Qwen3ForCausalLM]
-    ) -> None:
-        super().__init__(config, context, parts)
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
         num_positions = config.max_position_embeddings
         rope = config.local_rope or config.rope  # a model of one's own may have one for all
         local = RotaryEmbedding(rope, config.head_dim, num_positions, context)

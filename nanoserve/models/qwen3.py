@@ -7,6 +7,8 @@ travels beside the block outputs, so that each addition meets the norm that foll
 Shapes: a batch is packed, so the first dimension is always num_tokens, over all sequences.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -22,12 +24,7 @@ from nanoserve.layers.rotary import RotaryEmbedding
 
 class Qwen3Attention(nn.Module):
     def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        rotary: RotaryEmbedding,
-        context: LayerContext,
-        parts: "type[Qwen3ForCausalLM]",
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
     ) -> None:
         super().__init__()
         self.config, tp, head_dim = config, context.tp, config.head_dim
@@ -37,28 +34,22 @@ class Qwen3Attention(nn.Module):
         num_kv_heads = config.num_key_value_heads // kv_slices
         kv_size = config.num_key_value_heads * head_dim
         q_size = config.num_attention_heads * head_dim  # need not equal hidden_size
+        outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        num_slices = {"k_proj": kv_slices, "v_proj": kv_slices}
         self.qkv_proj = ColumnParallelLinear(
-            config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
-            context,
-            bias=config.qkv_bias,
-            num_slices={"k_proj": kv_slices, "v_proj": kv_slices},
+            config.hidden_size, outputs, context, bias=config.qkv_bias, num_slices=num_slices
         )
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, context, bias=config.o_bias)
         self.q_norm = self.k_norm = None
-        if parts.has_head_norms:
-            self.q_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
-            self.k_norm = parts.norm_class(head_dim, config.rms_norm_eps, context)
+        if context.parts.has_head_norms:
+            self.q_norm = context.parts.norm_class(head_dim, config.rms_norm_eps, context)
+            self.k_norm = context.parts.norm_class(head_dim, config.rms_norm_eps, context)
+        self.norms = (self.q_norm, self.k_norm)  # no module: torch is slow to find those
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
-        self.layer = AttentionLayer(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            scale=config.attention_scale,
-            sliding_window=config.sliding_windows[index],
-            soft_cap=config.attention_soft_cap,
-        )
+        scale, soft_cap = config.attention_scale, config.attention_soft_cap
+        window = config.sliding_windows[index]
+        self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale, window, soft_cap)
 
     def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
@@ -66,15 +57,15 @@ class Qwen3Attention(nn.Module):
         # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.layer.head_dim))
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
-            norms = (self.q_norm, self.k_norm)
-            q = self.ops.norm_rotate_store(heads, self.rotary, norms, kv_cache, metadata)
+            q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)
         else:
             # 2) Queries, keys and values. Of k and v there are fewer heads: a group of query heads
             #    shares one of them (GQA, Ainslie et al. 2023), which makes the cache smaller.
             q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             # 3) Every query and key head is normalised, over its head_dim numbers.
-            if self.q_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
+            q_norm, k_norm = self.norms
+            if q_norm is not None:
+                q, k = q_norm(q), k_norm(k)
             # 4) And turned by its position, so that q k depends on how far apart the two are.
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -102,16 +93,11 @@ class Qwen3MLP(nn.Module):
 
 class Qwen3DecoderLayer(nn.Module):
     def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        rotary: RotaryEmbedding,
-        context: LayerContext,
-        parts: "type[Qwen3ForCausalLM]",
+        self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = parts.attention_class(config, index, rotary, context, parts)
+        parts, size, eps = context.parts, config.hidden_size, config.rms_norm_eps
+        self.self_attn = parts.attention_class(config, index, rotary, context)
         self.mlp = parts.mlp_class(config, index, context)
         self.input_layernorm = parts.norm_class(size, eps, context)
         self.post_attention_layernorm = parts.norm_class(size, eps, context)
@@ -128,19 +114,17 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(
-        self, config: ModelConfig, context: LayerContext, parts: "type[Qwen3ForCausalLM]"
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         self.layers = nn.ModuleList(
-            parts.layer_class(config, index, rotary, context, parts)
+            context.parts.layer_class(config, index, rotary, context)
             for index in range(config.num_hidden_layers)
         )
-        self.norm = parts.norm_class(config.hidden_size, config.rms_norm_eps, context)
+        self.norm = context.parts.norm_class(config.hidden_size, config.rms_norm_eps, context)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
@@ -154,7 +138,7 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The class attributes are its parts, handed down to all of them; its relatives replace some.
+    """The class attributes are its parts, which the context hands down; relatives replace some.
 
     Qwen3's own are all that is built here. An attention or a layer of another kind has the same
     constructor; a feed-forward is built as `mlp_class(config, index, context)`.
@@ -167,7 +151,8 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.config = config
-        self.model = self.model_class(config, context, type(self))
+        context = replace(context, parts=type(self))
+        self.model = self.model_class(config, context)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
         # Tied checkpoints often store the head all the same; it must be the embedding, read once.
         self.tied_tensors: dict[str, str] = {}

@@ -48,6 +48,11 @@ def supported_architectures() -> list[str]:
     return sorted(_MODELS)
 
 
+def registered_model(architecture: str) -> str | type[nn.Module]:
+    """What was registered: a class, or "package.module:Class"."""
+    return _MODELS[architecture]
+
+
 def model_class(architecture: str) -> type[nn.Module]:
     """The class for a supported architecture."""
     model = _MODELS[architecture]
@@ -55,19 +60,3 @@ def model_class(architecture: str) -> type[nn.Module]:
         return model
     module, name = model.split(":")
     return getattr(import_module(module), name)
-
-
-def model_location(architecture: str) -> str:
-    """ "package.module:Class", from which another process can import the class.
-
-    Raises `ValueError` for a class that only this process has.
-    """
-    model = _MODELS[architecture]
-    if isinstance(model, str):
-        return model
-    if model.__module__ == "__main__" or "<" in model.__qualname__:
-        raise ValueError(
-            f"tensor parallelism: {architecture} is registered as {model.__qualname__} of "
-            f"{model.__module__}, which other processes cannot import"
-        )
-    return f"{model.__module__}:{model.__qualname__}"

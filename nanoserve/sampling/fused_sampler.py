@@ -1,7 +1,7 @@
 """The sampler of a GPU: greedy and random rows, filtered or not, without a copy or a wait."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from nanoserve.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor
-    from nanoserve.worker.batch_tensors import BatchTensors
 
 
 class FusedSampler(Sampler):
@@ -45,11 +44,7 @@ class FusedSampler(Sampler):
         self._is_stale = True
 
     def _choose_plain(
-        self,
-        logits: torch.Tensor,
-        slots: np.ndarray,
-        positions: np.ndarray,
-        tensors: "BatchTensors | None" = None,
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
     ) -> torch.Tensor:
         self._update_settings()
         if tensors is None:  # some of a step's rows

@@ -7,8 +7,7 @@ A row goes through at most five stages, in one pass:
 What a stage does is in a module of its own, which is loaded when the first request asks for it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from nanoserve.engine.executor import SlotChange
 from nanoserve.sampling.greedy import best_tokens
+from nanoserve.sampling.rows import rows_of, tensor_of
 from nanoserve.sampling.settings import SETTINGS, settings_of
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class Sampler:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         plain = np.flatnonzero(is_plain)
         if len(plain):
-            index = _tensor(plain, logits)
+            index = tensor_of(plain, logits)
             token_ids[index] = self._choose_plain(logits[index], slots[plain], positions[plain])
-        index = _tensor(rest, logits)
+        index = tensor_of(rest, logits)
         own = logits[index].float()
         states = [(row, self._states[slots[row]]) for row in rest if settings["is_changed"][row]]
         errors = self._change(own, settings[rest], states) if states else {}
@@ -112,8 +112,8 @@ class Sampler:
 
             self._noise = self._noise or Noise(self._vocab_size, logits.device)
             settings, positions = settings[at_random], positions[at_random]
-            with _rows_of(logits, at_random) as part:
-                part /= _tensor(settings["temperature"], logits).unsqueeze(1)
+            with rows_of(logits, at_random) as part:
+                part /= tensor_of(settings["temperature"], logits).unsqueeze(1)
                 self._filter(part, settings)
                 # An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1)
                 # for each, and the first one wins. That is t with probability p(t). In logarithms
@@ -128,8 +128,8 @@ class Sampler:
             from nanoserve.sampling.filters import apply_filters
 
             names = ("top_k", "top_p", "min_p")
-            values = (_tensor(settings[name][filtered], logits) for name in names)
-            with _rows_of(logits, filtered) as part:
+            values = (tensor_of(settings[name][filtered], logits) for name in names)
+            with rows_of(logits, filtered) as part:
                 apply_filters(part, *values)
 
     def _change(
@@ -137,7 +137,7 @@ class Sampler:
     ) -> dict[int, Exception]:
         from nanoserve.sampling.processors import apply_processors
 
-        with _rows_of(logits, np.flatnonzero(settings["is_changed"])) as part:
+        with rows_of(logits, np.flatnonzero(settings["is_changed"])) as part:
             return apply_processors(part, [state for _, state in states], self._processors)
 
     def _logprobs(
@@ -152,21 +152,5 @@ class Sampler:
             return None
         from nanoserve.sampling.logprobs import gather_logprobs
 
-        index = _tensor(rows, logits)
+        index = tensor_of(rows, logits)
         return gather_logprobs(logits[index], token_ids[index], settings["num_logprobs"].max())
-
-
-@contextmanager
-def _rows_of(matrix: torch.Tensor, rows: np.ndarray) -> Iterator[torch.Tensor]:
-    """Some rows of a matrix, to be changed in place; the matrix itself if they are all of it."""
-    if len(rows) == len(matrix):
-        yield matrix
-    else:
-        index = _tensor(rows, matrix)
-        part = matrix[index]
-        yield part
-        matrix[index] = part
-
-
-def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(array.copy()).to(like.device)

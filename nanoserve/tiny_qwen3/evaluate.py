@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoserve.tiny_qwen3 import bundled_checkpoint
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.tiny_qwen3.corpus import Message, Probe, evaluation_sets
 
 Generate = Callable[[list[list[Message]], int], list[str]]

@@ -3,7 +3,7 @@
 import torch
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.engine.batch import BatchHeader, BatchLayout
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 
 
 class BatchTensors:

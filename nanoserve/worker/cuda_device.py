@@ -18,7 +18,8 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotChange
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -28,7 +29,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_graphs import DecodeGraphs, append_dummy_rows, graph_sizes
 from nanoserve.worker.gpu_memory import GPUMemory
-from nanoserve.worker.host_device import Forward
+from nanoserve.worker.host_device import Forward, HostDevice
 from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import make_room
@@ -41,7 +42,7 @@ class Fetched(NamedTuple):
     done: Any
 
 
-class CudaDevice:
+class CudaDevice(HostDevice):
     """One NVIDIA GPU. `is_capturable` is whether the attention backend can be part of a graph."""
 
     sampler_class = FusedSampler

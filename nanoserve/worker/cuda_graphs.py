@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoserve.engine.batch import Batch, BatchHeader
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.worker.cuda import Cuda
 
 

@@ -1,26 +1,32 @@
 """What runs where: the device, its attention backend, its kernels and its runner."""
 
 import logging
-import os
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from nanoserve.attention.interface import AttentionBackend
-from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, LinearMethod
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.models.registry import model_class, model_location
 from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+# Attention, and the small operations that go with it.
+_BACKENDS = {
+    "torch": ("nanoserve.attention.torch:TorchAttention", "nanoserve.layers.ops:TorchOps"),
+    "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
+    "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
+    "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
+}
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
@@ -33,13 +39,10 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
     device = choose_device(config.device, 0, size)
     if size == 1:
         return make_runner(config, model_config, path, TensorParallel())
-    shape_only = LayerContext(device=torch.device("meta"), tp=TensorParallel(0, size))
-    model_class(model_config.architecture)(model_config, shape_only)
-    model = (model_config.architecture, model_location(model_config.architecture))
     from nanoserve.worker.tensor_parallel import TensorParallelExecutor
 
     make = partial(make_runner, config, model_config, path)
-    return TensorParallelExecutor(config, path, model, device, make)
+    return TensorParallelExecutor(config, model_config, path, device, make)
 
 
 def make_runner(
@@ -91,44 +94,20 @@ def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
     """ "torch", "numba", "triton" or "flash_attn": what was asked for, if it can run here."""
-    name, is_cpu = config.attention_backend, device.type == "cpu"
-    has_numba = is_cpu and model_config.dtype != "float16" and find_spec("numba") is not None
-    if name == "auto":
-        return "triton" if not is_cpu else "numba" if has_numba else "torch"
-    if name == "numba" and not has_numba:
-        raise ValueError(
-            f"attention_backend='numba' needs the package numba (pip install 'nanoserve[cpu]'), a "
-            f"CPU, and float32 or bfloat16, not device {device} and {model_config.dtype}"
-        )
-    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "attention_backend='triton' needs an NVIDIA GPU; without one it runs, very slowly, "
-            "in Triton's interpreter, if TRITON_INTERPRET=1 is set before Python starts"
-        )
-    if name in ("triton", "flash_attn") and find_spec("triton") is None:
-        raise ValueError(f"attention_backend={name!r} needs the package triton")
-    if name == "flash_attn":
-        from nanoserve.attention.flash import check_flash_attention
+    name = config.attention_backend
+    if name not in ("auto", "torch"):
+        from nanoserve.worker.backend_checks import check_attention_backend
 
-        dtype = getattr(torch, model_config.dtype)
-        check_flash_attention(config.block_size, model_config.head_dim, dtype, device)
-    return name
+        check_attention_backend(name, config.block_size, model_config, device)
+    if name != "auto":
+        return name
+    if device.type != "cpu":
+        return "triton"
+    has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
+    return "numba" if has_numba else "torch"
 
 
 def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
-    if name == "torch":
-        return TorchAttention(), TorchOps()
-    if name == "numba":
-        from nanoserve.attention.numba import NumbaAttention
-        from nanoserve.kernels_cpu.ops import NumbaOps
-
-        return NumbaAttention(), NumbaOps()
-    from nanoserve.kernels.ops import TritonOps
-
-    if name == "triton":
-        from nanoserve.attention.triton import TritonAttention
-
-        return TritonAttention(), TritonOps()
-    from nanoserve.attention.flash import FlashAttention
-
-    return FlashAttention(), TritonOps()
+    modules = [location.split(":") for location in _BACKENDS[name]]
+    attention, ops = (getattr(import_module(module), kind)() for module, kind in modules)
+    return attention, ops

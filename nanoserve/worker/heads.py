@@ -2,7 +2,7 @@
 
 A sequence names its head (`Sequence.prompt_head`), a step hands the head the outputs that are its
 own, and what the head returns reaches the collector of the same name in
-`nanoserve.engine.output_processor`. A head is loaded when the first sequence names it.
+`nanoserve.engine.prompt_outputs`. A head is loaded when the first sequence names it.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import SlotChange
+from nanoserve.worker.batch_tensors import BatchTensors
 
 _HEADS = {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
 
@@ -49,6 +52,36 @@ def registered_heads() -> dict[str, str]:
     return dict(_HEADS)
 
 
-def make_head(name: str, num_slots: int) -> Head:
-    module, _, attribute = _HEADS[name].partition(":")
-    return getattr(import_module(module), attribute)(num_slots)
+class Heads:
+    """Those that a runner has needed so far."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._heads: dict[str, Head] = {}
+
+    def __getitem__(self, name: str) -> Head:
+        if name not in self._heads:
+            module, _, attribute = _HEADS[name].partition(":")
+            self._heads[name] = getattr(import_module(module), attribute)(self._num_slots)
+        return self._heads[name]
+
+    def run(
+        self,
+        batch: Batch,
+        header: BatchHeader,
+        tensors: BatchTensors,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor | None],
+    ) -> dict[str, Any]:
+        """By name, what the heads make of a step. hidden: of all its tokens."""
+        from nanoserve.engine.prompt_outputs import prompt_outputs
+
+        return {
+            name: self[name](
+                hidden[tensors.output_rows[outputs]],
+                tensors.next_ids[outputs],
+                batch.output_slots[outputs],
+                compute_logits,
+            )
+            for name, outputs in prompt_outputs(batch, header).items()
+        }

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
@@ -19,30 +20,40 @@ from nanoserve.worker.kv_cache import decide_num_kv_blocks
 Forward = Callable[[BatchTensors, BatchHeader, torch.Tensor], torch.Tensor]
 
 
-class Device(Protocol):
-    """Buffers, copies and waiting."""
+class HostDevice:
+    """Buffers, copies and waiting. A CPU reads a batch where it was packed, and what is launched is
+    done; a GPU (`nanoserve.worker.cuda_device`) gives every method another answer.
+    """
 
-    sampler_class: type[Sampler]
+    sampler_class = Sampler
+
+    def __init__(self) -> None:
+        self._tensors: dict[Batch, BatchTensors] = {}
 
     def guard(self) -> AbstractContextManager[Any]:
         """A context in which work is launched on this device, whatever the caller chose."""
+        return nullcontext()
 
     def pool_before_loading(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
     ) -> int | None:
         """How many KV blocks to have, if that can be told before the weights are there."""
+        return decide_num_kv_blocks(config, model_config, tp)
 
     def pool_after_loading(self, runner: Any) -> int:
         """And if not, how many when they are."""
+        raise NotImplementedError
 
     def make_room(self, layout: BatchLayout) -> None:
         """Allocate what batches are copied to."""
 
     def host_memory(self, num_bytes: int) -> np.ndarray:
         """uint8, from which a batch can be copied without waiting."""
+        return np.zeros(num_bytes, dtype=np.uint8)
 
     def lock(self, memory: np.ndarray) -> None:
-        """Make it so for memory that comes from elsewhere."""
+        """Make it so for memory that comes from elsewhere, and takes the place of all before."""
+        self._tensors.clear()
 
     def warm_up(self, runner: Any) -> None:
         """Whatever would otherwise be done while serving: compiling, capturing."""
@@ -54,64 +65,24 @@ class Device(Protocol):
         self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
     ) -> tuple[BatchTensors, torch.Tensor]:
         """Bring the batch to the device, with its pending tokens, and compute its hidden states."""
+        if batch not in self._tensors:
+            self._tensors[batch] = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
+        tensors = self._tensors[batch]
+        if header.num_pending:
+            tensors.fill_in_pending(header, last_token)
+        return tensors, forward(tensors, header, tensors.packed_tables(header))
 
     def fetch(self, token_ids: torch.Tensor) -> Any:
         """Start bringing sampled ids [num_rows] to the host."""
+        return token_ids
 
     def wait(self, fetched: Any) -> list[int]:
         """Until they are there."""
+        return fetched.tolist()
 
     def finish(self) -> None:
         """Wait for everything that was launched."""
 
     def close(self) -> None:
         """Release the buffers."""
-
-
-class HostDevice:
-    """A CPU: a batch is read where it was packed, and what is launched is done."""
-
-    sampler_class = Sampler
-
-    def guard(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
-    ) -> int:
-        return decide_num_kv_blocks(config, model_config, tp)
-
-    def make_room(self, layout: BatchLayout) -> None:
-        pass
-
-    def host_memory(self, num_bytes: int) -> np.ndarray:
-        return np.zeros(num_bytes, dtype=np.uint8)
-
-    def lock(self, memory: np.ndarray) -> None:
-        pass
-
-    def warm_up(self, runner: Any) -> None:
-        pass
-
-    def wait_until_read(self, batch: Batch) -> None:
-        pass
-
-    def run(
-        self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
-    ) -> tuple[BatchTensors, torch.Tensor]:
-        tensors = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
-        if header.num_pending:
-            tensors.fill_in_pending(header, last_token)
-        return tensors, forward(tensors, header, tensors.packed_tables(header))
-
-    def fetch(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return token_ids
-
-    def wait(self, fetched: torch.Tensor) -> list[int]:
-        return fetched.tolist()
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        self._tensors.clear()

@@ -9,13 +9,14 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchHeader
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling.sampler import Sampled
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.heads import Head, make_head
-from nanoserve.worker.host_device import Device
+from nanoserve.worker.heads import Heads
+from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.startup import start
 
 
@@ -35,7 +36,7 @@ class Handle:
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
-    What a GPU does otherwise than a CPU is its `Device`'s to know. From `start` it has `model`,
+    What a GPU does otherwise than a CPU is its device's to know. From `start` it has `model`,
     `sampler`, `kv_cache` ([num_layers, *attention.kv_cache_shape()]) and its size `num_kv_blocks`,
     `max_model_len`, and the `layout` of its two `batches`.
     """
@@ -46,11 +47,11 @@ class ModelRunner:
         model_config: ModelConfig,
         path: Path,
         context: LayerContext,
-        device: Device,
+        device: HostDevice,
     ) -> None:
         self.config, self.model_config = config, model_config
         self.context, self.device = context, device
-        self.heads: dict[str, Head] = {}
+        self.heads = Heads(config.max_num_seqs)
         self._num_batches = 0
         # By slot, the token that was sampled last: the next step's input, before the host knows it.
         self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=context.device)
@@ -75,7 +76,7 @@ class ModelRunner:
         for change in changes:
             self.sampler.set_slot(change)
             if change.prompt_head is not None:
-                self._head(change.prompt_head).set_slot(change)
+                self.heads[change.prompt_head].set_slot(change)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
@@ -91,13 +92,9 @@ class ModelRunner:
             handle = Handle(batch, header, tensors)
             # 3) Only the rows that somebody asked for become logits: a prompt of a thousand tokens
             #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
-            for name, outputs in batch.prompt_outputs(header).items():
-                handle.of_heads[name] = self._head(name)(
-                    hidden[tensors.output_rows[outputs]],
-                    tensors.next_ids[outputs],
-                    batch.output_slots[outputs],
-                    self.model.compute_logits,
-                )
+            if header.num_outputs > header.num_sampled:
+                compute_logits = self.model.compute_logits
+                handle.of_heads = self.heads.run(batch, header, tensors, hidden, compute_logits)
             if header.num_sampled:  # else every row is a chunk in the middle of its prompt
                 rows = tensors.output_rows[: header.num_sampled]
                 handle.logits = self.model.compute_logits(hidden[rows])
@@ -105,7 +102,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, handle: Handle) -> None:
-        """Launch the choice of the next tokens, and leave them where the next step finds them."""
+        """Launch the choice of the next tokens, and leave them where a step ahead finds them."""
         num_sampled = handle.header.num_sampled
         batch, tensors = handle.batch, handle.tensors
         with self.device.guard():
@@ -120,7 +117,8 @@ class ModelRunner:
                 tensors,
             )
             token_ids = handle.sampled.token_ids
-            self.last_token[tensors.output_slots[:num_sampled]] = token_ids.int()
+            if self.config.async_scheduling:
+                self.last_token[tensors.output_slots[:num_sampled]] = token_ids.int()
             handle.fetched = self.device.fetch(token_ids)
 
     def collect(self, handle: Handle) -> StepResult:
@@ -148,8 +146,3 @@ class ModelRunner:
     ) -> torch.Tensor:
         metadata = tensors.attention_metadata(header, block_tables)
         return self.model(tensors.input_ids[: header.num_tokens], self.kv_cache, metadata)
-
-    def _head(self, name: str) -> Head:
-        if name not in self.heads:
-            self.heads[name] = make_head(name, self.config.max_num_seqs)
-        return self.heads[name]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.loader import load_weights
-from nanoserve.engine.batch import BatchLayout
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
 from nanoserve.worker.heads import registered_heads

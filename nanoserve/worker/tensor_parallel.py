@@ -21,11 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
+from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.registry import model_class, registered_model
 from nanoserve.worker.heads import registered_heads
 from nanoserve.worker.model_runner import Handle, ModelRunner
 from nanoserve.worker.process_group import Group, join_group, serve_store
@@ -41,12 +44,16 @@ class TensorParallelExecutor:
     def __init__(
         self,
         config: EngineConfig,
+        model_config: ModelConfig,
         path: Path,
-        model: tuple[str, str],
         device: torch.device,
         make_runner: Callable[[TensorParallel], ModelRunner],
     ) -> None:
-        size = config.tensor_parallel_size
+        size, architecture = config.tensor_parallel_size, model_config.architecture
+        # Without memory: raises if so many ranks cannot share it.
+        shape_only = LayerContext(device=torch.device("meta"), tp=TensorParallel(0, size))
+        model_class(architecture)(model_config, shape_only)
+        location = _model_location(architecture)
         self._stack = contextlib.ExitStack()  # what was opened, to be closed in reverse order
         self._close = weakref.finalize(self, _close, self._stack)  # also when Python ends
         _ENGINES.add(self)
@@ -62,7 +69,7 @@ class TensorParallelExecutor:
             store = serve_store(size)
             options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
             job = {"options": options, "path": path, "size": size, "port": store.port}
-            job["model"] = model  # its architecture, and where its class is
+            job["model"] = (architecture, location)
             job["heads"] = registered_heads()
             self._workers = Workers(size, job, memory, num_threads)
             self._stack.callback(self._workers.close)
@@ -193,6 +200,22 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _model_location(architecture: str) -> str:
+    """ "package.module:Class", from which another process can import the class.
+
+    Raises `ValueError` for a class that only this process has.
+    """
+    model = registered_model(architecture)
+    if isinstance(model, str):
+        return model
+    if model.__module__ == "__main__" or "<" in model.__qualname__:
+        raise ValueError(
+            f"tensor parallelism: {architecture} is registered as {model.__qualname__} of "
+            f"{model.__module__}, which other processes cannot import"
+        )
+    return f"{model.__module__}:{model.__qualname__}"
 
 
 def map_memory(fd: int, num_bytes: int) -> np.ndarray:

@@ -20,8 +20,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
 
-import nanoserve
-
 T = TypeVar("T")
 
 PING = 2**32 - 1  # a step that no batch has: it asks a worker whether it waits
@@ -176,7 +174,7 @@ class Workers:
         self._steps.append(steps_here)
         self._statuses[status_here] = job["rank"]
         fds = shared | {"steps": steps_there, "status": status_there}
-        package = str(Path(nanoserve.__file__).parent.parent)
+        package = str(Path(__file__).parents[2])
         search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)}
         settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder are not meant

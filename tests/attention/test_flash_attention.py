@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nanoserve import LLM
+from nanoserve.attention import flash
 from nanoserve.attention.flash import FlashAttention, check_flash_attention
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
@@ -173,6 +174,17 @@ def test_the_batch_is_shared_between_the_two_functions(
     metadata.block_tables[metadata.block_tables == 9999] = 0
     expected = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
+
+
+def test_where_contexts_begin_is_computed_once_for_all_layers(calls: Calls) -> None:
+    metadata, num_blocks = random_batch(np.random.default_rng(0), [(1, 11), (2, 3), (3, 7)])
+    backend, layer = FlashAttention(), AttentionLayer(2, 1, 8, scale=0.3)
+    q, kv_cache = torch.randn(6, 2, 8), torch.randn(backend.kv_cache_shape(num_blocks, PAGE, 1, 8))
+    backend.attend(layer, q, kv_cache, metadata)
+    ends = flash._cu_seqlens_k(metadata)
+    assert ends.tolist() == [0, 11, 14, 21] and ends.dtype == torch.int32
+    backend.attend(layer, q, kv_cache, metadata)
+    assert flash._cu_seqlens_k(metadata) is ends
 
 
 def test_what_flash_attn_cannot_do_is_refused_with_the_number(calls: Calls) -> None:

@@ -87,10 +87,3 @@ def test_nan_in_one_sequence_stays_there(
     actual = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert actual[:num_new].isnan().all()
     assert torch.equal(actual[num_new:], expected[num_new:])
-
-
-def test_contexts_laid_side_by_side_begin_and_end_where_the_one_before_does() -> None:
-    metadata = metadata_of([(1, 11), (2, 3), (1, 7)], torch.empty(0))
-    assert metadata.cu_seqlens_k.tolist() == [0, 11, 14, 21]
-    assert metadata.cu_seqlens_k.dtype == torch.int32  # as flash-attn wants it
-    assert metadata.cu_seqlens_k is metadata.cu_seqlens_k  # once for all layers

@@ -18,7 +18,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import hub
-from nanoserve.tiny_qwen3 import bundled_checkpoint
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 8, "max_num_seqs": 4}
 SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]

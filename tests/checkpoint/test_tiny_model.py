@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.tiny_qwen3 import bundled_checkpoint
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.tiny_qwen3.corpus import evaluation_sets
 
 PATH = bundled_checkpoint("tiny-qwen3")

@@ -304,7 +304,7 @@ def stale_row_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.update
 
     def update(self: Scheduler, plan: Any, token_ids: list[list[int]]) -> list[int]:
-        ended = [row.seq for row in plan.sampled() if row.seq.finished]
+        ended = [row.seq for row in plan.sampled if row.seq.finished]
         for seq in ended:
             seq.status, seq.finish_reason = SequenceStatus.HELD, None
         joined = original(self, plan, token_ids)

@@ -390,7 +390,7 @@ def test_a_request_is_aborted_with_all_of_its_completions(num_steps: int, texts:
 
 def test_what_is_held_for_another_reason_is_unfinished_and_can_be_aborted() -> None:
     engine = make_engine()
-    request = engine.prepare("r", [1, 2], SamplingParams(max_tokens=2))
+    request = engine.input_processor.process("r", [1, 2], SamplingParams(max_tokens=2))
     engine.output_processor.add(request)
     engine.scheduler.hold(request.sequences[0], "its image is being read")
     assert engine.has_unfinished_requests() and engine.step() == []

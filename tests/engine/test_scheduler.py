@@ -46,7 +46,7 @@ def end(scheduler: Scheduler, plan: Plan) -> list[int]:
     """What follows `schedule` if nothing goes wrong."""
     scheduler.commit(plan)
     check_invariants(scheduler)
-    joined = scheduler.update(plan, [[7] for _ in plan.sampled()])
+    joined = scheduler.update(plan, [[7] for _ in plan.sampled])
     check_invariants(scheduler)
     return joined
 
@@ -259,7 +259,7 @@ def test_a_plan_that_cannot_be_finished_leaves_nothing(where: str, monkeypatch) 
 
 def test_an_empty_plan_has_no_rows() -> None:
     plan = Plan(budget=5)
-    assert (plan.rows, plan.sampled(), plan.num_tokens) == ([], [], 0)
+    assert (plan.rows, plan.sampled, plan.num_tokens) == ([], [], 0)
 
 
 def test_a_prompt_is_admitted_when_all_of_it_fits() -> None:
@@ -302,7 +302,7 @@ def test_a_plan_means_the_same_before_during_and_after_its_step() -> None:
 
     def check() -> None:
         assert plan.rows == said
-        assert plan.sampled() == said[:3]
+        assert plan.sampled == said[:3]
         assert (plan.num_tokens, plan.budget) == (50, 0)
         assert (plan.admitted, plan.preempted) == ([chunk], [])
 

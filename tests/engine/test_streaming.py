@@ -212,7 +212,7 @@ def run_cases(engine: LLMEngine, cases: list[Case]) -> None:
     while engine.has_unfinished_requests() or any(case.request is None for case in cases):
         for index, case in enumerate(cases):
             if case.start == clock:
-                case.request = engine.prepare(str(index), PROMPT, case.params)
+                case.request = engine.input_processor.process(str(index), PROMPT, case.params)
                 engine.add(case.request)
             if case.abort_after is not None and case.start + case.abort_after == clock:
                 output = engine.abort_request(str(index))

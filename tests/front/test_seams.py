@@ -38,7 +38,7 @@ def test_a_head_gets_the_hidden_states_of_a_prompt(
         llm.engine.output_processor.collectors["lengths"] = lambda request, row, values, first: (
             lengths.extend(values[first : first + row.num_outputs - row.num_sampled])
         )
-        request = llm.engine.prepare("a", prompt, SamplingParams(max_tokens=2))
+        request = llm.engine.input_processor.process("a", prompt, SamplingParams(max_tokens=2))
         request.sequences[0].prompt_head = "lengths"
         llm.engine.add(request)
         llm.engine.add_request("b", prompt, SamplingParams(max_tokens=2, prompt_logprobs=1))

@@ -84,7 +84,9 @@ def test_only_the_front_door_builds_the_parts() -> None:
         assert all(name.startswith(allowed) for name in own), (path.name, own)
 
 
-@pytest.mark.parametrize("module", ["model_config", "rope_config", "config_json"])
+@pytest.mark.parametrize(
+    "module", ["model_config", "rope_config", "config_json", "layer_types", "moe_config", "scales"]
+)
 def test_what_a_checkpoint_says_is_read_without_torch(module: str) -> None:
     """The brain reads `ModelConfig`, and its room has the loader in it."""
     assert heavy_imports_of(f"nanoserve.checkpoint.{module}") == "[]"

@@ -11,7 +11,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanoserve.checkpoint.loader import load_weights
-from nanoserve.checkpoint.model_config import ModelConfig, MoEConfig
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.experts import SparseMoE
 from nanoserve.models.mixtral import MixtralMoE

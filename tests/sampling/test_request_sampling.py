@@ -287,7 +287,7 @@ def step(scheduler: Scheduler, token_of: dict[Sequence, int] | None = None) -> d
     """Sequences draw token 100 unless told otherwise; returns what was computed."""
     plan = scheduler.schedule()
     scheduler.commit(plan)
-    scheduler.update(plan, [[(token_of or {}).get(row.seq, 100)] for row in plan.sampled()])
+    scheduler.update(plan, [[(token_of or {}).get(row.seq, 100)] for row in plan.sampled])
     check_invariants(scheduler)
     return {row.seq: row.n for row in plan.rows}
 

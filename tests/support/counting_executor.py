@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import PENDING, Batch, BatchLayout
+from nanoserve.engine.batch import PENDING, Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.llm_engine import LLMEngine

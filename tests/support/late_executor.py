@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import PENDING, Batch, BatchLayout
+from nanoserve.engine.batch import PENDING, Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.prompt_outputs import prompt_outputs
 
 POISON = -7
 _MASK = 2**61 - 1
@@ -183,7 +185,7 @@ class LateExecutor:
         outputs = batch.output_rows[: header.num_outputs].tolist()
         prefixes = [self.prefix_at[slots[output]] for output in outputs]
         handle.prefixes = prefixes[: header.num_sampled]
-        for name, span in batch.prompt_outputs(header).items():
+        for name, span in prompt_outputs(batch, header).items():
             next_ids = batch.next_ids[span].tolist()
             pairs = zip(prefixes[span], next_ids, strict=True)
             handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]

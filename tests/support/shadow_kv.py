@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.prompt_outputs import prompt_outputs
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -167,10 +169,10 @@ class ShadowRun:
         """Mostly one token for each row, sometimes two, or none because its request has failed."""
         new_ids = [
             [self.rng.randrange(self.vocab) for _ in range(self.rng.choices([0, 1, 2], WEIGHTS)[0])]
-            for _ in plan.sampled()
+            for _ in plan.sampled
         ]
         self.scheduler.update(plan, new_ids)
-        for row, tokens in zip(plan.sampled(), new_ids, strict=True):
+        for row, tokens in zip(plan.sampled, new_ids, strict=True):
             if not tokens:
                 self._end_request(row.seq, "error")
 
@@ -248,4 +250,4 @@ class ShadowRun:
         require(outputs[num_sampled:] == of_prompts, "outputs of prompts")
         require(batch.next_ids[num_sampled:num].tolist() == next_ids, "next_ids")
         spans = {"prompt_logprobs": slice(num_sampled, num)} if of_prompts else {}
-        require(batch.prompt_outputs(header) == spans, "which outputs go to which head")
+        require(prompt_outputs(batch, header) == spans, "which outputs go to which head")

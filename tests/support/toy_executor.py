@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from nanoserve.engine.batch import Batch, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotChange, StepResult
 
 

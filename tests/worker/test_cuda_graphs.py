@@ -6,7 +6,7 @@ import torch
 from fake_cuda import FakeCuda
 from packed_batches import make_batch, make_plan, make_sequence
 
-from nanoserve.engine.batch import BatchHeader
+from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.worker.cuda_graphs import DecodeGraphs, append_dummy_rows, graph_sizes
 
 

@@ -20,7 +20,8 @@ from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps

@@ -11,11 +11,12 @@ from packed_batches import make_plan, make_sequence
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import PENDING, Batch, BatchHeader, BatchLayout
+from nanoserve.engine.batch import PENDING, Batch
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.sequence import Sequence
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.host_device import Device, HostDevice
+from nanoserve.worker.host_device import HostDevice
 
 LAYOUT = BatchLayout(max_num_tokens=64, max_num_rows=4, max_blocks_per_row=8)
 TABLES = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
@@ -27,7 +28,7 @@ def forward(tensors: BatchTensors, header: BatchHeader, tables: torch.Tensor) ->
     return tensors.input_ids[: header.num_tokens].clone()
 
 
-def on_host() -> Device:
+def on_host() -> HostDevice:
     return HostDevice()
 
 
@@ -59,7 +60,7 @@ def pending(length: int, slot: int) -> Sequence:
     return seq
 
 
-def pack(device: Device, num_new_tokens: dict[Sequence, int]) -> Batch:
+def pack(device: HostDevice, num_new_tokens: dict[Sequence, int]) -> Batch:
     batch = Batch(LAYOUT, device.host_memory(LAYOUT.num_bytes))
     batch.memory[:] = 0xAA  # negative integers, and none of them pending
     batch.pack(make_plan(num_new_tokens), TABLES, block_size=4)
@@ -84,7 +85,7 @@ def pack(device: Device, num_new_tokens: dict[Sequence, int]) -> Batch:
     ids=["one", "all", "some", "none", "beside chunks"],
 )
 def test_pending_tokens_are_filled_in_where_they_are_known(
-    make_device: Callable[[], Device],
+    make_device: Callable[[], HostDevice],
     num_new_tokens: dict[Sequence, int],
     num_pending: int,
     seen: list[int],

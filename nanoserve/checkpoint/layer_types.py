@@ -1,0 +1,83 @@
+"""Layers of different types: which have a sliding window, and in Gemma 3 another rotary embedding.
+
+Also files of models that could have such layers, and do not say outright that they have none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoserve.checkpoint.config_json import ConfigFile
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checks import check_int, require
+
+
+def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
+    """The fields of a `ModelConfig` in which such layers differ."""
+    if file.has("rope_local_base_freq"):
+        rope, local_rope = _ropes_by_type(file, head_dim, max_positions)
+    else:
+        rope, local_rope = file.rope(head_dim, max_positions), None
+    windows = _sliding_windows(file)
+    return {"rope": rope, "local_rope": local_rope, "sliding_windows": windows}
+
+
+def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
+    """Which layers have a window: what `layer_types` says, or the rule of the architecture."""
+    num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
+    if "use_sliding_window" in file.implied and not file.get("use_sliding_window"):
+        window = None
+    if window is not None or file.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
+        check_int("sliding_window", window, 1)
+    types = file.get("layer_types")
+    if types is None:
+        return tuple(window if _is_windowed(file, i) else None for i in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    require(
+        isinstance(types, list) and set(types) <= set(known),
+        f"layer_types={types!r} are not implemented, only {known}",
+    )
+    require(
+        len(types) == num_layers and (window is not None or "sliding_attention" not in types),
+        f"layer_types={types!r} do not fit num_hidden_layers={num_layers}, "
+        f"sliding_window={file.get('sliding_window')} and "
+        f"use_sliding_window={file.get('use_sliding_window')}",
+    )
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def _is_windowed(file: ConfigFile, layer: int) -> bool:
+    if file.architecture == "Gemma2ForCausalLM":
+        return layer % 2 == 0
+    if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
+        return (layer + 1) % file.size("sliding_window_pattern") != 0
+    if file.get("max_window_layers") is not None:
+        check_int("max_window_layers", file.get("max_window_layers"), 0)
+        return layer >= file.get("max_window_layers")
+    return True
+
+
+def _ropes_by_type(
+    file: ConfigFile, head_dim: int, max_positions: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Gemma 3's: of layers that see everything, and of those with a window.
+
+    In transformers 4, layers with a window had no object of their own.
+    """
+    by_type, scaling = _object(file.raw, "rope_parameters"), _object(file.raw, "rope_scaling")
+    require(
+        "type" not in scaling or "rope_type" in scaling,
+        f"config.json: rope_scaling={scaling} has effect in transformers 4, but not in 5, "
+        f"which wants it to say 'rope_type'",
+    )
+    full = {"rope_theta": file.get("rope_theta")} | _object(by_type, "full_attention") | scaling
+    local = {"rope_theta": file.get("rope_local_base_freq")}
+    local |= _object(by_type, "sliding_attention")
+    share = file.raw.get("partial_rotary_factor")
+    ropes = ({"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local))
+    return tuple(RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
+
+
+def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = parent.get(name) or {}
+    require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
+    return value

@@ -1,0 +1,49 @@
+"""What a checkpoint says of its mixture of experts (`MoEConfig`), without torch."""
+
+from dataclasses import dataclass
+
+from nanoserve.checkpoint.config_json import ConfigFile
+from nanoserve.checks import check_bool, check_list, is_int, require
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in the place of the feed-forward, in all layers but the dense ones."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # whether the weights of the chosen experts sum to one
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_experts_per_tok <= self.num_experts,
+            f"num_experts_per_tok={self.num_experts_per_tok} exceeds "
+            f"num_experts={self.num_experts}",
+        )
+
+    @classmethod
+    def from_hf(cls, file: ConfigFile) -> "MoEConfig":
+        """Mixtral knows less than Qwen3-MoE: it has no dense layers, and its weights sum to one."""
+        norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
+        check_bool("norm_topk_prob", norm)
+        every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
+        dense = file.get("mlp_only_layers") or []
+        check_list("mlp_only_layers", dense, is_int, "integers")
+        layers = range(file.size("num_hidden_layers"))
+        return cls(
+            num_experts=_num_experts(file),
+            num_experts_per_tok=file.size("num_experts_per_tok"),
+            intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
+            norm_topk_prob=norm,
+            dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
+        )
+
+
+def _num_experts(file: ConfigFile) -> int:
+    """transformers 4 wrote "num_experts" for Qwen3-MoE; 5 reads either name for any model."""
+    names = [name for name in ("num_experts", "num_local_experts") if name in file.raw]
+    counts = {name: file.size(name) for name in names or ["num_experts"]}
+    require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")
+    return counts.popitem()[1]

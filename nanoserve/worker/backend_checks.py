@@ -1,0 +1,34 @@
+"""What an attention backend that somebody asks for needs of the machine and of the model."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from nanoserve.checkpoint.model_config import ModelConfig
+
+
+def check_attention_backend(
+    name: str, block_size: int, model_config: ModelConfig, device: torch.device
+) -> None:
+    """Raise `ValueError`, with what to do, if "numba", "triton" or "flash_attn" cannot run here."""
+    is_cpu = device.type == "cpu"
+    if name == "numba" and (
+        not is_cpu or model_config.dtype == "float16" or find_spec("numba") is None
+    ):
+        raise ValueError(
+            f"attention_backend='numba' needs the package numba (pip install 'nanoserve[cpu]'), a "
+            f"CPU, and float32 or bfloat16, not device {device} and {model_config.dtype}"
+        )
+    if name == "triton" and is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "attention_backend='triton' needs an NVIDIA GPU; without one it runs, very slowly, "
+            "in Triton's interpreter, if TRITON_INTERPRET=1 is set before Python starts"
+        )
+    if name in ("triton", "flash_attn") and find_spec("triton") is None:
+        raise ValueError(f"attention_backend={name!r} needs the package triton")
+    if name == "flash_attn":
+        from nanoserve.attention.flash import check_flash_attention
+
+        dtype = getattr(torch, model_config.dtype)
+        check_flash_attention(block_size, model_config.head_dim, dtype, device)
