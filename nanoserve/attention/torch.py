@@ -41,35 +41,54 @@ def attend_rows(
 
     q is the whole batch's; what is returned is [num_rows x n, num_heads, head_dim].
     """
-    # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
+    # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim]. The heads of a
+    #    block follow each other in the cache, so that one index finds a head of a block.
+    num_rows, num_kv_heads, block_size = end - first, layer.num_kv_heads, kv_cache.shape[3]
     lens = metadata.context_lens[first:end]
-    length, block_size = int(lens.max()), kv_cache.shape[3]
-    blocks = metadata.block_tables[first:end, : -(-length // block_size)].long()
-    k, v = (cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :length] for cache in kv_cache)
+    shortest, length = int(lens.min()), int(lens.max())
+    blocks = metadata.block_tables[first:end, None, : -(-length // block_size)].long()
+    index = blocks * num_kv_heads + torch.arange(num_kv_heads, device=q.device)[:, None]
+    heads = (cache.flatten(0, 1).index_select(0, index.flatten()) for cache in kv_cache)
+    shape = (num_rows, num_kv_heads, -1, layer.head_dim)
+    k, v = (head.view(shape)[:, :, :length] for head in heads)
 
-    # 2) The queries, [num_rows, num_heads, n, head_dim]: the last tokens of each row's context.
+    # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
+    #    head. Of one token, they are the rows of one product; of several, the KV head is repeated.
     tokens = slice(*metadata.cu_seqlens_q[[first, end]].tolist())
-    queries = q[tokens].unflatten(0, (end - first, -1)).transpose(1, 2)
-    n = queries.shape[2]
-    positions = lens[:, None] - n + torch.arange(n, device=q.device)
+    n, group = (tokens.stop - tokens.start) // num_rows, layer.num_heads // num_kv_heads
+    if n == 1:
+        queries = q[tokens].unflatten(1, (num_kv_heads, group))
+    else:
+        queries = q[tokens].transpose(0, 1)[None]
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    # 3) A token sees itself and what came before it, within a window if the layer has one.
-    #    `distance` is [num_rows, n, length]; `visible` is the same for all heads.
-    distance = positions[:, :, None] - torch.arange(length, device=q.device)
-    visible = ((distance >= 0) & (distance < (layer.sliding_window or length)))[:, None]
-    # What no query sees may be another sequence's, even NaN, and 0 x NaN is NaN.
-    unseen = ~visible.any(dim=2).unsqueeze(-1)
-    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    # 3) What a token sees. Of a whole prompt torch knows it, and skips half of the products.
+    is_whole = 1 < n == length and layer.sliding_window is layer.soft_cap is None
+    visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
+    if shortest < length:  # behind a row's end, what may be another's, even NaN, and 0 x NaN is NaN
+        slots = torch.arange(shortest, length, device=q.device)
+        for x in (k, v):
+            x[:, :, shortest:].masked_fill_((slots >= lens[:, None])[:, None, :, None], 0)
 
     # 4) Attention itself.
     if layer.soft_cap is None:
         attended = F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=visible, scale=layer.scale, enable_gqa=True
+            queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )
     else:
-        k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1) for x in (k, v))
         # Scaled before the product: in float16, unscaled scores could overflow.
         scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
         scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
         attended = scores.softmax(dim=-1).to(v.dtype) @ v
-    return attended.transpose(1, 2).flatten(0, 1)
+    return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
+
+
+def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:
+    """bool [num_rows, 1, n, length]: of each row's last n tokens, which slots they look at.
+
+    A token sees itself and what came before it, within a window if the layer has one.
+    """
+    slots = torch.arange(length, dtype=lens.dtype, device=lens.device)
+    positions = lens[:, None] - n + slots[:n]
+    distance = positions[:, None, :, None] - slots
+    return (distance >= 0) & (distance < (window or length))

@@ -26,7 +26,7 @@ def run(*options: str) -> tuple[int, dict[str, list[str]]]:
     environment = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", *map(str, TESTS), *options]
         done = subprocess.run(command, cwd=facts.ROOT, env=environment, capture_output=True)
         said = defaultdict(list)

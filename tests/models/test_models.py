@@ -171,8 +171,11 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
         "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
     ],
 )  # fmt: skip
-def test_so_are_those_of_the_interpreted_kernels(case: str, tmp_path: Path) -> None:
-    check(make(case, tmp_path), tmp_path, 3, attention_backend="triton", max_num_seqs=3)
+def test_so_are_those_of_the_interpreted_kernels(
+    case: str, tmp_path: Path, full_size: bool
+) -> None:
+    count = 3 if full_size else 2
+    check(make(case, tmp_path), tmp_path, count, attention_backend="triton", max_num_seqs=3)
 
 
 # ---------------------------------------------------------------- a model of one's own

@@ -176,7 +176,7 @@ def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
     options: dict[str, Any] = {"num_kv_blocks": 5, "max_model_len": 64, "block_size": 16}
     options |= {"max_num_seqs": 3, "max_num_batched_tokens": 24}
     shared = list(range(100, 128))
-    max_tokens = 9 if full_size else 5
+    max_tokens = 9 if full_size else 3
     greedy, seeded, filtered = (replace(kind, max_tokens=max_tokens) for kind in ALL_KINDS[:3])
     asked = [([*shared, 0], greedy), ([*shared, 1], seeded), ([*shared, 2], greedy)]
     asked += [(list(range(45)), greedy), ([7], seeded), ([*shared, 0, 9], filtered)]
@@ -325,8 +325,8 @@ def test_two_engines_do_not_touch_each_other(
     expected: dict[str, Any],
     full_size: bool,
 ) -> None:
-    asked = asked if full_size else asked[:2]
-    engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=11) for _ in range(2)]
+    asked, size = (asked, 11) if full_size else (asked[:2], 2)
+    engines = [make_engine(checkpoint, FakeCuda(), max_num_seqs=size) for _ in range(2)]
     for engine in engines:
         for i, (prompt, params) in enumerate(asked):
             engine.add_request(str(i), prompt, params)
