@@ -67,12 +67,13 @@ class OutputProcessor:
 
             collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
         progressed = self._failed(rows, joined, result.errors)
+        final_only = RequestOutputKind.FINAL_ONLY
         for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
                 continue  # it had ended before, or its request has failed
             _note_tokens(seq, num_new, now)
-            is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
+            is_final_only = seq.params.output_kind is final_only
             if is_final_only and not seq.finished and not seq.params.stop:
                 continue  # nobody looks at it now, and this is by far the most common case
             request = self.requests[seq.request_id]
