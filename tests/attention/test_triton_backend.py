@@ -1,5 +1,6 @@
 """`attention_backend="triton"` end to end, in Triton's interpreter, against the torch backend."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from nanoserve.attention.torch import TorchAttention
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
-def greedy_tokens(model: Path | str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def greedy_tokens(
+    model: Path | str, prompts: list[list[int]], max_tokens: int, **options: Any
+) -> list[list[int]]:
+    params = replace(GREEDY, max_tokens=max_tokens)
     with LLM(model, dtype="float32", skip_tokenizer_init=True, device="cpu", **options) as llm:
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.mark.small(overrides=[{"num_attention_heads": 6, "head_dim": 8}])
@@ -31,21 +35,22 @@ def greedy_tokens(model: Path | str, prompts: list[list[int]], **options: Any) -
     ids=str,
 )
 def test_greedy_tokens_are_those_of_the_torch_backend(
-    tmp_path: Path, overrides: dict[str, int], options: dict[str, Any]
+    tmp_path: Path, overrides: dict[str, int], options: dict[str, Any], full_size: bool
 ) -> None:
     make_qwen3(tmp_path, **overrides)
     prompts = [[1], [2] * 17, list(range(40)), [*range(32), 9], [5, 6, 7]]
-    options = {"max_num_seqs": 4} | options
+    options = {"max_num_seqs": 4, "max_tokens": 5 if full_size else 2} | options
     ours = greedy_tokens(tmp_path, prompts, attention_backend="triton", **options)
     assert ours == greedy_tokens(tmp_path, prompts, **options)
 
 
-def test_so_are_those_of_the_bundled_model() -> None:
+def test_so_are_those_of_the_bundled_model(full_size: bool) -> None:
+    max_tokens = 5 if full_size else 2
     with LLM("tiny-qwen3", device="cpu") as llm:
         question = [{"role": "user", "content": "What is a block table?"}]
         prompt = llm.chat(question, GREEDY, use_tqdm=False)[0].prompt_token_ids
-    ours = greedy_tokens("tiny-qwen3", [prompt], attention_backend="triton")
-    assert ours == greedy_tokens("tiny-qwen3", [prompt])
+    ours = greedy_tokens("tiny-qwen3", [prompt], max_tokens, attention_backend="triton")
+    assert ours == greedy_tokens("tiny-qwen3", [prompt], max_tokens)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from open_pair(**OPTIONS[request.param])
 
 
+# `plain_pair` is "plain", and without a prefix cache there is less to go wrong.
+SMALL = pytest.mark.small(pair=["processors of the engine", "a small pool"])
+
+
 @pytest.fixture(scope="module")
 def plain_pair() -> Iterator[Pair]:
     yield from open_pair(num_kv_blocks=NUM_KV_BLOCKS)
@@ -184,6 +188,7 @@ def test_each_wish_alone(plain_pair: Pair, name: str) -> None:
     assert all(len(output.outputs) == params.n for output in outputs)
 
 
+@SMALL
 def test_all_wishes_in_one_batch(pair: Pair) -> None:
     prompts = prompts_for(pair)
     params = [params_of(name) for name in WISHES]
@@ -207,6 +212,7 @@ def test_the_wishes_are_heard(plain_pair: Pair) -> None:
         assert tokens != [[c.token_ids for c in output.outputs] for output in greedy], name
 
 
+@SMALL
 def test_chat_and_a_second_turn_from_the_prefix_cache(pair: Pair) -> None:
     params = SamplingParams(temperature=0, max_tokens=100)
     conversations = [[user(question)] for question in QUESTIONS]
@@ -220,6 +226,7 @@ def test_chat_and_a_second_turn_from_the_prefix_cache(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
+@SMALL
 def test_beam_search(pair: Pair, width: int) -> None:
     params = BeamSearchParams(width, 10, length_penalty=0.7)
     expected, found = pair.both(lambda llm: llm.beam_search(prompts_for(pair), params))
@@ -254,6 +261,7 @@ def test_a_stream_comes_in_the_same_pieces(plain_pair: Pair, name: str) -> None:
     assert found[-1].finished
 
 
+@SMALL
 def test_streams_that_are_read_in_turn(pair: Pair) -> None:
     """All wishes at once, a piece of each after the other; of some, nothing is left to read."""
     names = [name for name in WISHES if params_of(name).n == 1]
@@ -280,6 +288,7 @@ def test_streams_that_are_read_in_turn(pair: Pair) -> None:
         assert found[name][-1].finished
 
 
+@SMALL
 def test_a_dropped_stream_leaves_the_engine_free(pair: Pair) -> None:
     """At once, although a step of it may still be under way."""
     prompts, greedy = prompts_for(pair), params_of("greedy")
@@ -310,6 +319,7 @@ def failing_after(num_tokens: int) -> Callable[[list[int], torch.Tensor], torch.
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
+@SMALL
 def test_a_request_whose_own_processor_raises_ends_alone(pair: Pair, num_tokens: int) -> None:
     prompts = prompts_for(pair)
     names = ["greedy", "logprobs", "logits processor, drawn", "prompt_logprobs", "seeded, n=2"]
@@ -327,6 +337,7 @@ def test_a_request_whose_own_processor_raises_ends_alone(pair: Pair, num_tokens:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
+@SMALL
 def test_a_stream_raises_what_its_processor_raises(pair: Pair, num_tokens: int) -> None:
     params = SamplingParams(temperature=0, logits_processors=[failing_after(num_tokens)])
 
