@@ -40,7 +40,8 @@ class SleepingExecutor:
         self._batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
         self._num_batches = 0
         self._seconds = seconds
-        self._launched: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[float, threading.Event] | None]
+        self._launched = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def next_batch(self) -> Batch:
@@ -49,7 +50,7 @@ class SleepingExecutor:
 
     def forward(self, batch: Batch, changes: list[SlotChange]) -> tuple[int, threading.Event]:
         done = threading.Event()
-        self._launched.put(done)
+        self._launched.put((time.perf_counter(), done))
         return batch.header.num_sampled, done
 
     def sample(self, handle: tuple[int, threading.Event]) -> None:
@@ -65,9 +66,11 @@ class SleepingExecutor:
 
     def _run(self) -> None:
         end = 0.0
-        while (done := self._launched.get()) is not None:
-            # A device does not oversleep: what one step took too long, the next one has less.
-            end = max(end, time.perf_counter()) + self._seconds
+        while (launch := self._launched.get()) is not None:
+            launched, done = launch
+            # A device neither oversleeps nor waits for Python's lock: what this thread wakes too
+            # late, the next step has less.
+            end = max(end, launched) + self._seconds
             while (left := end - time.perf_counter()) > 0:
                 time.sleep(left if left < 2e-4 else left - 1e-4)
             done.set()
