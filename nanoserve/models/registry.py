@@ -55,7 +55,7 @@ def registered_model(architecture: str) -> str | type[nn.Module]:
 
 def model_class(architecture: str) -> type[nn.Module]:
     """The class for a supported architecture."""
-    model = _MODELS[architecture]
+    model = registered_model(architecture)
     if not isinstance(model, str):
         return model
     module, name = model.split(":")
