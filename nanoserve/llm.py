@@ -1,6 +1,7 @@
 """The front door: `LLM(path).generate(prompts, params)`."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
@@ -60,6 +61,8 @@ class LLM:
             self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
         self._streams: Streams | None = None  # made when the first one is asked for
+        self._running: list[str] = []  # ids of the requests of `generate`
+        self._lock = threading.RLock()  # one `generate` at a time; other threads wait
 
     def generate(
         self,
@@ -82,14 +85,18 @@ class LLM:
         prompts = as_prompt_list(prompts)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
-        if self.engine.has_unfinished_requests():
-            raise ValueError("requests are unfinished: step the engine or its streams to the end")
         process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
-        ready = [
-            process(next(self._request_ids), prompt, p, value or 0, only_final)
-            for prompt, p, value in zip(prompts, params, priorities, strict=True)
-        ]
-        return self._run(ready, use_tqdm)
+        with self._lock:
+            self._drop_interrupted()
+            if self.engine.has_unfinished_requests():
+                raise ValueError(
+                    "requests are unfinished: step the engine or its streams to the end"
+                )
+            ready = [
+                process(next(self._request_ids), prompt, p, value or 0, only_final)
+                for prompt, p, value in zip(prompts, params, priorities, strict=True)
+            ]
+            return self._run(ready, use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -143,8 +150,8 @@ class LLM:
 
     def close(self) -> None:
         """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
-        self.engine.close()
-        self._trace.close()
+        with self._trace:
+            self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -159,13 +166,22 @@ class LLM:
 
             outputs = with_progress(outputs, len(ready))
         try:
+            self._running = [request.request_id for request in ready]
             for request in ready:
                 self.engine.add(request)
             for output in outputs:
                 finished[output.request_id] = output
         finally:
-            self.engine.withdraw(request.request_id for request in ready)
+            self._drop_interrupted()
         return [finished[request.request_id] for request in ready]
+
+    def _drop_interrupted(self) -> None:
+        """Leave nothing of a call that was interrupted, were it as it cleared up."""
+        if not self.engine.is_stepping:
+            self.engine.withdraw(self._running)
+            self._running = []
+            if self._streams is not None:
+                self._streams.drop_dead()
 
     def _outputs(self) -> Iterator[RequestOutput]:
         """The loop."""

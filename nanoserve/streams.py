@@ -1,8 +1,10 @@
 """Who gets which output, where several readers share one engine."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
@@ -14,15 +16,25 @@ class Streams:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._unread: dict[str, deque[RequestOutput]] = {}  # by request
+        self._readers: dict[str, weakref.ref[Iterator[RequestOutput]]] = {}
+
+    def drop_dead(self) -> None:
+        """End the requests of streams that a Ctrl-C has ended before they could do so."""
+        for request_id, reader in list(self._readers.items()):
+            stream = reader()
+            if stream is None or stream.gi_frame is None:
+                self._close(request_id)
 
     def check_others(self) -> None:
         """Raise `ValueError` if the engine has requests that no stream will read."""
+        self.drop_dead()
         if not set(self._engine.output_processor.requests) <= set(self._unread):
             raise ValueError("requests are unfinished: step the engine to its end first")
 
     def open(self, request: Request) -> Iterator[RequestOutput]:
         """Queue `request` and yield its outputs. Dropping the stream, even unread, aborts it."""
         stream = self._read(request)
+        self._readers[request.request_id] = weakref.ref(stream)
         next(stream)  # as far as the bare `yield`: from here on, its `finally` will run
         return stream
 
@@ -39,15 +51,21 @@ class Streams:
                         return  # aborted by somebody else, or the engine is closed
                     if not engine.has_unfinished_requests():
                         raise RuntimeError(f"request {request_id!r} was lost: see earlier errors")
-                    self._deliver(engine.step())
+                    with DeferredInterrupt(gives_way=False):  # or outputs of others were lost
+                        self._deliver(engine.step())
                 output = unread.popleft()
                 finished = output.finished
                 yield output
                 if output.error is not None:
                     raise output.error
         finally:
-            del self._unread[request_id]
-            engine.withdraw([request_id])
+            self._close(request_id)
+
+    def _close(self, request_id: str) -> None:
+        """Nothing of the request is left. Idempotent."""
+        self._engine.withdraw([request_id])
+        self._unread.pop(request_id, None)
+        self._readers.pop(request_id, None)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Give each stream its own; the rest waits for whoever steps the engine."""

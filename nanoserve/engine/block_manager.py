@@ -61,17 +61,22 @@ class BlockManager:
         if prefix_cache_seed is None:
             prefix_cache_seed = secrets.randbits(64)
         self._root = chain_hash(str(prefix_cache_seed).encode(), np.empty(0))
-        self._ref_counts = [0] * (num_blocks + 1)  # by block id; entry 0 is the dummy block
-        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Every block is free, and none is known. Tables that still name some mean nothing now."""
+        num_entries = self.num_blocks + 1
+        self._ref_counts = [0] * num_entries  # by block id; entry 0 is the dummy block
+        self._hash_of: list[bytes | None] = [None] * num_entries
         self._block_of: dict[bytes, int] = {}
         # What proves a hit, by block: which content its parent has, and its own token ids.
         # Contents are numbered as they are published, and no number is given twice, so a parent
         # whose block has long been taken for something else is not mistaken for its successor.
-        self._content_of: list[Content | None] = [None] * (num_blocks + 1)
-        self._content_ids = [0] * (num_blocks + 1)
+        self._content_of: list[Content | None] = [None] * num_entries
+        self._content_ids = [0] * num_entries
         self._num_contents = 0
         # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_entries))
 
     @property
     def num_free_blocks(self) -> int:
@@ -160,7 +165,7 @@ class BlockManager:
         return self._hash_of[block] is not None
 
     def forget(self, block: int) -> None:
-        """Withdraw a published block, because its content is about to change or never came."""
+        """Withdraw a published block, because its content is about to change."""
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]

@@ -26,14 +26,18 @@ class Detokenizer:
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
-        needs_text = seq.params.stop or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        if not needs_text:
+        if not _needs_text(seq):
             return None
         if seq not in self._streams:
-            from nanoserve.engine.text_stream import TextStream
-
-            self._streams[seq] = TextStream(seq, self._tokenizer, self._specials)
+            self._streams[seq] = self._new_stream(seq)
         return self._streams[seq].advance()
+
+    def restart(self, seq: Sequence) -> None:
+        """Decode anew, after an exception, what `seq` has. All of that was handed out before."""
+        self._streams.pop(seq, None)
+        if _needs_text(seq) and seq.num_output_tokens:
+            self._streams[seq] = stream = self._new_stream(seq)
+            stream.catch_up()
 
     def text(self, seq: Sequence) -> str:
         """What belongs in the next output of `seq`: all text so far, or the part that is new.
@@ -52,6 +56,11 @@ class Detokenizer:
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
+    def _new_stream(self, seq: Sequence) -> "TextStream":
+        from nanoserve.engine.text_stream import TextStream
+
+        return TextStream(seq, self._tokenizer, self._specials)
+
     def _decode(self, seq: Sequence) -> str:
         """The whole output of `seq` at once."""
         token_ids = seq.output_token_ids
@@ -64,3 +73,8 @@ class Detokenizer:
             else:
                 text += self._tokenizer.decode(list(group), False)
         return text
+
+
+def _needs_text(seq: Sequence) -> bool:
+    """Before its end."""
+    return bool(seq.params.stop) or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY

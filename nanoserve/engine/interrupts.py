@@ -1,33 +1,99 @@
-"""Ctrl-C between steps, never inside one."""
+"""What must not be left half done: Ctrl-C waits for its end, and so does whoever else wants in."""
 
 import signal
 import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class DeferredInterrupt:
-    """Holds a Ctrl-C back until the block that it falls into is over; a second one goes through.
+    """Holds a Ctrl-C back until the block that it falls into is over.
 
     Inside a block, an exception could strike between two lines that belong together, such as
-    taking a block from the free queue and noting who has it. Only Python's own handler is
-    replaced, and only in the main thread, where signals arrive.
+    taking a block from the free queue and noting who has it. A block that may take long
+    `gives_way` to a second one. Only Python's own handler is replaced, and only in the main
+    thread, where signals arrive. Blocks may be nested: each hands over to the one around it.
     """
 
-    def __enter__(self) -> "DeferredInterrupt":
+    def __init__(self, gives_way: bool = True) -> None:
+        self._gives_way = gives_way
         self._requested = False
+        self._before: Any = None
+
+    def __enter__(self) -> "DeferredInterrupt":
         in_main_thread = threading.current_thread() is threading.main_thread()
-        self._holds = (
-            in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if self._holds:
+        before = signal.getsignal(signal.SIGINT) if in_main_thread else None
+        is_ours = isinstance(getattr(before, "__self__", None), DeferredInterrupt)
+        if before is signal.default_int_handler or is_ours:
+            self._before = before
             signal.signal(signal.SIGINT, self._hold)
         return self
 
     def _hold(self, signum: int, frame: object) -> None:
         self._requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._gives_way:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
-        if self._holds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
         if self._requested and exc_type is None:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+
+
+class Turns:
+    """One at a time inside: threads wait for each other, and nobody is interrupted.
+
+    Whoever is inside may come in again, as an observer does that adds a request. What must not wait
+    and must not disturb either goes through `soon`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._due: deque[Callable[[], Any]] = deque()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling thread is."""
+        return self._owner == threading.get_ident()
+
+    @contextmanager
+    def turn(self, gives_way: bool = False) -> Iterator[None]:
+        if self.is_inside:
+            yield
+            return
+        with self._lock, DeferredInterrupt(gives_way):
+            try:
+                self._owner = threading.get_ident()
+                yield
+            finally:
+                self._do_due()
+        self._look_again()
+
+    def soon(self, action: Callable[[], Any]) -> None:
+        """At once, or if anybody is inside, when they are out.
+
+        It never waits, so the garbage collector may call it: in any thread, at any moment.
+        """
+        self._due.append(action)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Somebody may have come when those inside were just leaving."""
+        while self._due and self._lock.acquire(blocking=False):
+            try:
+                with DeferredInterrupt(gives_way=False):
+                    self._owner = threading.get_ident()
+                    self._do_due()
+            finally:
+                self._lock.release()
+
+    def _do_due(self) -> None:
+        try:
+            while self._due:
+                self._due.popleft()()
+        finally:
+            self._owner = None

@@ -3,7 +3,8 @@
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, SlotChange
 from nanoserve.engine.input_processor import InputProcessor, Prompt
-from nanoserve.engine.interrupts import DeferredInterrupt
+from nanoserve.engine.interrupts import Turns
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
@@ -35,13 +36,15 @@ class Step:
     batch: Batch
     times: StepTimes
     handle: Any = None
+    outputs: list[RequestOutput] | None = None  # when it has ended
 
 
 class LLMEngine:
     """Takes requests at any time and advances all of them step by step.
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
-    `clock` gives seconds, and is the only one that is read.
+    Threads may share an engine: a call waits until another one is over. `clock` gives seconds, and
+    is the only one that is read.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class LLMEngine:
         self.observers: list[StepObserver] = []
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._undelivered: list[RequestOutput] = []  # what the next step returns first
-        self._due: list[Callable[[], Any]] | None = None  # while a step runs: for its end
+        self._turns = Turns()
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
@@ -93,14 +96,16 @@ class LLMEngine:
         """Queue what `input_processor` made; now it gets its place in line and its seed."""
         if self._closed:
             raise ValueError("this engine is closed")
-        with DeferredInterrupt():
-            self.output_processor.add(request)
+        if request.request_id in self.output_processor.requests:
+            raise ValueError(f"request_id={request.request_id!r} is already in use")
+        with self._turns.turn(), self._recovery():
             seed = request.params.seed
             seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
             for seq in request.sequences:
                 self._num_arrivals += 1
                 seq.arrival, seq.seed = self._num_arrivals, seed
             self.scheduler.add(request.sequences[0])  # its siblings follow when it has the prompt
+            self.output_processor.requests[request.request_id] = request
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -111,27 +116,18 @@ class LLMEngine:
         returns the output. So does the next step if earlier outputs wait for it, because a step has
         raised.
         """
-        if self._due is not None:
-            self._due.append(lambda: self.abort_request(request_id))
+        if self.is_stepping:
+            self._turns.soon(lambda: self._abort(request_id, is_late=True))
             return None
-        with DeferredInterrupt():
-            output = self.output_processor.abort(request_id, self.scheduler.finish, self.clock())
-            self._give_up_idle_steps()
-            waits = any(earlier.request_id == request_id for earlier in self._undelivered)
-            if output is not None and waits:
-                self._undelivered.append(output)
-                return None
-            return output
+        with self._turns.turn():
+            return self._abort(request_id)
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Leave nothing of these requests: neither what runs nor what nobody will fetch."""
-        gone = set(request_ids)
-        if self._due is not None:  # a stream that the garbage collector has ended inside a step
-            self._due.append(lambda: self.withdraw(gone))
-            return
-        for request_id in gone:
-            self.abort_request(request_id)
-        self._undelivered = [o for o in self._undelivered if o.request_id not in gone]
+        """Leave nothing of these requests: neither what runs nor what nobody will fetch.
+
+        A stream that the garbage collector ends may call this at any moment, in any thread.
+        """
+        self._turns.soon(lambda gone=frozenset(request_ids): self._withdraw(gone))
 
     def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
         """Outputs that `step` returned to somebody whose they are not: the next step has them."""
@@ -141,27 +137,25 @@ class LLMEngine:
         """Whether `step` has anything left to compute or to hand out."""
         return bool(self.scheduler.has_unfinished() or self._undelivered)
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the caller is called from inside this engine."""
+        return self._turns.is_inside
+
     def step(self) -> list[RequestOutput]:
         """Advance every planned sequence; returns what finished and what streams.
 
-        If anything raises, what is under way is undone: its sequences wait to be computed again,
-        and the error's `request_ids` say whose they are. A Ctrl-C is raised when the step is over;
-        what the step has finished comes with the next one.
+        If anything raises, what is under way has not happened: all sequences wait to be computed
+        again, and the error's `request_ids` say whose step it was. A Ctrl-C is raised when the step
+        is over; what the step has finished comes with the next one.
         """
-        if self._due is not None:
+        if self.is_stepping:
             raise RuntimeError("step() was called from inside a step, which is not over")
-        with DeferredInterrupt():
+        with self._turns.turn(gives_way=True):
             if self.scheduler.has_unfinished():
-                self._due = []
-                try:
-                    for step in self._advance():
-                        for observer in self.observers:
-                            observer(step.plan, step.batch, step.times)
-                finally:
-                    due, self._due = self._due, None
-                    late = [output for call in due if (output := call()) is not None]
-                    self._undelivered += late
-                    self._give_up_idle_steps()
+                for step in self._advance():
+                    for observer in self.observers:
+                        observer(step.plan, step.batch, step.times)
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -172,12 +166,12 @@ class LLMEngine:
         successor is planned and launched, so the device never waits for this loop.
         """
         finished: list[Step] = []
-        plan: Plan | None = None
-        try:
+        with self._recovery() as planned:
             # 1) Plan a step and launch the model. It needs no token of the step before: where one
             #    is still pending, the device takes it from where sampling has left it.
             self._watch.start()
             plan = self.scheduler.schedule()
+            planned.append(plan)
             step = self._launch(plan) if plan.rows else None
             # 2) While that runs: the tokens of the step before.
             if self._in_flight:
@@ -191,9 +185,7 @@ class LLMEngine:
             # 4) Without a step ahead, wait for it at once.
             if self._in_flight and not self.config.async_scheduling:
                 finished.append(self._finish_step())
-        except BaseException as error:
-            self._roll_back(plan, error)
-            raise
+            self._give_up_idle_steps()
         return finished
 
     def _give_up_idle_steps(self) -> None:
@@ -223,32 +215,54 @@ class LLMEngine:
         result = self.executor.collect(step.handle)
         now = self._watch.lap(step.times, "execute")
         joined = self.scheduler.update(step.plan, result.token_ids)
-        self._in_flight.popleft()
-        outputs = self.output_processor.process(
+        step.outputs = self.output_processor.process(
             step.plan, result, joined, self.scheduler.finish, now
         )
-        self._undelivered += outputs
-        self._stats.count(step.plan.num_tokens, outputs)
+        # From here on it has happened, whatever comes between.
+        self._undelivered += step.outputs
+        self.output_processor.forget(step.outputs)
+        self._in_flight.popleft()
+        self._stats.count(step.plan.num_tokens, step.outputs)
         self._watch.lap(step.times, "update")
         return step
 
-    def _roll_back(self, plan: Plan | None, error: BaseException) -> None:
-        """Undo all that is under way, the newest first: later steps build on earlier ones."""
-        plans = [step.plan for step in self._in_flight] + ([plan] if plan is not None else [])
-        self._in_flight.clear()
-        for undone in reversed(plans):
-            self.scheduler.rollback(undone)
-        error.request_ids = sorted({row.seq.request_id for p in plans for row in p.rows})
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"in a step of the requests {error.request_ids}")
+    def _abort(self, request_id: str, is_late: bool = False) -> RequestOutput | None:
+        request = self.output_processor.requests.get(request_id)
+        if request is None:
+            return None
+        with self._recovery():
+            output = self.output_processor.abort(request, self.scheduler.finish, self.clock())
+            self.output_processor.forget([output])
+            self._give_up_idle_steps()
+            if is_late or any(earlier.request_id == request_id for earlier in self._undelivered):
+                self._undelivered.append(output)
+                return None
+        return output
+
+    def _withdraw(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id)
+        self._undelivered = [o for o in self._undelivered if o.request_id not in request_ids]
+
+    @contextmanager
+    def _recovery(self) -> Iterator[list[Plan]]:
+        """Whatever breaks out of this block, the engine is left at the end of its last step."""
+        planned: list[Plan] = []
+        try:
+            yield planned
+        except BaseException as error:
+            from nanoserve.engine.recovery import recover
+
+            recover(self, error, planned)
+            raise
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory; inside a step, at its end."""
-        if self._due is not None:
-            self._due.append(self.close)
-            return
+        self._turns.soon(self._close)
+
+    def _close(self) -> None:
         for request_id in list(self.output_processor.requests):
-            self.abort_request(request_id)
+            self._abort(request_id)
         self._in_flight.clear()
         self._closed = True
         self.executor.close()

@@ -1,7 +1,7 @@
 """What a step brought -> what the user gets: text, log-probabilities, times, `RequestOutput`."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.executor import StepResult
@@ -36,10 +36,11 @@ class OutputProcessor:
 
             self._detokenizer = Detokenizer(tokenizer)
 
-    def add(self, request: Request) -> None:
-        if request.request_id in self.requests:
-            raise ValueError(f"request_id={request.request_id!r} is already in use")
-        self.requests[request.request_id] = request
+    def forget(self, outputs: Iterable[RequestOutput]) -> None:
+        """These are handed out: nothing more comes of a request whose last output is among them."""
+        for output in outputs:
+            if output.finished:
+                self.requests.pop(output.request_id, None)
 
     def note_admitted(self, plan: Plan, now: float) -> None:
         """From now on these are worked on."""
@@ -93,11 +94,13 @@ class OutputProcessor:
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 
-    def abort(self, request_id: str, finish: Finish, now: float) -> RequestOutput | None:
-        request = self.requests.get(request_id)
-        if request is None:
-            return None
+    def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
         return self._output(request, self._end(request, "abort", finish, now))
+
+    def restart_text(self, seq: Sequence) -> None:
+        """Its last tokens were taken back; see `nanoserve.engine.recovery`."""
+        if self._detokenizer is not None:
+            self._detokenizer.restart(seq)
 
     def _failed(
         self, rows: list[Row], joined: list[int], errors: dict[int, Exception]
@@ -138,12 +141,7 @@ class OutputProcessor:
         return ended
 
     def _output(self, request: Request, completions: list[CompletionOutput]) -> RequestOutput:
-        """All completions of `request` so far, or as deltas those that are given.
-
-        The last output forgets the request.
-        """
-        if request.finished:
-            del self.requests[request.request_id]
+        """All completions of `request` so far, or as deltas those that are given."""
         if request.params.output_kind is not RequestOutputKind.DELTA:
             completions = [c.latest for c in request.completions if c.latest is not None]
         return RequestOutput(

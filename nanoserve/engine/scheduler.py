@@ -73,26 +73,22 @@ class Scheduler:
                 self._enqueue(seq)
 
     def schedule(self) -> Plan:
-        """The next step: running sequences first, then waiting ones. If it raises, nothing is left.
+        """The next step: running sequences first, then waiting ones.
 
         It has no rows if all that runs is about to end with a step under way, or is held.
         """
         plan = Plan(self.max_num_batched_tokens)
-        try:
-            self._schedule_running(plan)
-            # From here on nothing can be preempted any more, so what is planned will be computed,
-            # and a block that this step fills may be shared at once: every layer stores the K and V
-            # of the whole batch before it attends.
-            size = self.block_manager.block_size
-            for seq, start, n, *_ in plan.rows:
-                if (start + n) % size < n:  # else it fills no block
-                    plan.registered_blocks += self.block_manager.register(seq, start + n)
-            if not plan.preempted:
-                self._admit_waiting(plan)
-            plan.put_single_tokens_first()
-        except BaseException:
-            self.rollback(plan)
-            raise
+        self._schedule_running(plan)
+        # From here on nothing can be preempted any more, so what is planned will be computed, and a
+        # block that this step fills may be shared at once: every layer stores the K and V of the
+        # whole batch before it attends.
+        size = self.block_manager.block_size
+        for seq, start, n, *_ in plan.rows:
+            if (start + n) % size < n:  # else it fills no block
+                plan.registered_blocks += self.block_manager.register(seq, start + n)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        plan.put_single_tokens_first()
         return plan
 
     def commit(self, plan: Plan) -> None:
@@ -148,15 +144,6 @@ class Scheduler:
         self._leave_queue(seq)
         self._release(seq, SequenceStatus.FINISHED)
         self._drop_stopped()
-
-    def rollback(self, plan: Plan) -> None:
-        """Undo a step that raised, at whatever point: nothing of it is in the cache."""
-        for block in plan.registered_blocks:
-            self.block_manager.forget(block)
-        self._drop_stopped()
-        for seq in [*(row.seq for row in plan.rows), *plan.admitted]:
-            if seq.status is SequenceStatus.RUNNING:
-                self._preempt(seq)
 
     def _schedule_running(self, plan: Plan) -> None:
         """Give each running sequence its tokens, preempting for blocks."""

@@ -39,6 +39,11 @@ class TextStream:
             return None
         return self._cut_at_stop(self.text + self._settled(), unsearched)
 
+    def catch_up(self) -> None:
+        """Decode tokens that were searched, and whose text was handed out, by another stream."""
+        self._feed()
+        self.delta(is_whole=False)
+
     def visible(self, is_whole: bool) -> str:
         """The text that may be shown; not all of it is, unless it `is_whole`, while its end may be
         the beginning of a stop string."""

@@ -64,7 +64,6 @@ class TraceRecorder:
         self._texts: dict[Sequence, TokenTexts] = {}  # of all sequences that have not ended
         self._tables: dict[Sequence, list[int]] = {}  # of those that run
         self._cached: set[int] = set()
-        self._num_preemptions = 0
         self._file = file
         self._start = time.perf_counter()
         options = {name: getattr(engine.config, name) for name in _OPTIONS}
@@ -199,13 +198,11 @@ class TraceRecorder:
 
     def _evict(self, taken: Iterable[int]) -> list[int]:
         """The cached blocks that were lost since the step before; `taken` are new in a table."""
-        evicted = self._cached.intersection(taken)
-        if self._scheduler.num_preemptions != self._num_preemptions:
-            # Some were perhaps taken for a sequence that was then preempted itself, or by a step
-            # that was undone: no table shows them.
-            self._num_preemptions = self._scheduler.num_preemptions
-            is_cached = self._scheduler.block_manager.is_cached
-            evicted.update(block for block in self._cached if not is_cached(block))
+        # Some were perhaps taken for a sequence that was then preempted itself, or given up with a
+        # step that raised: no table shows them.
+        is_cached = self._scheduler.block_manager.is_cached
+        lost = {block for block in self._cached if not is_cached(block)}
+        evicted = lost | self._cached.intersection(taken)
         self._cached -= evicted
         return sorted(evicted)
 

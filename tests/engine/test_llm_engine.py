@@ -391,7 +391,7 @@ def test_a_request_is_aborted_with_all_of_its_completions(num_steps: int, texts:
 def test_what_is_held_for_another_reason_is_unfinished_and_can_be_aborted() -> None:
     engine = make_engine()
     request = engine.input_processor.process("r", [1, 2], SamplingParams(max_tokens=2))
-    engine.output_processor.add(request)
+    engine.output_processor.requests["r"] = request
     engine.scheduler.hold(request.sequences[0], "its image is being read")
     assert engine.has_unfinished_requests() and engine.step() == []
     engine.add_request("other", [5], SamplingParams(max_tokens=1))

@@ -5,6 +5,7 @@ import pytest
 from nanoserve.config import EngineConfig
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import SIBLING, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.sampling_params import SamplingParams
@@ -221,7 +222,7 @@ def test_a_step_that_raised_is_undone(is_on_its_way: bool) -> None:
     plan = scheduler.schedule()
     if is_on_its_way:
         scheduler.commit(plan)
-    scheduler.rollback(plan)
+    restart(scheduler, [a, b])
     check_invariants(scheduler)
     assert list(scheduler.waiting) == [a, b] and not scheduler.running
     assert scheduler.block_manager.lookup(a) == []  # nothing was computed, nothing is offered
@@ -229,32 +230,23 @@ def test_a_step_that_raised_is_undone(is_on_its_way: bool) -> None:
     assert a.num_tokens == 41  # and the token that never came does not count
 
 
-@pytest.mark.parametrize("where", ["_admit_waiting", "_plan_row", "_grow"])
-def test_a_plan_that_cannot_be_finished_leaves_nothing(where: str, monkeypatch) -> None:
-    """Whatever it has admitted and published until then."""
-    scheduler = make_scheduler(enable_prefix_caching=True)
+def test_a_restart_keeps_the_order_and_what_was_held() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
     requests = Requests(scheduler)
-    decoding(requests, 2)
-    seq = requests.add(40)
-    before = {*scheduler.running, seq}
-    original = getattr(scheduler, where)
-
-    def interrupted(*args: object) -> None:
-        original(*args)
-        raise KeyboardInterrupt
-
-    for other in scheduler.running:  # so that every one of them grows
-        other.token_ids += [other.token_ids[0]] * 31
-    with monkeypatch.context() as patched:
-        patched.setattr(scheduler, where, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            scheduler.schedule()
+    a, b, c, d, ended = (requests.add(20) for _ in range(5))
+    scheduler.finish(ended, "abort")
+    scheduler.finish(d, "abort")
+    held = requests.add(20)
+    scheduler.waiting.remove(held)
+    scheduler.hold(held, "a grammar is compiled")
+    step(scheduler)
+    assert scheduler.running == [a, b]
+    restart(scheduler, [c, held, ended, b, a, d])
     check_invariants(scheduler)
-    assert {*scheduler.running, *scheduler.waiting} == before
-    assert scheduler.block_manager.lookup(seq) == []
-    while scheduler.waiting:
-        step(scheduler)
-    assert set(scheduler.running) == before
+    assert list(scheduler.waiting) == [a, b, c] and scheduler.held == {held}
+    assert scheduler.num_preemptions == 2  # those that ran
+    scheduler.release([held])
+    assert list(scheduler.waiting) == [a, b, c, held]
 
 
 def test_an_empty_plan_has_no_rows() -> None:

@@ -234,6 +234,7 @@ class TracedRun:
             self.engine.executor.fail_next = True
             with pytest.raises(RuntimeError, match="on fire"):
                 self.engine.step()
+            self.lost |= self.pool.cached
             return
         outputs = self.engine.step()
         steps = read_trace(self.path).steps

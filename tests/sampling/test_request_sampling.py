@@ -14,6 +14,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotChange, StepResult
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import RequestOutput
@@ -405,7 +406,8 @@ def bring_into(
     if "in its prompt" in state:
         assert first.num_computed_tokens == 16 and group.are(SequenceStatus.HELD)
         if state == "undone in its prompt":
-            scheduler.rollback(scheduler.schedule())
+            scheduler.schedule()
+            restart(scheduler, group.sequences)
             assert first.metrics.num_preemptions == 1 and group.are(SequenceStatus.HELD)
         return group, others
     step(scheduler)

@@ -17,6 +17,7 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.prompt_outputs import prompt_outputs
+from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -160,7 +161,7 @@ class ShadowRun:
             scheduler.commit(plan)
             self._check_progress(plan)
         if fails:
-            scheduler.rollback(plan)
+            restart(scheduler, self.live)
         else:
             self._update(plan)
         check_invariants(scheduler)
