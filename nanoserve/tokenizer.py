@@ -32,7 +32,7 @@ class Tokenizer:
             # Without False, transformers would ask at the terminal.
             self._hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a damaged file makes transformers raise
-            reason = _damage(Path(path)) or f"{error!r:.300}"
+            reason = _damage(Path(path)) or f"{error!r:.600}"
             raise ValueError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
         if not isinstance(getattr(self._hf, "backend_tokenizer", None), TokenizerBackend):
             raise ValueError(
