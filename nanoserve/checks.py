@@ -4,17 +4,38 @@ Integers and numbers may be Python's or numpy's, and pass as Python's: numpy's a
 so that 127 + 1 may be -128. A bool is neither.
 """
 
+import json
 from collections.abc import Callable, Collection
+from reprlib import Repr
 from typing import Any
 
 import numpy as np
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_MAX_SHOWN = 200  # characters of a value in a message
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, _MAX_SHOWN, _MAX_SHOWN
 
 
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def shown(value: Any) -> str:
+    """`repr` for a message: files hold numbers of thousands of digits, and lists a mile deep."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def json_object(content: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `content` must be, in UTF-8; `where` is what the error names."""
+    try:
+        value = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # it may be nested deeper than Python calls
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    require(isinstance(value, dict), f"{where} is not a JSON object")
+    return value
 
 
 def is_int(value: Any) -> bool:
@@ -35,7 +56,7 @@ def is_text(value: Any) -> bool:
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     is_good = is_int(value) and low <= int(value) and (high is None or int(value) <= high)
     allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-    require(is_good, f"{name}={value!r} must be an integer {allowed}")
+    require(is_good, f"{name}={shown(value)} must be an integer {allowed}")
     return int(value)
 
 
@@ -48,16 +69,16 @@ def check_number(
     else:
         allowed = f" in {'(' if excludes_low else '['}{low}, {high}]"
     is_good = is_good and not (excludes_low and value == low)
-    require(is_good, f"{name}={value!r} must be a number{allowed}")
+    require(is_good, f"{name}={shown(value)} must be a number{allowed}")
     return _as_pythons(value)
 
 
 def check_bool(name: str, value: Any) -> None:
-    require(isinstance(value, bool), f"{name}={value!r} must be True or False")
+    require(isinstance(value, bool), f"{name}={shown(value)} must be True or False")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    require(value in choices, f"{name}={value!r} is not one of {list(choices)}")
+    require(value in choices, f"{name}={shown(value)} is not one of {list(choices)}")
 
 
 def check_list(
@@ -68,7 +89,7 @@ def check_list(
     at_least = "" if may_be_empty else ", at least one"
     require(
         is_list and (may_be_empty or len(value) > 0),
-        f"{name}={value!r} must be a list of {what}{at_least}",
+        f"{name}={shown(value)} must be a list of {what}{at_least}",
     )
 
 

@@ -1,7 +1,6 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,9 @@ class EngineConfig:
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            _check_output_file("trace", self.trace)
+            from nanoserve.trace.output_file import check_output_file
+
+            check_output_file("trace", self.trace)
 
     def _check_pairs(self) -> None:
         """What two options must agree on."""
@@ -178,14 +179,3 @@ class EngineConfig:
             f"blocks of {self.block_size} hold {pool_limit} tokens",
         )
         return self.max_model_len
-
-
-def _check_output_file(name: str, value: Any) -> None:
-    """A file that can be written, or replaced; it is not touched."""
-    is_path = isinstance(value, (str, Path))
-    require(is_path, f"{name}={value!r} must be the name of a file")
-    path = Path(value)
-    require(path.parent.is_dir(), f"{name}={str(value)!r}: there is no folder {path.parent}")
-    require(not path.is_dir(), f"{name}={str(value)!r} is a folder, not a file")
-    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
-    require(is_writable, f"{name}={str(value)!r} cannot be written")

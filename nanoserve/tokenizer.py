@@ -8,14 +8,17 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer
 
+from nanoserve.checkpoint.config_json import read_json
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 
 class Tokenizer:
     """What the engine and `LLM.chat` need of a tokenizer.
 
-    Raises `ValueError` if the folder has none: transformers would make one up that knows no word.
-    Code that a checkpoint brings along runs only with `trust_remote_code`.
+    Raises `ValueError` if the folder has none, for transformers would make one up that knows no
+    word, and if a file of it is damaged. Code that a checkpoint brings along runs only with
+    `trust_remote_code`.
     """
 
     def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
@@ -24,11 +27,13 @@ class Tokenizer:
                 f"{path} has no tokenizer.json; give tokenizer=FOLDER, or "
                 f"skip_tokenizer_init=True to work with token ids alone"
             )
+        _refuse_pipes(Path(path))
         try:
             # Without False, transformers would ask at the terminal.
             self._hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         except Exception as error:  # whatever a damaged file makes transformers raise
-            raise ValueError(f"the tokenizer in {path} cannot be loaded: {error!r}") from error
+            reason = _damage(Path(path)) or f"{error!r:.600}"
+            raise ValueError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
         if not isinstance(getattr(self._hf, "backend_tokenizer", None), TokenizerBackend):
             raise ValueError(
                 f"the tokenizer in {path} is a {type(self._hf).__name__}, not a fast one"
@@ -83,3 +88,24 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """transformers would wait for a pipe for ever, and overlooks a link that leads nowhere."""
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".jinja", ".txt") and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{file} is no file")
+
+
+def _damage(folder: Path) -> str | None:
+    """Which file is the reason that a tokenizer cannot be loaded, if that is easy to see."""
+    try:
+        for file in sorted(folder.glob("*token*.json")):
+            read_json(file)
+    except ValueError as error:
+        return str(error)
+    try:
+        TokenizerBackend.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library's own are plain ones
+        return f"tokenizer.json: {error!s:.300}"
+    return None

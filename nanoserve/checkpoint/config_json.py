@@ -4,13 +4,12 @@ Here, and in `nanoserve.checkpoint.rope_config`, is all that knows that transfor
 that file differently. It imports neither torch nor transformers.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_choice, check_int, check_number, require
+from nanoserve.checks import check_bool, check_choice, check_int, check_number, json_object, require
 
 # The settings that transformers reads, with its values for files that leave them out (None: there
 # is no such value, or it follows from others). What is not listed for an architecture has no effect
@@ -25,53 +24,24 @@ _QWEN_WINDOWS = {
     "use_sliding_window": False, "sliding_window": 4096,
     "max_window_layers": 28, "layer_types": None,
 }  # fmt: skip
-_GEMMA = {
-    "attention_bias": False, "tie_word_embeddings": True, "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
-}  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0},
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "MixtralForCausalLM": {
-        "sliding_window": None, "num_experts": 8, "num_local_experts": None,
-        "num_experts_per_tok": 2,
-    },
     "Qwen2ForCausalLM": _QWEN_WINDOWS,
     "Qwen3ForCausalLM": {"attention_bias": False, "head_dim": 128, **_QWEN_WINDOWS},
-    "Qwen3MoeForCausalLM": {
-        "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
-        "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
-    },
-    "Phi3ForCausalLM": {"sliding_window": None},
-    "Gemma2ForCausalLM": {
-        **_GEMMA,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        "rope_theta": 10_000.0,
-    },
-    # Its files have an attn_logit_softcapping too, which its attention does not read.
-    "Gemma3ForCausalLM": {
-        **_GEMMA,
-        "final_logit_softcapping": None, "sliding_window_pattern": 6,
-        "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
-    },
-    "MiniCPMForCausalLM": {
-        "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
-        "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,
-    },
-}  # fmt: skip
-# A model of the user's own may read whatever some other model reads, but nothing is implied.
-_OWN_MODEL = {n: None for settings in _SETTINGS.values() for n in settings if n not in _COMMON}
+}
+_MAX_JSON_BYTES = 2**27  # an index of the largest models has some ten million
+# So that a product of two sizes and more, in bytes, is below 2^63: torch counts in 64 bits.
+_LARGEST_SIZE = 2**18
+_LARGEST = {"vocab_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1}  # int32 in batches
+_LARGEST |= {"num_hidden_layers": 2**10, "num_experts": 2**10, "num_local_experts": 2**10}
 
 
 class ConfigFile:
-    """`config.json` as its architecture reads it: see `_SETTINGS`."""
+    """`config.json` as its architecture reads it: see `_SETTINGS`, and `OTHER_SETTINGS`."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw, self.architecture = raw, architecture_of(raw)
-        self.implied = _COMMON | _SETTINGS.get(self.architecture, _OWN_MODEL)
+        self.implied = _COMMON | (_SETTINGS.get(self.architecture) or _others(self.architecture))
 
     def get(self, name: str) -> Any:
         """A setting; None if the architecture has no such setting, or the file says null."""
@@ -85,7 +55,12 @@ class ConfigFile:
         if default is not None and self.get(name) is None:
             name = default
         require(self.get(name) is not None, f"config.json has no {name!r}")
-        return check_int(name, self.get(name), 1)
+        return check_int(name, self.get(name), 1, _LARGEST.get(name, _LARGEST_SIZE))
+
+    def flag(self, name: str) -> bool:
+        if self.get(name) is not None:
+            check_bool(f"config.json: {name}", self.get(name))
+        return self.get(name) is True
 
     def positive(self, name: str) -> float:
         return float(check_number(f"config.json: {name}", self.get(name), 0, excludes_low=True))
@@ -93,7 +68,8 @@ class ConfigFile:
     def head_dim(self) -> int:
         if self.has("head_dim"):
             return self.size("head_dim")
-        return self.size("hidden_size") // self.size("num_attention_heads")
+        head_dim = self.size("hidden_size") // self.size("num_attention_heads")
+        return check_int("head_dim = hidden_size / num_attention_heads", head_dim, 1)
 
     def activation(self) -> str:
         """Gemma calls it by another name, and has the usual one beside it, without effect."""
@@ -105,7 +81,7 @@ class ConfigFile:
         """Whether all layers see everything. False also for a file that leaves it open."""
         if "sliding_window" not in self.implied:
             return True
-        is_off = "use_sliding_window" in self.implied and not self.get("use_sliding_window")
+        is_off = "use_sliding_window" in self.implied and not self.flag("use_sliding_window")
         types = ["full_attention"] * self.size("num_hidden_layers")
         has_one_rope = not self.has("rope_local_base_freq")
         return is_off and has_one_rope and self.get("layer_types") == types
@@ -117,13 +93,23 @@ class ConfigFile:
         return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 
+def _others(architecture: str) -> dict[str, Any]:
+    from nanoserve.checkpoint.other_settings import OTHER_SETTINGS
+
+    # A model of the user's own may read whatever some other model reads, but nothing is implied.
+    known = {n for settings in (_SETTINGS | OTHER_SETTINGS).values() for n in settings}
+    return OTHER_SETTINGS.get(architecture, dict.fromkeys(known - _COMMON.keys()))
+
+
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises `ValueError`, with the file's name, if there is none."""
+    is_small = path.is_file() and path.stat().st_size <= _MAX_JSON_BYTES
+    require(is_small, f"{path} is no file of at most {_MAX_JSON_BYTES} bytes")  # or it is a pipe
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    require(isinstance(content, dict), f"{path} holds no JSON object")
-    return content
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return json_object(content, str(path))
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:

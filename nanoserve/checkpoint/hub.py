@@ -5,8 +5,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.checkpoint.loader import SINGLE_FILE
 from nanoserve.checkpoint.shards import INDEX, shard_names
+from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_int, require
+from nanoserve.checks import check_int, require, shown
 
 
 def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
@@ -24,23 +24,23 @@ def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dic
 def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     """Which layers have a window: what `layer_types` says, or the rule of the architecture."""
     num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
-    if "use_sliding_window" in file.implied and not file.get("use_sliding_window"):
+    if "use_sliding_window" in file.implied and not file.flag("use_sliding_window"):
         window = None
     if window is not None or file.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):
-        check_int("sliding_window", window, 1)
+        check_int("sliding_window", window, 1, 2**31 - 1)  # kernels count in 32 bits
     types = file.get("layer_types")
     if types is None:
         return tuple(window if _is_windowed(file, i) else None for i in range(num_layers))
     known = ("full_attention", "sliding_attention")
     require(
-        isinstance(types, list) and set(types) <= set(known),
-        f"layer_types={types!r} are not implemented, only {known}",
+        isinstance(types, list) and all(name in known for name in types),
+        f"layer_types={shown(types)} are not implemented, only {known}",
     )
     require(
         len(types) == num_layers and (window is not None or "sliding_attention" not in types),
-        f"layer_types={types!r} do not fit num_hidden_layers={num_layers}, "
-        f"sliding_window={file.get('sliding_window')} and "
-        f"use_sliding_window={file.get('use_sliding_window')}",
+        f"layer_types={shown(types)} do not fit num_hidden_layers={num_layers}, "
+        f"sliding_window={shown(file.get('sliding_window'))} and "
+        f"use_sliding_window={shown(file.get('use_sliding_window'))}",
     )
     return tuple(window if name == "sliding_attention" else None for name in types)
 
@@ -66,7 +66,7 @@ def _ropes_by_type(
     by_type, scaling = _object(file.raw, "rope_parameters"), _object(file.raw, "rope_scaling")
     require(
         "type" not in scaling or "rope_type" in scaling,
-        f"config.json: rope_scaling={scaling} has effect in transformers 4, but not in 5, "
+        f"config.json: rope_scaling={shown(scaling)} has effect in transformers 4, but not in 5, "
         f"which wants it to say 'rope_type'",
     )
     full = {"rope_theta": file.get("rope_theta")} | _object(by_type, "full_attention") | scaling
@@ -79,5 +79,5 @@ def _ropes_by_type(
 
 def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = parent.get(name) or {}
-    require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
+    require(isinstance(value, dict), f"config.json: {name}={shown(value)} must be an object")
     return value

@@ -9,25 +9,23 @@ memory never holds the model twice, not even a model in one file.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 
-SINGLE_FILE = "model.safetensors"  # the whole checkpoint, where it is in one file
 # Bytes of a value. Anything else is quantised: not just numbers.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_THREADS = 16  # a few of them saturate a disk or the memory
 _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the file
-_MAX_TOLD = 40  # names in an error message
 
 
 def load_weights(
@@ -36,8 +34,8 @@ def load_weights(
     """Fill the parameters of `model` from the safetensors files in `path`.
 
     Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
-    fills with random values instead. Raises `ValueError` that names every offending tensor, before
-    any is copied. A load that takes longer than a second shows its progress.
+    fills with random values instead. Raises `ValueError` as `check_weights` does, before it copies
+    anything. A load that takes longer than a second shows its progress.
     """
     if load_format == "dummy":
         from nanoserve.checkpoint.dummy_weights import fill_randomly
@@ -71,7 +69,9 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
     file: Path
     shape: tuple[int, ...]
     value_bytes: int
@@ -87,9 +87,27 @@ class _Copy(NamedTuple):
     num_bytes: int  # of the whole rows in the file
 
 
-def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
+def check_weights(
+    model: nn.Module, path: Path
+) -> tuple[dict[str, list[CheckpointTensor]], dict[str, Stored]]:
+    """What `model` wants, and what the files in `path` hold, in their order.
+
+    The model may be one without memory, on torch's "meta" device. Raises `ValueError` that names
+    offending tensors unless the two are the same, but for tied tensors that may be stored or not.
+    """
     expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
-    _check_names_and_shapes(expected, stored, model.tied_tensors, path)
+    wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if wanted != {name: found[name] for name in found.keys() - model.tied_tensors.keys()}:
+        from nanoserve.checkpoint.misfits import tell_misfits
+
+        told = tell_misfits(wanted, found, model.tied_tensors)
+        raise ValueError(f"the weights in {path} do not fit the model: {told}")
+    return expected, stored
+
+
+def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
+    expected, stored = check_weights(model, path)
     if model.tied_tensors.keys() & stored.keys():
         from nanoserve.checkpoint.tied_tensors import check_tied
 
@@ -118,43 +136,24 @@ def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> Non
             bar.update(num_bytes)
 
 
-def _read_headers(files: list[Path]) -> dict[str, _Stored]:
+def _read_headers(files: list[Path]) -> dict[str, Stored]:
     """What the files hold, in the order in which they hold it."""
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     for file in files:
-        with _open(file) as tensors:
+        with open_weights(file) as tensors:
             for name in tensors.offset_keys():
                 tensor = tensors.get_slice(name)
                 dtype = tensor.get_dtype()
                 if name in stored:
-                    raise ValueError(f"{name} is both in {stored[name].file.name} and in {file}")
+                    raise ValueError(f"{name:.99} is both in {stored[name].file} and in {file}")
                 if dtype not in _STORED_DTYPES:
-                    raise ValueError(f"{name} in {file} is stored as {dtype}")
-                stored[name] = _Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
+                    raise ValueError(f"{name:.99} in {file} is stored as {dtype}")
+                stored[name] = Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
     return stored
 
 
-def _check_names_and_shapes(
-    expected: Mapping[str, list[CheckpointTensor]],
-    stored: Mapping[str, _Stored],
-    tied: Mapping[str, str],
-    path: Path,
-) -> None:
-    missing = sorted(expected.keys() - stored.keys())
-    unexpected = sorted(stored.keys() - expected.keys() - tied.keys())
-    misshapen = [
-        f"{name} is {list(stored[name].shape)}, not {list(target.shape)}"
-        for name, (target, *_) in expected.items()  # parts of one tensor agree on its shape
-        if name in stored and stored[name].shape != target.shape
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    told = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
-    if told:
-        raise ValueError(f"the weights in {path} do not fit the model: {told}")
-
-
 def _copies(
-    name: str, source: _Stored, target: CheckpointTensor, piece_bytes: int
+    name: str, source: Stored, target: CheckpointTensor, piece_bytes: int
 ) -> Iterator[_Copy]:
     """One tensor's, or, if it is larger than a piece, several for its rows."""
     part = [slice(0, size) for size in source.shape]
@@ -185,7 +184,7 @@ def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
 @torch.inference_mode()
 def _copy(piece: list[_Copy]) -> int:
     """Map the file, copy, and let go of it; returns the number of bytes."""
-    with _open(piece[0].file) as tensors:
+    with open_weights(piece[0].file) as tensors:
         for copy in piece:
             copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
     return sum(copy.num_bytes for copy in piece)
@@ -209,12 +208,6 @@ def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)  # or threads that start later would have one as well
 
 
-def _some(names: list[str]) -> str:
-    """A model with many experts has tens of thousands of names."""
-    rest = len(names) - _MAX_TOLD
-    return ", ".join(names[:_MAX_TOLD]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _weight_files(path: Path) -> list[Path]:
     single = path / SINGLE_FILE
     if single.is_file():
@@ -222,19 +215,3 @@ def _weight_files(path: Path) -> list[Path]:
     from nanoserve.checkpoint.shards import shard_files
 
     return shard_files(path)
-
-
-class _open:
-    """`safe_open` whose errors name the file."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            self._file = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
-
-    def __enter__(self) -> safe_open:
-        return self._file.__enter__()
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.__exit__(*exc)

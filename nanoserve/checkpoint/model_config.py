@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_choice, check_int, require
+from nanoserve.checks import check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
 
 if TYPE_CHECKING:
@@ -66,16 +66,16 @@ class ModelConfig:
         the `supported` ones, and for every setting that would change the model's output and that
         nanoserve does not implement: refusing is better than being silently wrong.
         """
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} is no checkpoint: it has no config.json")
+        is_there = (path / "config.json").is_file()
+        require(is_there, f"{path} is no checkpoint: it has no config.json")
         raw = read_json(path / "config.json")
         architecture = architecture_of(raw)
         require(
             supported is None or architecture in supported,
-            f"architecture {architecture!r} is not supported; supported: {supported}",
+            f"architecture {shown(architecture)} is not supported; supported: {supported}",
         )
-        generation_path = path / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.is_file() else {}
+        other = path / "generation_config.json"
+        generation = read_json(other) if other.exists() or other.is_symlink() else {}
         return cls.from_hf(raw, generation, dtype)
 
     @classmethod
@@ -85,9 +85,9 @@ class ModelConfig:
         """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
         file = ConfigFile(raw)
         quantization = raw.get("quantization_config")
-        require(not quantization, f"quantization_config={quantization} is not implemented")
+        require(not quantization, f"quantization_config={shown(quantization)} is not implemented")
         for name in ("sparse_config", "use_bidirectional_attention"):
-            require(not file.get(name), f"{name}={file.get(name)!r} is not implemented")
+            require(not file.get(name), f"{name}={shown(file.get(name))} is not implemented")
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         check_choice("dtype", dtype, DTYPES)
@@ -104,11 +104,11 @@ class ModelConfig:
             head_dim=head_dim,
             max_position_embeddings=features["rope"].num_positions(max_positions),
             rms_norm_eps=file.positive("rms_norm_eps"),
-            tie_word_embeddings=bool(file.get("tie_word_embeddings")),
+            tie_word_embeddings=file.flag("tie_word_embeddings"),
             # Always in Qwen2, whose config.json does not say so.
-            qkv_bias=bool(file.get("attention_bias")) or file.architecture == "Qwen2ForCausalLM",
-            o_bias=bool(file.get("attention_bias")),
-            mlp_bias=bool(file.get("mlp_bias")),
+            qkv_bias=file.flag("attention_bias") or file.architecture == "Qwen2ForCausalLM",
+            o_bias=file.flag("attention_bias"),
+            mlp_bias=file.flag("mlp_bias"),
             hidden_act=file.activation(),
             dtype=dtype,
             eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
@@ -160,11 +160,14 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
-    """The EOS entry of a config is absent, one id or a list of ids."""
+    """The EOS entry of a config is absent, one id or a list of ids, in 32 bits as all ids are.
+
+    Some checkpoints name ids beyond their vocabulary, which are never sampled.
+    """
     value = raw.get("eos_token_id")
     token_ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in token_ids:
-        check_int("eos_token_id", token_id, 0)
+        check_int("eos_token_id", token_id, 0, 2**31 - 1)
     return frozenset(token_ids)
 
 
@@ -176,6 +179,7 @@ def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
     names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
     chosen = {ours: generation[hf] for hf, ours in names.items() if generation.get(hf) is not None}
+    check_choice("do_sample", generation.get("do_sample"), (None, True, False))
     if generation.get("do_sample") is False:
         chosen["temperature"] = 0.0
     return chosen

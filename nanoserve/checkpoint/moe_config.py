@@ -31,6 +31,7 @@ class MoEConfig:
         every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
         dense = file.get("mlp_only_layers") or []
         check_list("mlp_only_layers", dense, is_int, "integers")
+        dense = frozenset(dense)
         layers = range(file.size("num_hidden_layers"))
         return cls(
             num_experts=_num_experts(file),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoserve.checks import is_number, require
+from nanoserve.checks import check_int, is_number, require, shown
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class RopeConfig:
 
             check_parameters(self)
         require(
-            is_number(self.theta) and self.theta > 1,
-            f"config.json: rope_theta={self.theta!r} must be a number above 1; its place is in "
-            f"rope_parameters, or in or beside rope_scaling",
+            is_number(self.theta) and self.theta > 1 + 1e-6,  # else it is 1 in float32
+            f"config.json: rope_theta={shown(self.theta)} must be a number above 1; its place is "
+            f"in rope_parameters, or in or beside rope_scaling",
         )
 
     @classmethod
@@ -75,16 +75,17 @@ class RopeConfig:
         "yarn" both are common (the model card of Qwen3 adds YaRN and leaves the length alone), and
         the longer of the two counts.
         """
-        extended = 0
         if self.rope_type in ("dynamic", "yarn"):
             extended = int(self.factor * self.original_max_position_embeddings)
-        return max(max_position_embeddings, extended)
+            told = "factor x original_max_position_embeddings"
+            return max(max_position_embeddings, check_int(told, extended, 1, 2**31 - 1))
+        return max_position_embeddings
 
 
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The object that counts: transformers lets a `rope_scaling` that says anything win."""
     for name in ("rope_parameters", "rope_scaling"):
         value = raw.get(name) or {}
-        require(isinstance(value, dict), f"config.json: {name}={value!r} must be an object")
+        require(isinstance(value, dict), f"config.json: {name}={shown(value)} must be an object")
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     return {name: value for name, value in settings.items() if value is not None}

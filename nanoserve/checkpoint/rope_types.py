@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nanoserve.checks import check_bool, check_int, check_list, check_number, is_number, require
+from nanoserve.checks import (
+    check_bool,
+    check_int,
+    check_list,
+    check_number,
+    is_number,
+    require,
+    shown,
+)
 
 PARAMETERS = {
     "default": (),
@@ -40,14 +48,16 @@ PARAMETERS = {
 }
 _OLD_NAMES = {"su": "longrope"}
 _OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
+_SMALLEST = 2.0**-126  # of float32, in which tables are computed: below it is nothing to divide by
 
 
 def check_parameters(config: Any) -> None:
     """Raise `ValueError` for a type that is not implemented, and for parameters that it lacks,
     does not have, or that contradict each other."""
     require(
-        config.rope_type in PARAMETERS,
-        f"rope_type={config.rope_type!r} is not implemented; implemented are {list(PARAMETERS)}",
+        config.rope_type in list(PARAMETERS),
+        f"rope_type={shown(config.rope_type)} is not implemented; implemented are "
+        f"{list(PARAMETERS)}",
     )
     for field in fields(config)[2:]:
         value = getattr(config, field.name)
@@ -60,7 +70,7 @@ def check_parameters(config: Any) -> None:
 
 def _check(config: Any, condition: bool, name: str, rule: str) -> None:
     value = getattr(config, name)
-    require(condition, f"rope_type={config.rope_type!r}: {name}={value!r} {rule}")
+    require(condition, f"rope_type={config.rope_type!r}: {name}={shown(value)} {rule}")
 
 
 def _check_parameter(config: Any, name: str, value: Any) -> None:
@@ -68,7 +78,7 @@ def _check_parameter(config: Any, name: str, value: Any) -> None:
     if value is None and name in _OPTIONAL:
         return
     if name == "original_max_position_embeddings":
-        check_int(told, value, 2)
+        check_int(told, value, 2, 2**31 - 1)
     elif name == "truncate":
         check_bool(told, value)
     elif name in ("short_factor", "long_factor"):
@@ -77,18 +87,19 @@ def _check_parameter(config: Any, name: str, value: Any) -> None:
         check_number(told, value, 1)
     else:
         check_number(told, value, 0, excludes_low=True)
+        require(value >= _SMALLEST, f"{told}={value!r} is 0 in float32")
 
 
 def _check_pairs(config: Any) -> None:
     """What two parameters must agree on."""
     if config.rope_type == "llama3":
-        rule = f"must be above low_freq_factor={config.low_freq_factor!r}"
+        rule = f"must be above low_freq_factor={shown(config.low_freq_factor)}"
         _check(config, config.high_freq_factor > config.low_freq_factor, "high_freq_factor", rule)
-    rule = f"must not be below beta_slow={config.beta_slow!r}"
+    rule = f"must not be below beta_slow={shown(config.beta_slow)}"
     _check(config, config.beta_fast >= config.beta_slow, "beta_fast", rule)
-    rule = f"and mscale_all_dim={config.mscale_all_dim!r} need each other"
+    rule = f"and mscale_all_dim={shown(config.mscale_all_dim)} need each other"
     _check(config, (config.mscale is None) == (config.mscale_all_dim is None), "mscale", rule)
-    rule = f"and mscale={config.mscale!r} both set the same: give one"
+    rule = f"and mscale={shown(config.mscale)} both set the same: give one"
     exclusive = config.attention_factor is None or config.mscale is None
     _check(config, exclusive, "attention_factor", rule)
 
@@ -99,10 +110,12 @@ def read_settings(
     """The fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
     nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
     require(
-        not nested, f"config.json: RoPE parameters per type of layer, {nested}, are not implemented"
+        not nested,
+        f"config.json: RoPE parameters per type of layer, {shown(nested)}, are not implemented",
     )
     old_name = settings.pop("type", "default")
-    rope_type = str(settings.pop("rope_type", old_name))
+    rope_type = settings.pop("rope_type", old_name)
+    rope_type = rope_type if isinstance(rope_type, str) else shown(rope_type)
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     theta = settings.pop("rope_theta", raw.get("rope_theta"))
     _refuse_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
@@ -122,13 +135,13 @@ def check_head_dim(config: Any, head_dim: int) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
+    return is_number(value) and value >= _SMALLEST
 
 
 def _refuse_partial(share: Any) -> None:
     require(
         share is None or (is_number(share) and share == 1),
-        f"partial_rotary_factor={share!r} is not implemented, only 1",
+        f"partial_rotary_factor={shown(share)} is not implemented, only 1",
     )
 
 
@@ -140,7 +153,8 @@ def _refuse_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
     unknown = {name: settings[name] for name in sorted(settings.keys() - known)}
     require(
         not unknown,
-        f"rope_type={rope_type!r}: {unknown} not implemented; parameters are {sorted(known)}",
+        f"rope_type={shown(rope_type)}: {shown(unknown)} not implemented; parameters are "
+        f"{sorted(known)}",
     )
 
 

@@ -1,9 +1,18 @@
 """Checkpoints in several files, and the index that names them."""
 
-import json
+import re
 from pathlib import Path
 
-INDEX = "model.safetensors.index.json"
+from nanoserve.checkpoint.config_json import read_json
+from nanoserve.checkpoint.misfits import some
+from nanoserve.checkpoint.weight_files import SINGLE_FILE
+from nanoserve.checks import require, shown
+
+INDEX = f"{SINGLE_FILE}.index.json"
+# An index may come from anyone, so it names files in its own folder and nothing else: no path, and
+# nothing that the hub would take for a pattern. The file itself may be a link, as in the hub's
+# cache.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 def shard_files(path: Path) -> list[Path]:
@@ -14,22 +23,24 @@ def shard_files(path: Path) -> list[Path]:
     index = path / INDEX
     if not index.is_file():
         pickled = sorted(file.name for file in path.glob("*.bin"))
-        advice = f"; {pickled} are pickles, which may run code: save them anew with transformers"
-        raise ValueError(
-            f"{path} is no checkpoint: it has no model.safetensors and no index of one"
-            + (advice if pickled else "")
-        )
+        told = f"{path} is no checkpoint: it has no {SINGLE_FILE} and no index of one"
+        advice = "are pickles, which may run code: save them anew with transformers"
+        raise ValueError(f"{told}; {some(pickled)} {advice}" if pickled else told)
     files = [path / name for name in shard_names(index)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise ValueError(f"{index} names files that are not there: {', '.join(absent)}")
+        raise ValueError(f"{index} names files that are not there: {some(absent)}")
     return files
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, in order."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(Path(name)) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+    """The files that an index names, in order. Raises `ValueError` for what is no name of one."""
+    weight_map = read_json(index).get("weight_map")
+    require(
+        isinstance(weight_map, dict) and weight_map != {},
+        f"{index} is no index of safetensors files: weight_map={shown(weight_map)}",
+    )
+    for name in weight_map.values():
+        is_name = isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+        require(is_name, f"{index} names {shown(name)}, which is no file of its own folder")
+    return sorted(set(weight_map.values()))

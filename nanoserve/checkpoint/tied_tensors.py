@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+
+from nanoserve.checkpoint.weight_files import open_weights
 
 
 def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
@@ -15,7 +16,7 @@ def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
     for name, twin in tied.items():
         if name not in files:
             continue
-        with safe_open(files[name], "pt") as tensors, safe_open(files[twin], "pt") as twins:
+        with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
             if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
                 raise ValueError(
                     f"tie_word_embeddings is true, but {name} is not {twin}; if it is meant to be "

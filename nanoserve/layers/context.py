@@ -37,6 +37,8 @@ class LayerContext:
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
     linear_method: LinearMethod | None = None  # None keeps weights as the checkpoint has them
+    max_model_len: int | None = None  # what the user chose
+    num_positions: int | None = None  # that occur, where fewer do than the model allows
     parts: Any = None  # the model's class, whose attributes name its parts: see Qwen3ForCausalLM
 
     def empty(self, *shape: int) -> torch.nn.Parameter:

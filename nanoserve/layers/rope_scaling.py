@@ -6,7 +6,9 @@ by slowing pairs down; they differ in which pairs, and by how much. Two of them 
 and sin by an attention factor, which makes attention logits larger by its square.
 
 Tables are made once, for all sequences of a batch: a key that lies in the cache was turned when it
-was stored, and can meet any later query.
+was stored, and can meet any later query. So "dynamic" and "longrope", whose frequencies depend on
+the length of a sequence, go by the longest that the engine takes: `max_model_len` if it was given,
+else the model's own limit. How much the KV pool holds changes nothing.
 """
 
 import math
@@ -22,7 +24,7 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """f, float32 [head_dim / 2], and the attention factor that multiplies cos and sin.
 
-    `max_positions` is the length of the table, which "dynamic" and "longrope" are made for.
+    `max_positions` is the length of the longest sequence, which "dynamic" and "longrope" go by.
     """
     if rope.rope_type == "linear":
         return _unscaled(rope.theta, head_dim) / rope.factor, 1.0
@@ -50,10 +52,11 @@ def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     context grew; a larger one stretches it further.
 
     transformers takes n from each forward pass, so theta changes while a sequence grows, and keys
-    in its cache were turned by other thetas than the query that meets them. Here, as in vLLM, n is
-    that of the longest sequence. The two are equal for a sequence of `max_positions` tokens that
-    goes through transformers at once; below that length, and also within the original context, ours
-    equals a model with the larger theta, and transformers' does not.
+    in its cache were turned by other thetas than the query that meets them. Here n is that of the
+    longest sequence; in vLLM, always that of the model's limit. Ours and transformers' are equal
+    for a sequence of `max_positions` tokens that goes through transformers at once, and for all if
+    `max_positions` lies within the original context. Else, below that length, ours equals a model
+    with the larger theta, and transformers' does not.
     """
     if head_dim < 4:
         raise ValueError(f"rope_type='dynamic': head_dim={head_dim} must be at least 4")
@@ -127,11 +130,10 @@ def _longrope(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     the original context, `long_factor` beyond it.
 
     transformers chooses by the length of each forward pass; keys in its cache keep what was chosen
-    when they were stored. Here the choice is made once, by the longest sequence that the table
-    has room for; vLLM does so by its max_model_len. With a `max_position_embeddings` above the
-    original context, all sequences use `long_factor`: those that fit into the original context get
-    other logits than from transformers. For the short factors, set `max_position_embeddings` to the
-    original context, and `factor`, where the file has none, to the quotient of the two before.
+    when they were stored. Here, as in vLLM, the choice is made once, by the longest sequence. If it
+    exceeds the original context, all use `long_factor`, and those that fit into that context get
+    other logits than from transformers. With a `max_model_len` within the original context, all use
+    `short_factor`, as in transformers.
     """
     is_long = max_positions > rope.original_max_position_embeddings
     factors = torch.tensor(rope.long_factor if is_long else rope.short_factor, dtype=torch.float32)

@@ -13,7 +13,11 @@ from nanoserve.layers.context import LayerContext
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of the angles of positions below `length`, [length, head_dim / 2] each."""
+    """cos and sin of the angles of positions, [num_positions, head_dim / 2] each.
+
+    `length` is the model's limit, in tokens. The context may say that fewer positions occur, and
+    that its user wants frequencies for sequences of another length, `max_model_len`.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, length: int, context: LayerContext) -> None:
         super().__init__()
@@ -22,8 +26,9 @@ class RotaryEmbedding(nn.Module):
         if rope.rope_type != "default":
             from nanoserve.layers.rope_scaling import inverse_frequencies
 
-            inv_freq, scale = inverse_frequencies(rope, head_dim, length)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
+            inv_freq, scale = inverse_frequencies(rope, head_dim, context.max_model_len or length)
+        positions = torch.arange(context.num_positions or length, dtype=torch.float32)
+        angles = torch.outer(positions, inv_freq)
         where = (context.device, context.dtype)
         self.register_buffer("cos", (angles.cos() * scale).to(*where), persistent=False)
         self.register_buffer("sin", (angles.sin() * scale).to(*where), persistent=False)

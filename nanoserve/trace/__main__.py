@@ -66,5 +66,5 @@ def _write(path: Path, text: str, source: Path) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as error:  # a file that is missing, unreadable or no trace
+    except (ValueError, OSError, RecursionError) as error:  # a file that is missing or no trace
         sys.exit(f"python -m nanoserve.trace: {error}")

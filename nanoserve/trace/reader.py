@@ -1,11 +1,11 @@
 """A recorded trace, read back; and the state of the KV pool in it, rebuilt step by step."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checks import json_object
 from nanoserve.trace.recorder import FORMAT, VERSION
 
 Record = dict[str, Any]
@@ -38,7 +38,7 @@ def read_trace(path: str | Path) -> Trace:
     *lines, rest = Path(path).read_bytes().split(b"\n")
     if not lines:
         raise ValueError(f"{path} is empty, or its first line was cut off")
-    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    records = [json_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     header, *records = records
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(f"{path}, line 1: this is no header of a {FORMAT}, version {VERSION}")
@@ -47,16 +47,6 @@ def read_trace(path: str | Path) -> Trace:
         if "rows" not in record:
             raise ValueError(f"{path}, line {number}: this is no step")
     return Trace(header, records, closed, len(lines) + 1 if rest else None)
-
-
-def _parse(line: bytes, where: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    return record
 
 
 @dataclass

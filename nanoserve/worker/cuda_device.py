@@ -34,6 +34,8 @@ from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import make_room
 
+_MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
+
 
 class Fetched(NamedTuple):
     """Ids on their way into page-locked memory, and the event behind them."""
@@ -129,12 +131,20 @@ class CudaDevice(HostDevice):
 
     # ------------------------------------------------------------------ starting
 
+    def memory_bytes(self, tp: TensorParallel) -> int:
+        return self.cuda.memory_info()[1]
+
     def pool_before_loading(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
     ) -> None:
         if config.max_model_len is not None:  # to be refused before the weights are read
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
             config.resolve_max_model_len(model_config.max_position_embeddings, most)
+        elif model_config.max_position_embeddings > _MOST_POSITIONS:
+            raise ValueError(
+                f"the model allows {model_config.max_position_embeddings} positions: give "
+                f"max_model_len, because their tables are made before the KV pool is known"
+            )
 
     def pool_after_loading(self, runner: ModelRunner) -> int:
         """What the configuration fixes, or what is left when everything else has its memory."""

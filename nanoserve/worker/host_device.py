@@ -14,7 +14,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.kv_cache import decide_num_kv_blocks
+from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
 
 # (tensors, header, block tables) -> hidden states [num_tokens, hidden_size]
 Forward = Callable[[BatchTensors, BatchHeader, torch.Tensor], torch.Tensor]
@@ -33,6 +33,10 @@ class HostDevice:
     def guard(self) -> AbstractContextManager[Any]:
         """A context in which work is launched on this device, whatever the caller chose."""
         return nullcontext()
+
+    def memory_bytes(self, tp: TensorParallel) -> int:
+        """All that a rank may ever have."""
+        return physical_memory_bytes() // tp.size
 
     def pool_before_loading(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel

@@ -40,7 +40,7 @@ def decide_num_kv_blocks(
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
     block_bytes = kv_block_bytes(model_config, config.block_size, tp)
-    memory_bytes = memory_bytes or _physical_memory_bytes() // tp.size
+    memory_bytes = memory_bytes or physical_memory_bytes() // tp.size
     asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
     if asked > memory_bytes:
         raise ValueError(
@@ -98,5 +98,5 @@ def _map_zeros(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _physical_memory_bytes() -> int:
+def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,15 @@
 """How a runner comes to its weights, its KV cache and its buffers."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checkpoint.loader import load_weights
+import torch
+from torch import nn
+
+from nanoserve.checkpoint.loader import check_weights, load_weights
+from nanoserve.checks import require
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
@@ -25,7 +30,8 @@ def start(runner: Any, path: Path) -> None:
         num_kv_blocks = device.pool_before_loading(config, model_config, runner.context.tp)
         if num_kv_blocks is not None:
             make_room(runner, num_kv_blocks)
-        _load_model(runner, path)
+        is_known = num_kv_blocks is not None
+        _load_model(runner, path, runner.max_model_len if is_known else config.max_model_len)
         if num_kv_blocks is None:
             make_room(runner, device.pool_after_loading(runner))
         _allocate_pool(runner)
@@ -49,9 +55,16 @@ def make_room(runner: Any, num_kv_blocks: int) -> None:
     runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))
 
 
-def _load_model(runner: Any, path: Path) -> None:
+def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
+    """No sequence is longer than `num_positions`; None if that is not known yet."""
     config, model_config = runner.config, runner.model_config
-    runner.model = model_class(model_config.architecture)(model_config, runner.context)
+    # 1) A model without memory shows what would not fit, before any is taken.
+    make, context = model_class(model_config.architecture), runner.context
+    meta = replace(context, device=torch.device("meta"), num_positions=1)
+    _check_model(runner, make(model_config, meta), path)
+    # 2) The model; its tables are for positions that occur.
+    context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
+    runner.model = make(model_config, context)
     is_first = runner.context.tp.rank == 0
     load_weights(runner.model, path, config.load_format, shows_progress=is_first)
     runner.sampler = runner.device.sampler_class(
@@ -59,6 +72,19 @@ def _load_model(runner: Any, path: Path) -> None:
         model_config.vocab_size,
         runner.context.device,
         config.logits_processors,
+    )
+
+
+def _check_model(runner: Any, model: nn.Module, path: Path) -> None:
+    """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
+    if runner.config.load_format != "dummy":
+        check_weights(model, path)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    memory_bytes = runner.device.memory_bytes(runner.context.tp)
+    require(
+        num_bytes <= memory_bytes,
+        f"the weights take {num_bytes} bytes in {runner.model_config.dtype}; a rank has "
+        f"{memory_bytes} of memory",
     )
 
 

@@ -51,7 +51,8 @@ class TensorParallelExecutor:
     ) -> None:
         size, architecture = config.tensor_parallel_size, model_config.architecture
         # Without memory: raises if so many ranks cannot share it.
-        shape_only = LayerContext(device=torch.device("meta"), tp=TensorParallel(0, size))
+        tp, meta = TensorParallel(0, size), torch.device("meta")
+        shape_only = LayerContext(device=meta, tp=tp, num_positions=1)
         model_class(architecture)(model_config, shape_only)
         location = _model_location(architecture)
         self._stack = contextlib.ExitStack()  # what was opened, to be closed in reverse order

@@ -21,6 +21,7 @@ SUPPORT = {
     "nanoserve/checkpoint/loader.py",
     "nanoserve/checkpoint/model_config.py",
     "nanoserve/checkpoint/rope_config.py",
+    "nanoserve/checkpoint/weight_files.py",
     "nanoserve/checks.py",
     "nanoserve/config.py",
     "nanoserve/engine/batch_layout.py",

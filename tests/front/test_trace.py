@@ -318,6 +318,8 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_told(tmp_path: Path, capsys
         (b"[1]\n", "line 1 is not a JSON object"),
         (b'HEADER\n{"step": 1, \n', "line 2 is not JSON"),
         (b"HEADER\n\xff\n", "line 2 is not JSON"),
+        (b'HEADER\n{"rows": ' + b"[" * 10**5 + b"\n", "line 2 is not JSON"),
+        (b'HEADER\n{"rows": ' + b"9" * 5000 + b"}\n", "line 2 is not JSON"),
         (b'HEADER\n{"rows": []}\n{"hello": 1}\n', "line 3: this is no step"),
     ],
 )

@@ -186,7 +186,7 @@ def test_every_parameter_changes_the_table(name: str, change: dict[str, Any]) ->
     assert (before[:, :shared] - after[:, :shared]).abs().max() > 1e-3
 
 
-NUMBER, SIZE = "must be a number, finite and > 0", "must be an integer >= 2"
+NUMBER, SIZE = "must be a number, finite and > 0", "must be an integer in [2, 2147483647]"
 BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"rope_theta": 1.0}, "rope_theta=1.0"),
     ("default", {"rope_theta": "1e4"}, "rope_theta='1e4'"),
@@ -326,10 +326,12 @@ TINY = types(16, 64)
 OUTPUT = 8
 
 
-def complete(path: Path, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+def complete(
+    path: Path, prompts: list[list[int]], **options: Any
+) -> list[tuple[list[int], torch.Tensor]]:
     """Each prompt with its greedy continuation, and the logits of all but the last token."""
-    options = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "enable_prefix_caching": False}
-    with LLM(path, skip_tokenizer_init=True, num_kv_blocks=64, **options) as llm:
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_kv_blocks": 64} | options
+    with LLM(path, skip_tokenizer_init=True, enable_prefix_caching=False, **options) as llm:
         recorder = LogitsRecorder(llm)
         outputs = llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=OUTPUT), use_tqdm=False
@@ -394,6 +396,35 @@ def test_longrope_within_the_original_context_has_the_long_factors_all_the_same(
     rope |= {"short_factor": rope["long_factor"]}
     reference = make_qwen3(tmp_path / "long", max_position_embeddings=length, rope_parameters=rope)
     check_against(reference, complete(tmp_path / "ours", prompts_of([1, 17, 40])))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope", "longrope, factors"])
+def test_a_max_model_len_within_the_original_context_is_as_in_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    settings, length = TINY[name]
+    rope = {"rope_theta": 1e4} | settings
+    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    prompts = prompts_of([1, 17, 40, 64 - OUTPUT])
+    check_against(reference, complete(tmp_path, prompts, max_model_len=64))
+
+
+def test_dynamic_equals_transformers_at_a_chosen_length(tmp_path: Path) -> None:
+    settings, length = TINY["dynamic"]
+    rope = {"rope_theta": 1e4} | settings
+    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    check_against(reference, complete(tmp_path, prompts_of([150 - OUTPUT]), max_model_len=150))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_the_size_of_the_pool_does_not_change_the_frequencies(tmp_path: Path, name: str) -> None:
+    settings, length = TINY[name]
+    rope = {"rope_theta": 1e4} | settings
+    make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    (small,) = complete(tmp_path, prompts_of([40]), num_kv_blocks=3)
+    (large,) = complete(tmp_path, prompts_of([40]), num_kv_blocks=64)
+    assert small[0] == large[0]
+    torch.testing.assert_close(small[1], large[1], rtol=0, atol=1e-5)
 
 
 def test_dynamic_equals_transformers_at_the_full_context(tmp_path: Path) -> None:

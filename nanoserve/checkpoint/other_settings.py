@@ -1,0 +1,41 @@
+"""The settings of `config.json` that some architectures have, and what they imply.
+
+As `_SETTINGS` in `nanoserve.checkpoint.config_json`, where those of the plain ones are.
+"""
+
+from typing import Any
+
+_GEMMA = {
+    "attention_bias": False, "tie_word_embeddings": True, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
+}  # fmt: skip
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "MixtralForCausalLM": {
+        "sliding_window": None, "num_experts": 8, "num_local_experts": None,
+        "num_experts_per_tok": 2,
+    },
+    "Qwen3MoeForCausalLM": {
+        "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
+        "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+    },
+    "Phi3ForCausalLM": {"sliding_window": None},
+    "Gemma2ForCausalLM": {
+        **_GEMMA,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "rope_theta": 10_000.0,
+    },
+    # Its files have an attn_logit_softcapping too, which its attention does not read.
+    "Gemma3ForCausalLM": {
+        **_GEMMA,
+        "final_logit_softcapping": None, "sliding_window_pattern": 6,
+        "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+    },
+    "MiniCPMForCausalLM": {
+        "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
+        "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,
+    },
+}  # fmt: skip
