@@ -394,6 +394,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ],
     ids=["NaN matrix", "one NaN", "NaN head", "infinite norm", "1e38", "all zero", "zero head"],
 )
+@pytest.mark.small(dtype=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_answers_rightly_or_not_at_all(
     tmp_path: Path,
