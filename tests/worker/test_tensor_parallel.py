@@ -134,12 +134,13 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
 def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
     tmp_path: Path, device: str, async_scheduling: bool
 ) -> None:
-    """One token's embedding is broken, and what is no token is nobody's input."""
+    """One token's embedding is broken, the first of a rank's part, and what is no token is nobody's
+    input."""
     make_qwen3(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    weights["model.embed_tokens.weight"][250] = torch.nan
+    weights["model.embed_tokens.weight"][150] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    asked = [[5, 6], [250, 6], [7] * 20, [8, 250]]
+    asked = [[5, 6], [150, 6], [7] * 20, [8, 150]]
     kinds = [PARAMS[1], PARAMS[0], PARAMS[2], PARAMS[1]]
     with make_llm(tmp_path, 2, device, async_scheduling=async_scheduling) as llm:
         outputs = llm.generate(asked, kinds, use_tqdm=False)
