@@ -13,8 +13,9 @@ Rows that ask for none of it never come here. Each function below works on all r
 once, by (row, token) pairs: a row's cost is the tokens it names, not the vocabulary.
 
 Two seams for your own. `SamplingParams(logits_processors=[f])` calls f(output_token_ids, logits)
-with one row [vocab_size] and takes what it returns, of the same shape; it runs once per row. An engine-wide one,
-`LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes them in place:
+with one row [vocab_size] and takes what it returns, which has the same shape; it runs once per row.
+An engine-wide one, `LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes
+them in place:
 
     class NoRepeats:  # the token that came last may not come again
         def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
