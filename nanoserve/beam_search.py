@@ -123,7 +123,8 @@ def beam_search(
     """Search all prompts side by side: a step of all their beams is one batch.
 
     `generate` is `LLM.generate`, of the LLM that has this engine. Raises `ValueError` for a prompt
-    that leaves no room for `max_tokens`, and for more beams than `max_logprobs` allows.
+    that leaves no room for `max_tokens`, and for more beams than `max_logprobs` allows; and what a
+    beam's request has ended with, if the model's logits are not finite.
     """
     processor = engine.input_processor
     searches = []
@@ -148,6 +149,9 @@ def beam_search(
             temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs
         )
         outputs = generate([beam.tokens for _, beam in beams], one_token, use_tqdm=False)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
         next_tokens = iter(
             {token_id: candidate.logprob for token_id, candidate in step.items()}
             for output in outputs

@@ -79,8 +79,9 @@ class LLM:
         cached prefixes with those that have the same text as `"cache_salt"` in their prompt.
 
         Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
-        included, none of these requests stays behind. A request whose own logits processor raises
-        ends with finish reason "error" and that `error`; the others go on.
+        included, none of these requests stays behind. A request whose own logits processor raises,
+        or that has no token to choose because its constraints leave none or the model computes NaN,
+        ends with finish reason "error" and the reason as `error`; the others go on.
         """
         prompts = as_prompt_list(prompts)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
@@ -104,8 +105,8 @@ class LLM:
         """Yield what is new after every token; the pieces of text concatenate to the final text.
 
         Several streams may be read in turn: whichever is asked first runs the engine for all. A
-        stream that is dropped before its end is aborted. What a logits processor of the request
-        raises is raised here.
+        stream that is dropped before its end is aborted. If the request ends with an error, that
+        is raised here.
         """
         if self._streams is None:
             from nanoserve.streams import Streams

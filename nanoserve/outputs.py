@@ -76,7 +76,7 @@ class CompletionOutput:
     """One completion. `token_ids` and `text` end before the EOS or stop token that ended them.
 
     finish_reason: None while it runs; "stop" (EOS, a stop token or a stop string), "length",
-        "abort", or "error" if the request's own code raised: see `RequestOutput.error`.
+        "abort", or "error": see `RequestOutput.error`.
     stop_reason: the stop token's id or the stop string; None when it was the model's own EOS.
     logprobs: for each token the asked-for candidates, by token id; the chosen one is among them.
     cumulative_logprob: the sum over the chosen tokens.
@@ -101,7 +101,9 @@ class RequestOutput:
 
     prompt_logprobs: for each token of the prompt the asked-for candidates, by token id; None for
         the first token, which nothing predicts.
-    error: what a logits processor of the request raised; its other completions end with it.
+    error: what ended the request, all its completions together: what its own logits processor
+        raised; a `ValueError` if its constraints, or processors, left no token to choose; a
+        `FloatingPointError` if the model computed logits that are NaN or infinite.
     """
 
     request_id: str

@@ -63,7 +63,8 @@ class SamplingParams:
     bad_words: texts that are never completed.
     min_tokens: before so many tokens, neither EOS nor a stop token nor a stop string ends it.
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
-        for this request alone, after everything else that changes its logits.
+        for this request alone, after everything else that changes its logits. What they return
+        has the same shape and is floating-point; -inf forbids a token, NaN and +inf are errors.
     seed: same seed, same tokens, whatever else runs (in float32; 16 bits may round otherwise in
         another batch). None or -1: the engine draws one.
     max_tokens: at most this many tokens of output; None is up to `max_model_len`.
@@ -84,7 +85,8 @@ class SamplingParams:
     Tokens tied with the last kept one are kept with it, so the result does not depend on how a
     sort breaks ties.
 
-    Raises `ValueError` that names the value and the allowed range.
+    Raises `ValueError` that names the value and the allowed range. Constraints that together leave
+    no token end the request when it comes to that: see `RequestOutput.error`.
     """
 
     n: int = 1

@@ -62,8 +62,9 @@ def attend_rows(
         queries = q[tokens].transpose(0, 1)[None]
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    # 3) What a token sees. Of a whole prompt torch knows it, and skips half of the products.
-    is_whole = 1 < n == length and layer.sliding_window is layer.soft_cap is None
+    # 3) What a token sees. Of a whole prompt torch knows it, and skips half of the products. But of
+    #    less than a vector of 16 scores that are all NaN, its quick way makes plain zeros.
+    is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
     if shortest < length:  # behind a row's end, what may be another's, even NaN, and 0 x NaN is NaN
         slots = torch.arange(shortest, length, device=q.device)

@@ -48,7 +48,7 @@ class StepResult:
 
     token_ids: for each row that catches up, in batch order, zero or more new tokens.
     logprobs: a row for each of those rows whose request asked for them.
-    errors: by index of such a row, what its request's own code raised; it has got no tokens.
+    errors: by index of such a row, what its request ends with; it has got no tokens.
     of_heads: by name of a head, what it made of its outputs.
     """
 

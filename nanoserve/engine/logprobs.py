@@ -1,5 +1,7 @@
 """Log-probabilities on their way to the user: of tokens, with their texts."""
 
+import math
+
 from nanoserve.engine.plan import Row
 from nanoserve.engine.request import Request
 from nanoserve.engine.tokenizer import Tokenizer
@@ -38,12 +40,20 @@ class PromptLogprobsCollector:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
-    def __call__(self, request: Request, row: Row, values: TokenLogprobs, first: int) -> None:
+    def __call__(
+        self, request: Request, row: Row, values: TokenLogprobs, first: int
+    ) -> Exception | None:
         if row.start == 0:  # the first chunk, perhaps once more after a preemption
             del request.prompt_logprobs[1:]
         for index in range(first, first + row.num_outputs - row.num_sampled):
+            if math.isnan(values.logprobs[index, 0]):
+                return FloatingPointError(
+                    f"token {len(request.prompt_logprobs)} of the prompt has no log-probability: "
+                    f"the logits that the model computed before it are not finite"
+                )
             k = request.params.prompt_logprobs
             request.prompt_logprobs.append(_candidates(values, index, k, self._tokenizer))
+        return None
 
 
 def _candidates(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, RequestOutput
@@ -56,18 +56,21 @@ class OutputProcessor:
         `joined` is how many tokens each row that caught up has got, from `Scheduler.update`.
         `finish` ends what has run into a stop string, which only its text shows.
         """
-        rows = plan.sampled
+        rows, failed = plan.sampled, {}
         if result.of_heads:
             from nanoserve.engine.prompt_outputs import collect_from_heads
 
-            collect_from_heads(
+            failed = collect_from_heads(
                 plan, result.of_heads, self.requests, self.collectors, self._tokenizer
             )
         if result.logprobs is not None:
             from nanoserve.engine.logprobs import collect_logprobs
 
             collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
-        progressed = self._failed(rows, joined, result.errors)
+        for index, error in result.errors.items():
+            if joined[index] >= 0:  # else, with a step ahead, the row comes too late
+                failed.setdefault(self.requests[rows[index].seq.request_id], error)
+        progressed = _note_errors(failed)
         final_only = RequestOutputKind.FINAL_ONLY
         for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
             seq = row.seq
@@ -101,21 +104,6 @@ class OutputProcessor:
         """Its last tokens were taken back; see `nanoserve.engine.recovery`."""
         if self._detokenizer is not None:
             self._detokenizer.restart(seq)
-
-    def _failed(
-        self, rows: list[Row], joined: list[int], errors: dict[int, Exception]
-    ) -> dict[Request, list[CompletionOutput]]:
-        """The requests whose own code has raised; nothing of theirs is complete yet."""
-        failed: dict[Request, list[CompletionOutput]] = {}
-        for index, error in errors.items():
-            if joined[index] < 0:
-                continue  # with a step ahead, a row may come too late for its sequence
-            request = self.requests[rows[index].seq.request_id]
-            if request.error is None:
-                logger.error("request %r failed", request.request_id, exc_info=error)
-                request.error = error
-                failed[request] = []
-        return failed
 
     def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
         """End `seq` if its text, which may be decoded now, has run into a stop string."""
@@ -170,6 +158,14 @@ class OutputProcessor:
             cumulative_logprob=completion.cumulative_logprob,
         )
         return completion.latest
+
+
+def _note_errors(failed: dict[Request, Exception]) -> dict[Request, list[CompletionOutput]]:
+    """For each of these requests the completions that have ended, of which there are none yet."""
+    for request, error in failed.items():
+        logger.error("request %r failed", request.request_id, exc_info=error)
+        request.error = error
+    return {request: [] for request in failed}
 
 
 def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:

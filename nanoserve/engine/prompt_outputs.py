@@ -15,8 +15,8 @@ from nanoserve.engine.request import Request
 from nanoserve.engine.tokenizer import Tokenizer
 
 # Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
-# the row's first output in it).
-Collector = Callable[[Request, Row, Any, int], None]
+# the row's first output in it). Returns an exception if that is to end the request.
+Collector = Callable[[Request, Row, Any, int], Exception | None]
 
 
 def add_prompt_outputs(batch: Any, plan: Plan, first: int) -> None:
@@ -52,8 +52,9 @@ def collect_from_heads(
     requests: dict[str, Request],
     collectors: dict[str, Collector],
     tokenizer: Tokenizer | None,
-) -> None:
-    """Hand each collector what its head made, row by row."""
+) -> dict[Request, Exception]:
+    """Hand each collector what its head made, row by row; the requests that end with that."""
+    failed: dict[Request, Exception] = {}
     for name, values in of_heads.items():
         if name == "prompt_logprobs" and name not in collectors:
             from nanoserve.engine.logprobs import PromptLogprobsCollector
@@ -66,5 +67,8 @@ def collect_from_heads(
                 request = requests.get(row.seq.request_id)
                 # Not if it has ended meanwhile, and its id belongs to another one.
                 if request is not None and row.seq in request.sequences:
-                    collectors[name](request, row, values, first)
+                    error = collectors[name](request, row, values, first)
+                    if error is not None:
+                        failed[request] = error
                 first += count
+    return failed

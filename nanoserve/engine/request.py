@@ -28,7 +28,7 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: Exception | None = None  # what ended it, if its own code raised
+    error: Exception | None = None  # what ended it: see `RequestOutput.error`
     completions: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -57,7 +57,8 @@ def choose_tokens(
     settings: int32 [num_slots, 8], rows by `pack_settings`.
     borders: float32 [num_rows], from `filter_borders`, if any row of the step has a filter: rows
         that sample draw nothing whose logit / temperature is below.
-    Of equal scores the lowest id wins, so a row without any finite logit gives 0.
+    Of equal scores the lowest id wins. A row whose best score is no finite number gives -1: it has
+    NaN or infinity somewhere, or nothing above -inf.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape
@@ -128,8 +129,8 @@ def _best_of_parts(
     token_ids = part * PART + tl.arange(0, PART)
     address = logits + row.to(tl.int64) * row_stride + token_ids
     scores = tl.load(address, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
-    # Not-a-number never wins: compared with it, even the padding might, whose ids are no tokens.
-    scores = tl.where(scores == scores, scores, -float("inf"))
+    # A maximum may pass over not-a-number. Infinity stays the best to the end, where it is seen.
+    scores = tl.where(scores == scores, scores, float("inf"))
     slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS
     temperature = tl.load(slot_settings).to(tl.float32, bitcast=True)
     if temperature > 0:
@@ -151,9 +152,9 @@ def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK:
     parts = tl.arange(0, BLOCK)
     address = best_scores + row * NUM_PARTS + parts
     scores = tl.load(address, mask=parts < NUM_PARTS, other=-float("inf"))
-    best = tl.argmax(scores, axis=0, tie_break_left=True)
-    token_id = tl.load(best_ids + row * NUM_PARTS + best)
-    tl.store(token_ids + row, token_id.to(tl.int64))
+    score, best = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    token_id = tl.load(best_ids + row * NUM_PARTS + best).to(tl.int64)
+    tl.store(token_ids + row, tl.where(tl.abs(score) < float("inf"), token_id, -1))
 
 
 @triton.jit

@@ -32,7 +32,8 @@ def filter_borders(
     slots: int32 [num_rows], the row of `settings` that a row of logits goes by.
     settings: int32 [num_slots, 8], rows by `pack_settings`.
     In vLLM's order, each over what the one before has left: min_p, top_k, top_p. -inf for rows that
-    are greedy or have no filter. Not-a-number counts as -inf.
+    are greedy or have no filter. Not-a-number counts as -inf here; of a row that has any,
+    `choose_tokens` chooses nothing.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape

@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
         local = input_ids - self.start
         is_here = (local >= 0) & (local < self.rows)
         x = F.embedding(local.clamp(0, self.rows - 1), self.weight)
-        return self.tp.all_reduce(x * is_here.unsqueeze(-1))
+        return self.tp.all_reduce(x.masked_fill(~is_here.unsqueeze(-1), 0))
 
     def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
         rows, start = self.weight[: self.num_here], min(self.start, self.shape[0])

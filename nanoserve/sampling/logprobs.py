@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
+from nanoserve.sampling.rows import tensor_of
 
 
 class LogprobTensors(NamedTuple):
@@ -34,6 +35,22 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
         logprobs=torch.cat([chosen, best.values], dim=1),
         ranks=ranks,
     )
+
+
+def logprobs_of_rows(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray, k: int
+) -> LogprobTensors:
+    """At those `rows` of a step that asked for them.
+
+    logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], what was chosen. If the
+    model's logits are not finite, a row has no log-probabilities. Then it gets no token either,
+    though a mask may have left it one: its entry of `token_ids` becomes -1.
+    """
+    index = tensor_of(rows, logits)
+    chosen = token_ids[index]
+    gathered = gather_logprobs(logits[index], chosen.clamp(min=0), k)
+    token_ids[index] = chosen.masked_fill(gathered.logprobs[:, 0].isnan(), -1)
+    return gathered
 
 
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:

@@ -13,8 +13,9 @@ Rows that ask for none of it never come here. Each function below works on all r
 once, by (row, token) pairs: a row's cost is the tokens it names, not the vocabulary.
 
 Two seams for your own. `SamplingParams(logits_processors=[f])` calls f(output_token_ids, logits)
-with one row [vocab_size] and takes what it returns; it runs once per row. An engine-wide one,
-`LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes them in place:
+with one row [vocab_size] and takes what it returns, which has the same shape; it runs once per row.
+An engine-wide one, `LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes
+them in place:
 
     class NoRepeats:  # the token that came last may not come again
         def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
@@ -83,11 +84,12 @@ class SlotState:
         if params.has_penalties:
             self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
 
-    def append(self, token_id: int) -> None:
-        """The sequence has got a token."""
-        self.output_token_ids.append(token_id)
+    def extend(self, token_ids: list[int]) -> None:
+        """The sequence has got these tokens: zero or more in a step."""
+        self.output_token_ids += token_ids
         if self.counts is not None:
-            self.counts.append(token_id)
+            for token_id in token_ids:
+                self.counts.append(token_id)
 
     def forbidden(self) -> np.ndarray:
         """The tokens that would complete a bad word now."""
@@ -115,12 +117,28 @@ def apply_processors(
     for row, state in enumerate(states):
         try:
             for processor in state.params.logits_processors or ():
-                logits[row] = processor(state.output_token_ids, logits[row])
+                changed = processor(state.output_token_ids, logits[row])
+                logits[row] = _checked(changed, logits.shape[1])
         except Exception as error:
             errors[row] = error
     for batch_processor in of_engine:
         batch_processor(logits, states)
     return errors
+
+
+def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """What a request's own processor has returned; torch would broadcast or convert anything."""
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(
+            f"a logits processor returned {type(logits).__name__}, and must return a tensor: the "
+            f"logits of shape [{vocab_size}]"
+        )
+    if logits.shape != (vocab_size,) or not logits.is_floating_point():
+        raise ValueError(
+            f"a logits processor returned {logits.dtype} of shape {list(logits.shape)}, and must "
+            f"return floating-point logits of shape [{vocab_size}]"
+        )
+    return logits
 
 
 def keep_allowed(logits: torch.Tensor, states: list[SlotState]) -> None:

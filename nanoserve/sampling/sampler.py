@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class Sampled(NamedTuple):
     """What a step has chosen; tensors may not have been computed yet.
 
-    token_ids: int64 [num_rows]. states: of the rows that must learn their token, by row. errors:
-    what requests' own processors raised, by row; such a row's token means nothing.
+    token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.no_token`.
+    states: of the rows that must learn their token, by row. errors: what requests' own processors
+    raised, by row; such a row's token means nothing.
     """
 
     token_ids: torch.Tensor
@@ -150,7 +151,6 @@ class Sampler:
         rows = np.flatnonzero(settings["num_logprobs"] >= 0)
         if not len(rows):
             return None
-        from nanoserve.sampling.logprobs import gather_logprobs
+        from nanoserve.sampling.logprobs import logprobs_of_rows
 
-        index = tensor_of(rows, logits)
-        return gather_logprobs(logits[index], token_ids[index], settings["num_logprobs"].max())
+        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"].max())

@@ -118,7 +118,8 @@ class ModelRunner:
             )
             token_ids = handle.sampled.token_ids
             if self.config.async_scheduling:
-                self.last_token[tensors.output_slots[:num_sampled]] = token_ids.int()
+                # Also what is no token must be one to the step ahead, whose row is thrown away.
+                self.last_token[tensors.output_slots[:num_sampled]] = token_ids.clamp(min=0).int()
             handle.fetched = self.device.fetch(token_ids)
 
     def collect(self, handle: Handle) -> StepResult:
@@ -127,13 +128,17 @@ class ModelRunner:
         token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
         if sampled is None:
             return StepResult([], of_heads=of_heads)
-        for row, state in sampled.states:
-            state.append(token_ids[row])
-        new_ids = [[token_id] for token_id in token_ids]
-        for row in sampled.errors:
+        new_ids, errors = [[token_id] for token_id in token_ids], sampled.errors
+        if -1 in token_ids:
+            from nanoserve.sampling.no_token import errors_of_rows
+
+            errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
+        for row in errors:
             new_ids[row] = []
+        for row, state in sampled.states:
+            state.extend(new_ids[row])
         logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        return StepResult(new_ids, logprobs, sampled.errors, of_heads)
+        return StepResult(new_ids, logprobs, errors, of_heads)
 
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""

@@ -87,3 +87,29 @@ def test_nan_in_one_sequence_stays_there(
     actual = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert actual[:num_new].isnan().all()
     assert torch.equal(actual[num_new:], expected[num_new:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_broken", ["q", "k", "v"])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 15, 16, 17, 33])
+def test_what_a_token_sees_as_nan_makes_it_nan(
+    length: int, is_broken: str, dtype: torch.dtype
+) -> None:
+    """In a whole prompt, and in the token after it. Torch's causal attention makes it zero."""
+    torch.manual_seed(0)
+    layer, num_blocks = AttentionLayer(4, 2, 8, 0.3), -(-length // BLOCK_SIZE)
+    tables = torch.arange(num_blocks, dtype=torch.int32)[None]
+    for num_new in {1, length}:
+        for broken in {length - num_new, length - 1}:
+            q = torch.randn(num_new, 4, 8).to(dtype)
+            kv_cache = torch.randn(2, num_blocks, 2, BLOCK_SIZE, 8).to(dtype)
+            first = broken - (length - num_new)  # of the new tokens that see it
+            if is_broken == "q":
+                q[first] = torch.nan
+            else:
+                block, slot = divmod(broken, BLOCK_SIZE)
+                kv_cache["kv".index(is_broken), block, :, slot] = torch.nan
+            metadata = metadata_of([(num_new, length)], tables)
+            attended = TorchAttention().attend(layer, q, kv_cache, metadata)
+            sees = torch.arange(num_new) == first if is_broken == "q" else slice(first, None)
+            assert attended[sees].isnan().all()

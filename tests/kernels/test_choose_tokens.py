@@ -140,11 +140,10 @@ def test_noise_is_exact_to_a_millionth(key: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 9_000])
 def test_of_equal_logits_a_greedy_row_takes_the_lowest_id(vocab_size: int) -> None:
-    logits = torch.zeros(4, vocab_size, device=DEVICE)
+    logits = torch.zeros(3, vocab_size, device=DEVICE)
     logits[1, 3:] = 1
     logits[2, [vocab_size - 2, vocab_size - 1]] = 1
-    logits[3] = -torch.inf
-    assert choose(logits, temperature=0.0) == [0, 3, vocab_size - 2, 0]
+    assert choose(logits, temperature=0.0) == [0, 3, vocab_size - 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0, 100.0])
@@ -156,11 +155,22 @@ def test_a_single_finite_logit_always_wins(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("vocab_size", [1, 5, 4_100])
-def test_not_a_number_never_wins(vocab_size: int, temperature: float) -> None:
-    logits = torch.full((2, vocab_size), torch.nan, device=DEVICE)
-    logits[1, -1] = -1000.0
-    assert choose(logits, temperature) == [0, vocab_size - 1]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 5, 4_100, 9_000])
+def test_nothing_is_chosen_where_the_best_score_is_no_finite_number(
+    vocab_size: int, dtype: torch.dtype, temperature: float
+) -> None:
+    """Wherever it is: at both ends, at the border of two parts, beside the padding."""
+    logits = torch.randn(8, vocab_size, device=DEVICE).to(dtype)
+    healthy = choose(logits, temperature)
+    places = torch.tensor([0, vocab_size // 2, min(4_095, vocab_size - 1), vocab_size - 1])
+    logits[[0, 2, 4, 6], places] = torch.nan
+    logits[[1, 5], places[:2]] = torch.inf
+    assert choose(logits, temperature) == [-1, -1, -1, healthy[3], -1, -1, -1, healthy[7]]
+    logits[:] = -torch.inf
+    logits[1, -1] = torch.nan
+    logits[2, -1] = -1000.0
+    assert choose(logits, temperature)[:3] == [-1, -1, vocab_size - 1]
 
 
 def test_each_part_of_the_settings_changes_the_draws() -> None:

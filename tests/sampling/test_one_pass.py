@@ -203,10 +203,33 @@ def spoil_and_fail(output_token_ids: list[int], logits: torch.Tensor) -> torch.T
         ([spoil_and_fail], Failure),
         ([halve, fail, spoil_and_fail], Failure),
         ([lambda output_token_ids, logits: None], TypeError),
-        ([lambda output_token_ids, logits: logits[:-1]], RuntimeError),
+        ([lambda output_token_ids, logits: 0.0], TypeError),
+        ([lambda output_token_ids, logits: logits.numpy()], TypeError),
+        ([lambda output_token_ids, logits: logits[:-1]], ValueError),
+        ([lambda output_token_ids, logits: logits.max()], ValueError),
+        ([lambda output_token_ids, logits: logits[:1]], ValueError),
+        ([lambda output_token_ids, logits: logits[None]], ValueError),
+        ([lambda output_token_ids, logits: logits.argsort()], ValueError),
+        ([lambda output_token_ids, logits: logits > 0], ValueError),
+        ([lambda output_token_ids, logits: logits.to(torch.complex64)], ValueError),
         ([lambda: 0], TypeError),
     ],
-    ids=["raises", "changes, then raises", "the second of three", "None", "too short", "no args"],
+    ids=[
+        "raises",
+        "changes, then raises",
+        "the second of three",
+        "None",
+        "a number",
+        "an array",
+        "too short",
+        "a scalar",
+        "one logit",
+        "a batch",
+        "integers",
+        "a mask",
+        "complex",
+        "no args",
+    ],
 )
 @pytest.mark.parametrize("at_random", [False, True])
 def test_what_a_requests_processor_raises_is_returned_by_row(
@@ -234,10 +257,33 @@ def test_what_a_requests_processor_raises_is_returned_by_row(
     assert torch.equal(logits, before)
     rest = [0, 2, 3, 5]
     assert failed.token_ids[rest].tolist() == good.token_ids[rest].tolist()
-    assert (failed.token_ids >= 0).all() and (failed.token_ids < VOCAB_SIZE).all()
+    assert (failed.token_ids >= -1).all() and (failed.token_ids < VOCAB_SIZE).all()
     assert_bit_identical(failed.logprobs.logprobs, good.logprobs.logprobs)
     assert torch.equal(failed.logprobs.token_ids, good.logprobs.token_ids)
     assert [row for row, _ in failed.states] == [1, 3, 4, 5]
+
+
+def test_the_error_says_what_a_processor_returned_and_what_it_must() -> None:
+    def error_of(processor: Callable) -> str:
+        made = make_sampler([{"logits_processors": [processor]}])
+        return str(sample(made, random_logits(1)).errors[0])
+
+    wanted = f"floating-point logits of shape [{VOCAB_SIZE}]"
+    for changed, returned in (
+        (lambda ids, logits: logits.mean(), "torch.float32 of shape []"),
+        (lambda ids, logits: logits[:1], "torch.float32 of shape [1]"),
+        (lambda ids, logits: logits.argsort(), f"torch.int64 of shape [{VOCAB_SIZE}]"),
+    ):
+        message = error_of(changed)
+        assert returned in message and wanted in message
+    assert "returned NoneType" in error_of(lambda ids, logits: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_processor_may_compute_in_any_float(dtype: torch.dtype) -> None:
+    made = make_sampler([{"logits_processors": [lambda ids, logits: (-logits).to(dtype)]}])
+    logits = torch.arange(VOCAB_SIZE).repeat(1, 1).float()
+    assert sample(made, logits).token_ids.tolist() == [0]
 
 
 def test_changed_logits_of_other_rows_are_untouched_by_a_failure() -> None:

@@ -289,7 +289,7 @@ def test_a_state_made_after_a_preemption_equals_one_that_was_never_lost() -> Non
         case = random_case(rng, TRANSFORMS)
         kept = Case(case.settings, case.prompt, [], case.stops, case.bad_words).state()
         for token in case.output:
-            kept.append(token)
+            kept.extend([token])
         logits = torch.from_numpy(random_logits(rng, 1)).repeat(2, 1)
         for row, state in enumerate((kept, case.state())):
             apply_processors(logits[row : row + 1], [state])
@@ -319,7 +319,7 @@ def test_draws_after_a_preemption_at_every_step_are_those_without() -> None:
         assert kept == anew
         assert [row for row, _ in sampled.states] == [0, 1]
         for _, state in sampled.states:
-            state.append(kept)
+            state.extend([kept])
         case.output.append(kept)
     first, later = case.output[:20], case.output[20:]
     assert not {3, 4} & set(first) and len(set(later)) > 5 and 5 not in case.output

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
@@ -126,6 +127,29 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
         assert all(isinstance(error, ZeroDivisionError) for error in errors if error is not None)
         reasons = {c.finish_reason for o in outputs if o.error is not None for c in o.outputs}
         assert reasons == {"error"}
+
+
+@pytest.mark.small(async_scheduling=[True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
+    tmp_path: Path, device: str, async_scheduling: bool
+) -> None:
+    """One token's embedding is broken, the first of a rank's part, and what is no token is nobody's
+    input."""
+    make_qwen3(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][150] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    asked = [[5, 6], [150, 6], [7] * 20, [8, 150]]
+    kinds = [PARAMS[1], PARAMS[0], PARAMS[2], PARAMS[1]]
+    with make_llm(tmp_path, 2, device, async_scheduling=async_scheduling) as llm:
+        outputs = llm.generate(asked, kinds, use_tqdm=False)
+        again = llm.generate(asked[::2], kinds[::2], use_tqdm=False)
+    for output, fails in zip(outputs, (False, True, False, True), strict=True):
+        assert isinstance(output.error, FloatingPointError) is fails
+        reasons = {completion.finish_reason for completion in output.outputs}
+        assert reasons == {"error" if fails else "length"}
+    assert_same(again, outputs[::2])
 
 
 @pytest.mark.small(async_scheduling=[True])
