@@ -30,7 +30,7 @@ def test_every_request_gets_what_it_gets_alone(
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="nanoserve")  # requests are made to fail
     counts: Counter[str] = Counter()
-    for seed in range(200 if full_size else 12):
+    for seed in range(100 if full_size else 8):
         try:
             run = ModelRun(seed, path, reference)
             run.run()
