@@ -19,9 +19,15 @@ from nanoserve.checks import (
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-_AT_LEAST_0 = ("long_prefill_token_threshold", "seed", "max_logprobs")
-_AT_LEAST_1 = ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size")
-_SMALLEST = dict.fromkeys(_AT_LEAST_0, 0) | dict.fromkeys(_AT_LEAST_1, 1)
+_SMALLEST = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "block_size": 1,
+    "seed": 0,
+    "max_logprobs": 0,
+    "tensor_parallel_size": 1,
+}
 _SMALLEST_IF_GIVEN = {
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
     "priority_aging": 1,
@@ -102,11 +108,10 @@ class EngineConfig:
                 setattr(self, name, check_int(name, value, smallest))
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for switch in fields(self):
-            if isinstance(switch.default, bool):
-                check_bool(switch.name, getattr(self, switch.name))
-        share = self.gpu_memory_utilization
-        check_number("gpu_memory_utilization", share, 0, 1, excludes_low=True)
+        for field in fields(self):
+            if field.type is bool:
+                check_bool(field.name, getattr(self, field.name))
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
         check_list("logits_processors", self.logits_processors, callable, "callables")
         self._check_names()
         self._check_pairs()
