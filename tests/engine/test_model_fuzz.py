@@ -10,6 +10,8 @@ from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +43,18 @@ def test_every_request_gets_what_it_gets_alone(
     # The runs must be hard enough to mean something.
     wanted = ["requests", "aborts", "aborts inside a step", "preemptions", "hit tokens", "streams"]
     assert all(counts[name] for name in wanted), counts
+
+
+def test_blocks_that_are_published_before_they_are_computed_are_seen(
+    path: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted bug: the rest of a prompt's chunks counts as computed with the first."""
+    register = BlockManager.register
+
+    def register_all(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+        return register(self, seq, len(seq.token_ids))
+
+    monkeypatch.setattr(BlockManager, "register", register_all)
+    with pytest.raises(Difference, match="alone"):
+        for seed in range(7, 40):
+            ModelRun(seed, path, reference).run()

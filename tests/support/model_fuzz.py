@@ -144,6 +144,7 @@ class ModelRun:
             self._forward_or_fail,
         )
         self.device_fails = rng.random() < 0.5
+        self.abort_share = rng.choice([0, 0, 0.01, 0.03])  # of turns, and of steps
         self.beginnings = [self._random_ids(MAX_MODEL_LEN) for _ in range(2)]
         self.cases: dict[str, Case] = {}
         self.waiting = [self._random_case() for _ in range(rng.randint(3, 8))]
@@ -180,7 +181,7 @@ class ModelRun:
                 self._read_stream(rng.choice(list(self.streams)))
             else:
                 self._step_once()
-            if rng.random() < 0.01:
+            if rng.random() < self.abort_share:
                 self._abort_one()
             if self.streams and rng.random() < 0.02:
                 self._drop_stream()
@@ -247,7 +248,7 @@ class ModelRun:
 
     def _observe(self, *_: Any) -> None:
         """In the middle of a step: another abort, another arrival, a stream that is collected."""
-        if self.rng.random() < 0.01:
+        if self.rng.random() < self.abort_share:
             self._abort_in_step()
         if self.waiting and self.rng.random() < 0.1:
             self._add_one()
@@ -307,7 +308,8 @@ class ModelRun:
         params = case.params(may_fail=False)
         (alone,) = self.reference.generate(case.prompt, params, use_tqdm=False)
         reasons = {completion.finish_reason for completion in case.pieces.values()}
-        who = f"{request_id}: {case}"
+        num_prompt_tokens = len(case.prompt["prompt_token_ids"])
+        who = f"{request_id} ({case.kind}, {case.settings}, prompt of {num_prompt_tokens} tokens)"
         if reasons & {"abort", "error"} or len(case.pieces) < len(alone.outputs):
             self._compare_beginnings(case, alone, who)
             return
@@ -336,7 +338,7 @@ class ModelRun:
 
     def _random_case(self) -> Case:
         rng = self.rng
-        shared = rng.choice(self.beginnings)[: rng.choice([0, 16, 40, 60, rng.randint(0, 60)])]
+        shared = rng.choice(self.beginnings)[: rng.choice([0, 40, 60, 60, rng.randint(0, 60)])]
         prompt: dict[str, Any] = {"prompt_token_ids": shared + self._random_ids(rng.randint(1, 20))}
         if rng.random() < 0.2:
             prompt["cache_salt"] = rng.choice("ab")
