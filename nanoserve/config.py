@@ -29,6 +29,7 @@ _SMALLEST = {
 }
 _SMALLEST_IF_GIVEN = {
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
+    "priority_aging": 1,
     "num_kv_blocks": 1,
     "kv_cache_memory_bytes": 1,
     "prefix_cache_seed": 0,
@@ -40,13 +41,6 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
 }
-_SWITCHES = [
-    "skip_tokenizer_init",
-    "trust_remote_code",
-    "async_scheduling",
-    "enable_prefix_caching",
-    "enforce_eager",
-]
 
 
 @dataclass
@@ -72,6 +66,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # token budget of one step
     long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
     scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
+    # Under "priority": so many later arrivals outweigh one level of it. None: none ever do, and a
+    # stream of urgent requests starves all others.
+    priority_aging: int | None = None
     # Plan and launch a step while the one before it runs. Off until it has run on a GPU; on a CPU,
     # which computes a step in this very process, there is nothing to gain.
     async_scheduling: bool = False
@@ -81,6 +78,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
     enable_prefix_caching: bool = True
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
+    # Tell each request how much of its prompt was cached, which tells it what others have asked.
+    enable_prompt_tokens_details: bool = True
 
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
@@ -108,10 +107,10 @@ class EngineConfig:
                 setattr(self, name, check_int(name, value, smallest))
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in _SWITCHES:
-            check_bool(name, getattr(self, name))
-        share = self.gpu_memory_utilization
-        check_number("gpu_memory_utilization", share, 0, 1, excludes_low=True)
+        for field in fields(self):
+            if field.type is bool:
+                check_bool(field.name, getattr(self, field.name))
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
         check_list("logits_processors", self.logits_processors, callable, "callables")
         self._check_names()
         self._check_pairs()
@@ -135,6 +134,10 @@ class EngineConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
             f"max_num_seqs={self.max_num_seqs}: decoding all of them takes a token each",
+        )
+        require(
+            self.priority_aging is None or self.scheduling_policy == "priority",
+            f"priority_aging={self.priority_aging} needs scheduling_policy='priority'",
         )
         require(
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,

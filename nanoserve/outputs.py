@@ -22,7 +22,8 @@ class RequestMetrics:
     num_output_tokens: int = 0
     num_intervals: int = 0  # from a token to the next one of the same completion
     interval_seconds: float = 0.0  # all of them together
-    num_cached_prompt_tokens: int = 0  # taken from the prefix cache at first admission
+    # Taken from the prefix cache at first admission; None without `enable_prompt_tokens_details`.
+    num_cached_prompt_tokens: int | None = 0
     num_preemptions: int = 0
 
     @property

@@ -46,13 +46,18 @@ class Streams:
             yield  # to `open`
             finished = False
             while not finished:
+                is_over = False
                 while not unread:
-                    if request_id not in engine.output_processor.requests:
+                    if is_over:
                         return  # aborted by somebody else, or the engine is closed
-                    if not engine.has_unfinished_requests():
+                    # Its last output may wait in the engine, because the step that brought it has
+                    # raised: the next one hands it out.
+                    is_over = request_id not in engine.output_processor.requests
+                    if engine.has_unfinished_requests():
+                        with DeferredInterrupt(gives_way=False):  # or outputs of others were lost
+                            self._deliver(engine.step())
+                    elif not is_over:
                         raise RuntimeError(f"request {request_id!r} was lost: see earlier errors")
-                    with DeferredInterrupt(gives_way=False):  # or outputs of others were lost
-                        self._deliver(engine.step())
                 output = unread.popleft()
                 finished = output.finished
                 yield output

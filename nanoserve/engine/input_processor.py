@@ -56,10 +56,10 @@ class InputProcessor:
     ) -> None:
         self.clock = clock
         self.by_priority = config.scheduling_policy == "priority"
+        self.num_cached = 0 if config.enable_prompt_tokens_details else None  # None stays None
         self.max_logprobs = min(config.max_logprobs, model_config.vocab_size)
-        self.vocab_size = model_config.vocab_size
         self.default_sampling = dict(model_config.default_sampling)
-        self.max_model_len = max_model_len
+        self.vocab_size, self.max_model_len = model_config.vocab_size, max_model_len
         # Checkpoints disagree on where their EOS is written, so whatever any file names ends.
         self.eos_token_ids = model_config.eos_token_ids
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -82,7 +82,7 @@ class InputProcessor:
 
         `output_kind` goes before what the parameters say.
         """
-        metrics = RequestMetrics(arrival_time=self.clock())
+        metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         params = self.default_sampling_params() if params is None else params

@@ -35,7 +35,9 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_tokens_per_seq = config.long_prefill_token_threshold or self.max_num_batched_tokens
-        self.by_priority = config.scheduling_policy == "priority"
+        # How many later arrivals one level of priority outweighs; 2^64 will never come.
+        by_priority = config.scheduling_policy == "priority"
+        self.priority_worth = (config.priority_aging or 2**64) if by_priority else 0
         self.block_manager = BlockManager(
             num_kv_blocks, config.block_size, config.enable_prefix_caching, config.prefix_cache_seed
         )
@@ -215,7 +217,8 @@ class Scheduler:
     def _count_hits(self, seq: Sequence) -> None:
         """Once for a request. What is found again after a preemption is one's own."""
         if seq.index == 0 and seq.metrics.num_preemptions == 0:
-            seq.metrics.num_cached_prompt_tokens = seq.num_computed_tokens
+            if seq.metrics.num_cached_prompt_tokens is not None:  # else it is not to be told
+                seq.metrics.num_cached_prompt_tokens = seq.num_computed_tokens
             if self.block_manager.enable_prefix_caching:
                 self.num_queried_tokens += seq.num_prompt_tokens
                 self.num_hit_tokens += seq.num_computed_tokens
@@ -261,4 +264,6 @@ class Scheduler:
             insort(self.waiting, seq, key=self._order)
 
     def _order(self, seq: Sequence) -> tuple[int, int]:
-        return (seq.priority if self.by_priority else 0, seq.arrival)
+        """Its place in line. With `priority_aging` all who wait age at one pace, a step with each
+        arrival, so that no place changes while they wait."""
+        return (seq.priority * self.priority_worth + seq.arrival, seq.arrival)

@@ -412,6 +412,27 @@ def test_a_stream_that_is_aborted_inside_a_step_ends_with_that(llm: LLM, expecte
     assert joined(list(second)) == expected[1]
 
 
+def test_a_stream_gets_its_last_output_though_the_step_that_brought_it_raises(
+    llm: LLM, expected
+) -> None:
+    """And raises to the reader of another stream, as when the disk of a trace is full."""
+    engine = llm.engine
+    short, other = llm.stream(PROMPTS[0], greedy(max_tokens=3)), llm.stream(PROMPTS[1], greedy())
+    request_id = next(iter(engine.output_processor.requests))
+
+    def fail_when_short_is_over(*args: object) -> None:
+        if request_id not in engine.output_processor.requests:
+            engine.observers.clear()
+            fail()
+
+    engine.observers.append(fail_when_short_is_over)
+    with pytest.raises(Mishap):
+        list(other)
+    pieces = list(short)
+    assert joined(pieces) == expected[0][:3] and reasons(pieces)[-1] == "length"
+    assert not engine.has_unfinished_requests()
+
+
 # ---------------------------------------------------------------- a step inside a step
 
 

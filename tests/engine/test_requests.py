@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.trace.reader import read_trace
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,31 @@ def test_completions_of_a_salted_prompt_share_it() -> None:
     engine.add_request("r", prompt, SamplingParams(n=3, max_tokens=1))
     run(engine)
     assert engine.stats.num_computed_tokens == 100 + 2 * 4
+
+
+def test_what_was_cached_can_be_kept_from_those_who_ask() -> None:
+    engine = make_engine(enable_prompt_tokens_details=False)
+    prompt = list(range(100))
+    of_one = SamplingParams(max_tokens=2, output_kind=RequestOutputKind.DELTA)
+    told = []
+    for params in (of_one, of_one, SamplingParams(max_tokens=2), SamplingParams(n=3)):
+        engine.add_request("r", prompt, params)
+        while engine.has_unfinished_requests():
+            told += [output.metrics.num_cached_prompt_tokens for output in engine.step()]
+    assert set(told) == {None} and len(told) > 4
+    assert engine.stats.prefix_cache_hits == 3 * 96  # the operator's own figures stay
+
+
+def test_a_model_keeps_what_was_cached_to_itself(tmp_path) -> None:
+    make_qwen3(tmp_path)
+    options = {"skip_tokenizer_init": True, "enable_prompt_tokens_details": False}
+    with LLM(tmp_path, trace=tmp_path / "run.jsonl", **options) as llm:
+        prompt, params = list(range(40)), SamplingParams(max_tokens=2)
+        outputs = [*llm.generate([prompt] * 2, params, use_tqdm=False), *llm.stream(prompt, params)]
+        assert {output.metrics.num_cached_prompt_tokens for output in outputs} == {None}
+        assert llm.stats.prefix_cache_hits == 64
+    steps = read_trace(tmp_path / "run.jsonl").steps
+    assert sum(row["hits"] for step in steps for row in step["rows"]) == 4  # the operator's too
 
 
 def special_tokenizer() -> SimpleNamespace:

@@ -154,6 +154,52 @@ def test_priority_orders_waiting_by_value_then_arrival() -> None:
     assert order == [sequences[i] for i in (1, 3, 2, 0)]
 
 
+def serve_one_among_urgent(aging: int | None, num_urgent: int = 60) -> int | None:
+    """A request of priority 1, and each step another of priority 0: how many go before it?"""
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority", priority_aging=aging)
+    requests = Requests(scheduler)
+    requests.add(2, max_tokens=1)
+    patient = requests.add(2, max_tokens=1, priority=1)
+    for num_before in range(num_urgent):
+        requests.add(2, max_tokens=1)
+        if patient in step(scheduler):
+            return num_before
+    return None
+
+
+def test_urgent_requests_starve_all_others() -> None:
+    assert serve_one_among_urgent(aging=None) is None
+
+
+@pytest.mark.parametrize("aging", [1, 5, 20])
+def test_with_priority_aging_a_level_outweighs_so_many_later_arrivals(aging: int) -> None:
+    # One was there before it, and of those that come later so many go first. At equal rank the
+    # earlier one is served, which is the request itself.
+    assert serve_one_among_urgent(aging) == 1 + aging - 1
+
+
+def test_priority_aging_keeps_the_order_of_what_waits() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority", priority_aging=3)
+    requests = Requests(scheduler)
+    sequences = [requests.add(2, max_tokens=1, priority=p) for p in (1, 0, 2, 0, 0, -1, 0)]
+    order = []
+    while scheduler.has_unfinished():
+        order += [sequences.index(seq) for seq in step(scheduler)]
+    # Ranks, 3 x priority + arrival: 4, 2, 9, 4, 5, 3, 7.
+    assert order == [1, 5, 0, 3, 4, 6, 2]
+
+
+def test_the_less_urgent_keeps_its_slot_while_the_more_urgent_waits() -> None:
+    """Only a lack of blocks preempts, not a lack of slots."""
+    scheduler = make_scheduler(max_num_seqs=1, scheduling_policy="priority")
+    requests = Requests(scheduler)
+    low = requests.add(4, max_tokens=20, priority=9)
+    step(scheduler)
+    high = requests.add(4, max_tokens=1, priority=0)
+    assert [list(step(scheduler)) for _ in range(20)] == [[low]] * 19 + [[high]]
+    assert scheduler.num_preemptions == 0
+
+
 def test_fcfs_ignores_priority() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     requests = Requests(scheduler)

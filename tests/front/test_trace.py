@@ -225,7 +225,7 @@ class TracedRun:
         params = SamplingParams(
             n=self.rng.choice([1, 1, 2, 3]), max_tokens=self.rng.choice([1, 3, None])
         )
-        by_priority = self.engine.scheduler.by_priority
+        by_priority = self.engine.config.scheduling_policy == "priority"
         priority = self.rng.randint(0, 2) if by_priority else 0
         self.engine.add_request(name, list(range(first, first + length)), params, priority)
 

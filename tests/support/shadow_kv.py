@@ -63,12 +63,14 @@ class ShadowRun:
         self.max_model_len = rng.randint(2, 24)
         fits_alone = -(-self.max_model_len // self.block_size)
         num_blocks = fits_alone + rng.choice([0, 1, 2, 5, 20])
+        policy = rng.choice(["fcfs", "priority"])
         config = EngineConfig(
             model="none",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
             long_prefill_token_threshold=rng.choice([0, 0, 1, 3]),
-            scheduling_policy=rng.choice(["fcfs", "priority"]),
+            scheduling_policy=policy,
+            priority_aging=rng.choice([None, 1, 4]) if policy == "priority" else None,
             block_size=self.block_size,
             enable_prefix_caching=rng.random() < 0.9,
         )
