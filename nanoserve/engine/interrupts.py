@@ -12,6 +12,8 @@ class DeferredInterrupt:
     replaced, and only in the main thread, where signals arrive.
     """
 
+    num_held = 0  # blocks of this process that hold one back now; whoever makes them wait may look
+
     def __enter__(self) -> "DeferredInterrupt":
         self._requested = False
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -24,10 +26,12 @@ class DeferredInterrupt:
 
     def _hold(self, signum: int, frame: object) -> None:
         self._requested = True
+        DeferredInterrupt.num_held += 1
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         if self._holds:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        DeferredInterrupt.num_held -= self._requested
         if self._requested and exc_type is None:
             raise KeyboardInterrupt
