@@ -40,17 +40,17 @@ threading.Thread(target=beat, daemon=True).start()
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
     """Starts one worker that does what it is told, in Python."""
     started: list[Workers] = []
     memory = os.open(tmp_path, os.O_RDONLY)  # any descriptor: nobody maps it
 
-    def start(body: str) -> Workers:
+    def start(body: str, timeout: float = TIMEOUT) -> Workers:
         script = tmp_path / "worker"
         script.write_text(SCRIPT.format(python=sys.executable, body=body))
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        started.append(Workers(2, {}, memory, 1, TIMEOUT))
+        started.append(Workers(2, {}, memory, 1, timeout))
         return started[-1]
 
     yield start
@@ -67,7 +67,7 @@ def within(seconds: float, condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-def test_a_silent_worker_is_killed_and_told_of(start: Callable[[str], Workers]) -> None:
+def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) -> None:
     workers = start(IDLE)
     told: list[int] = []
     workers.on_failure = lambda: told.append(1)
@@ -80,13 +80,13 @@ def test_a_silent_worker_is_killed_and_told_of(start: Callable[[str], Workers]) 
 
 
 @pytest.mark.parametrize("body", [BUSY, BEATING + IDLE])
-def test_a_busy_worker_or_one_that_beats_is_not(start: Callable[[str], Workers], body: str) -> None:
+def test_a_busy_worker_or_one_that_beats_is_not(start: Callable[..., Workers], body: str) -> None:
     workers = start(body)
     assert not within(TIMEOUT + BEAT, lambda: workers.failure)
     workers.check()
 
 
-def test_a_worker_that_answers_late_has_not_failed(start: Callable[[str], Workers]) -> None:
+def test_a_worker_that_answers_late_has_not_failed(start: Callable[..., Workers]) -> None:
     answers = "while os.read(fds['steps'], 4): time.sleep(1); say('{\"state\": \"waiting\"}')"
     workers = start(BEATING + answers)
     assert not workers.are_waiting(timeout=0.2)
@@ -95,7 +95,7 @@ def test_a_worker_that_answers_late_has_not_failed(start: Callable[[str], Worker
 
 
 def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
-    start: Callable[[str], Workers],
+    start: Callable[..., Workers],
 ) -> None:
     workers = start(BEATING + 'say(\'{"state": "built"}\');' + IDLE)
     workers.wait_for("built", timeout=PATIENCE)
@@ -108,7 +108,8 @@ def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
 
 
 def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
-    with subprocess.Popen(["sleep", "100"]) as process:
+    process = subprocess.Popen(["sleep", "100"])
+    try:
         pulse = Pulse(process.pid)
         for elapsed in (BEAT, BEAT, 3600.0):
             time.sleep(0.05)  # until it sleeps: then it uses no processor time
@@ -116,7 +117,9 @@ def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
         assert pulse.silence <= 4 * BEAT
         pulse.look(BEAT, heard=True)
         assert pulse.silence == 0.0
+    finally:
         process.kill()
+        process.wait()
 
 
 def test_no_beat_falls_into_a_long_message() -> None:
