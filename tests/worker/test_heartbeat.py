@@ -97,7 +97,7 @@ def test_a_worker_that_answers_late_has_not_failed(start: Callable[..., Workers]
 def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
     start: Callable[..., Workers],
 ) -> None:
-    workers = start(BEATING + 'say(\'{"state": "built"}\');' + IDLE)
+    workers = start(BEATING + 'say(\'{"state": "built"}\');' + IDLE, timeout=PATIENCE)
     workers.wait_for("built", timeout=PATIENCE)
     workers.are_built = True
     os.kill(workers.pids[0], signal.SIGSTOP)
