@@ -87,7 +87,6 @@ class CudaDevice(HostDevice):
         return fetched.token_ids.tolist()
 
     def wait_until_read(self, batch: Batch) -> None:
-        super().wait_until_read(batch)
         copied = self._copied.get(batch.memory.ctypes.data)
         if copied is not None:
             copied.synchronize()
