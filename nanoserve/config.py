@@ -26,6 +26,8 @@ _SMALLEST = {
     "seed": 0,
     "max_logprobs": 0,
     "tensor_parallel_size": 1,
+    "distributed_timeout_seconds": 1,
+    "worker_timeout_seconds": 4,  # a few beats of nanoserve.worker.heartbeat
 }
 _SMALLEST_IF_GIVEN = {
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
@@ -91,6 +93,8 @@ class EngineConfig:
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
+    distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
+    worker_timeout_seconds: int = 10  # that a rank may show no sign of life: a busy one does
 
     @classmethod
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
@@ -119,8 +123,7 @@ class EngineConfig:
         """Of folders, of a version, of a file."""
         for name in ("tokenizer", "download_dir"):
             value = getattr(self, name)
-            is_path = isinstance(value, (str, Path, type(None)))
-            require(is_path, f"{name}={value!r} must be a folder")
+            require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
@@ -164,11 +167,8 @@ class EngineConfig:
         if self.max_model_len is None:
             if pool_limit < model_limit:
                 logger.warning(
-                    "max_model_len lowered from %d to %d, the tokens that %d KV blocks of %d hold",
-                    model_limit,
-                    pool_limit,
-                    num_kv_blocks,
-                    self.block_size,
+                    f"max_model_len lowered from {model_limit} to {pool_limit}, the tokens that "
+                    f"{num_kv_blocks} KV blocks of {self.block_size} hold"
                 )
             return min(model_limit, pool_limit)
         require(

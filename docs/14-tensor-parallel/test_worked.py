@@ -88,3 +88,8 @@ def test_latency_eats_the_gain_of_a_small_model() -> None:
 def test_all_reduce_and_all_gather() -> None:
     assert tp.all_reduce([[1], [2], [3], [4]]) == [[10]] * 4
     assert tp.all_gather([[1], [2], [3], [4]]) == [[1, 2, 3, 4]] * 4
+
+
+def test_a_silent_worker_is_given_up_before_a_step_that_does_not_end() -> None:
+    assert tp.default("worker_timeout_seconds") == 10
+    assert tp.default("distributed_timeout_seconds") == 300

@@ -4,6 +4,8 @@ The splits are those of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), the
 all-reduce is that of Patarasuk and Yuan 2009 (bandwidth optimal all-reduce algorithms).
 """
 
+from nanoserve.config import EngineConfig
+
 Vector = list[int]
 Matrix = list[Vector]
 
@@ -194,3 +196,8 @@ def all_gather(parts: Matrix) -> Matrix:
     """Every rank ends with all parts, side by side."""
     joined = [value for part in parts for value in part]
     return [list(joined) for _ in parts]
+
+
+def default(option: str) -> int:
+    """What an option of the engine is if nobody sets it."""
+    return getattr(EngineConfig("none"), option)

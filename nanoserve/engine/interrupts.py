@@ -17,6 +17,8 @@ class DeferredInterrupt:
     thread, where signals arrive. Blocks may be nested: each hands over to the one around it.
     """
 
+    num_held = 0  # blocks of this process that hold one back now; whoever makes them wait may look
+
     def __init__(self, gives_way: bool = True) -> None:
         self._gives_way = gives_way
         self._requested = False
@@ -32,6 +34,7 @@ class DeferredInterrupt:
         return self
 
     def _hold(self, signum: int, frame: object) -> None:
+        DeferredInterrupt.num_held += not self._requested
         self._requested = True
         if self._gives_way:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +42,7 @@ class DeferredInterrupt:
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+        DeferredInterrupt.num_held -= self._requested
         if self._requested and exc_type is None:
             signal.raise_signal(signal.SIGINT)
 

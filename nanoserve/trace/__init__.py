@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def start_trace(engine: "LLMEngine") -> ExitStack:
     """Record the steps of `engine` in `config.trace` until what is returned is closed.
 
-    An earlier file of that name is replaced.
+    An earlier file of that name is replaced. Raises `OSError` if it cannot be written. If that
+    happens later, as on a full disk, the trace ends there with a warning, and the engine goes on.
     """
     from nanoserve.trace.recorder import TraceRecorder
+    from nanoserve.trace.whole_lines import WholeLines
 
     with ExitStack() as closing:  # closes the file if its header cannot be written
-        # A request id may hold half a surrogate pair: as an escape, JSON reads it back.
-        settings = {"encoding": "utf-8", "errors": "backslashreplace"}
-        file = closing.enter_context(open(engine.config.trace, "w", **settings))
+        file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)
         engine.observers.append(recorder.observe)
         closing.callback(recorder.end)

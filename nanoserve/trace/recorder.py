@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, TextIO
+from typing import Any
 
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.decoders import DecodeStream
@@ -40,6 +40,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.trace.whole_lines import WholeLines
 
 FORMAT, VERSION = "nanoserve-trace", 2
 _OPTIONS = (
@@ -55,9 +56,9 @@ _MOST_HELD = 16  # tokens without text before their bytes are taken for broken
 
 
 class TraceRecorder:
-    """Writes what `engine` does to `file`, every line at once, so that a crash leaves them."""
+    """Writes what `engine` does to `file`, a line for every step."""
 
-    def __init__(self, engine: LLMEngine, file: TextIO) -> None:
+    def __init__(self, engine: LLMEngine, file: WholeLines) -> None:
         self._scheduler = engine.scheduler
         self._backend = None if engine.tokenizer is None else engine.tokenizer.backend
         self._block_size = engine.config.block_size
@@ -76,7 +77,18 @@ class TraceRecorder:
         )
 
     def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
-        """Write one step. It is over: what finished has given back its blocks already."""
+        """Write one step. It is over: what finished has given back its blocks already.
+
+        Its results must not be lost to a trace: without memory for a line, the trace ends.
+        """
+        if not self._file.is_complete:
+            return
+        try:
+            self._write(self._step(plan, batch, times))
+        except MemoryError as error:
+            self._file.give_up(error)
+
+    def _step(self, plan: Plan, batch: Batch, times: StepTimes) -> dict[str, Any]:
         parts = asdict(times)
         start = self._seconds(time.perf_counter() - sum(parts.values()))
         arrived = self._introduce(plan)
@@ -90,35 +102,33 @@ class TraceRecorder:
         rows = [self._row(row, table) for row, table in zip(plan.rows, tables, strict=True)]
         evicted = self._evict(block for row in rows for block in row["blocks"][row["hits"] :])
         self._cached.update(plan.registered_blocks)
-        self._write(
-            {
-                "step": header.step,
-                "time": start,
-                "times": {part: round(seconds, 7) for part, seconds in parts.items()},
-                "arrived": arrived,
-                "aborted": aborted,
-                "undone": _numbers(undone),
-                "preempted": _numbers(plan.preempted),
-                "admitted": _numbers(plan.admitted),
-                "batch": header._asdict(),
-                "rows": rows,
-                "evicted": evicted,
-                "published": plan.registered_blocks,
-                "finished": self._ended(planned),
-                "waiting": _numbers(self._scheduler.waiting),
-                "running": _numbers(self._scheduler.running),
-            }
-        )
+        return {
+            "step": header.step,
+            "time": start,
+            "times": {part: round(seconds, 7) for part, seconds in parts.items()},
+            "arrived": arrived,
+            "aborted": aborted,
+            "undone": _numbers(undone),
+            "preempted": _numbers(plan.preempted),
+            "admitted": _numbers(plan.admitted),
+            "batch": header._asdict(),
+            "rows": rows,
+            "evicted": evicted,
+            "published": plan.registered_blocks,
+            "finished": self._ended(planned),
+            "waiting": _numbers(self._scheduler.waiting),
+            "running": _numbers(self._scheduler.running),
+        }
 
     def end(self) -> None:
         """Write the last line. The engine is closed already: what was left in it is aborted."""
+        if not self._file.is_complete:
+            return
         now = self._seconds(time.perf_counter())
         self._write({"closed": now, "aborted": self._ended(self._texts)})
 
     def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-        self._file.write(line + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(record, ensure_ascii=False, separators=(",", ":")))
 
     def _seconds(self, clock: float) -> float:
         return round(clock - self._start, 6)

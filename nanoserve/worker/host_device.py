@@ -1,5 +1,6 @@
 """What a runner asks of its device, and what a CPU answers."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,6 +30,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self._tensors: dict[Batch, BatchTensors] = {}
+        self._pid = os.getpid()
 
     def guard(self) -> AbstractContextManager[Any]:
         """A context in which work is launched on this device, whatever the caller chose."""
@@ -63,7 +65,12 @@ class HostDevice:
         """Whatever would otherwise be done while serving: compiling, capturing."""
 
     def wait_until_read(self, batch: Batch) -> None:
-        """Until the last copy of this batch is over."""
+        """Until the last copy of this batch is over; `RuntimeError` in a fork, where none ends.
+
+        A fork has none of its parent's threads: what waits for OpenMP's would wait for ever.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("this engine belongs to another process: instead of fork, use spawn")
 
     def run(
         self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward

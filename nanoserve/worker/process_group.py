@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 _LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
-_STEP_TIMEOUT = timedelta(seconds=300)  # that one rank waits for another within a step
 
 
 class Group:
@@ -72,16 +71,21 @@ class Group:
         work.wait()  # at once: its error, if it has one
 
 
-def join_group(rank: int, size: int, store: dist.Store, device: torch.device) -> Group:
-    """Meet the other ranks. Returns when all have come; raises if one does not in time."""
+def join_group(
+    rank: int, size: int, store: dist.Store, device: torch.device, timeout: float
+) -> Group:
+    """Meet the other ranks. Returns when all have come; raises if one does not in time.
+
+    `timeout`, in seconds, is also what a collective waits for a rank that does not take part.
+    """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _STEP_TIMEOUT
+        options._timeout = timedelta(seconds=timeout)
         return Group(dist.ProcessGroupNCCL(store, rank, size, options), store, device)
     options = dist.ProcessGroupGloo._Options()
     # The loopback interface: all ranks are on this machine, whose own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = _STEP_TIMEOUT
+    options._timeout = timedelta(seconds=timeout)
     return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
 
 

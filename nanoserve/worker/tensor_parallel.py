@@ -16,6 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from nanoserve.worker.worker_processes import WorkerError, Workers
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
+_LEFT_TIMEOUT = 2.0  # seconds for an answer of ranks that most likely wait for a collective
 
 
 class TensorParallelExecutor:
@@ -61,6 +63,8 @@ class TensorParallelExecutor:
         self._workers: Workers | None = None
         self._groups: list[Group] = []
         self._uncollected: set[Batch] = set()  # their steps were launched
+        self._is_amid_collectives = False  # of a step that others have been told of
+        self._timeout = config.distributed_timeout_seconds
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
@@ -72,10 +76,11 @@ class TensorParallelExecutor:
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["model"] = (architecture, location)
             job["heads"] = registered_heads()
-            self._workers = Workers(size, job, memory, num_threads)
+            self._workers = Workers(size, job, memory, num_threads, config.worker_timeout_seconds)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
-            groups.append(self._workers.watch(lambda: join_group(0, size, store, device)))
+            meet = partial(join_group, 0, size, store, device, self._timeout)
+            groups.append(self._workers.watch(meet))
             if device.type == "cuda":  # where a dead rank is not noticed by those who wait for it
                 self._workers.on_failure = groups[0].abort
             self.runner = make_runner(TensorParallel(0, size, groups[0]))
@@ -101,7 +106,7 @@ class TensorParallelExecutor:
         if batch in self._uncollected:  # its step was given up: have the others read it by now?
             self._workers.check()
             self._uncollected.discard(batch)
-            if not self._workers.are_waiting():
+            if not self._workers.are_waiting(self._timeout):
                 error = WorkerError("a step that was given up does not end")
                 self._end(error)
                 raise error
@@ -111,9 +116,12 @@ class TensorParallelExecutor:
         self._workers.check()
         with self._recovery():
             self.runner.fill_slots(changes)  # before any other rank starts: this may raise
+            self._is_amid_collectives = True
             self._workers.announce(batch.step)
             self._uncollected.add(batch)
-            return self.runner.forward(batch, [])
+            handle = self.runner.forward(batch, [])
+            self._is_amid_collectives = False
+            return handle
 
     def sample(self, handle: Handle) -> None:
         with self._recovery():
@@ -154,8 +162,11 @@ class TensorParallelExecutor:
         try:
             yield
         except BaseException as error:
+            # Where rank 0 has done its share, the others are busy at most. They have time for it.
+            timeout = _LEFT_TIMEOUT if self._is_amid_collectives else self._timeout
+            self._is_amid_collectives = False
             try:
-                goes_on = self._workers.are_waiting()
+                goes_on = self._workers.are_waiting(timeout)
             except BaseException as interrupt:
                 self._end(interrupt)
                 raise
@@ -164,15 +175,25 @@ class TensorParallelExecutor:
             raise
 
     def _end(self, error: BaseException) -> None:
-        """Close, and raise what a worker has to say if it may be the cause of `error`."""
+        """Close, and raise what a worker has to say if it may be the cause of `error`.
+
+        A Ctrl-C that waits for the end of the step is told instead: this is it.
+        """
         workers = self._workers
         # What torch raises when another rank is gone is a RuntimeError, and says little.
         is_effect = isinstance(error, RuntimeError) and not isinstance(error, WorkerError)
         if workers is not None and is_effect:
             workers.explain()
+        told = workers is not None and workers.failure
+        is_in_step = workers is not None and workers.are_built
+        if is_in_step:  # for those who call this engine later
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            workers.fail(f"rank 0 has left a step that the others have not: {reason}")
         self._close()
-        if workers is not None and is_effect and workers.failure:
-            raise WorkerError(workers.failure) from error
+        if is_in_step and DeferredInterrupt.num_held:
+            raise KeyboardInterrupt("this ends the engine") from WorkerError(workers.failure)
+        if is_effect and told:
+            raise WorkerError(told) from error
 
 
 # What is one for the whole process: engines that a fork must forget, and torch's thread count, as

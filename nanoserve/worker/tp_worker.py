@@ -23,6 +23,7 @@ from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.heads import register_head
+from nanoserve.worker.heartbeat import beat_for_ever
 from nanoserve.worker.process_group import find_store, join_group
 from nanoserve.worker.tensor_parallel import map_memory
 from nanoserve.worker.worker_processes import PING
@@ -31,18 +32,37 @@ from nanoserve.worker.worker_processes import PING
 def main() -> None:
     job = json.loads(sys.argv[1])
     fds = job["fds"]
+    report = Reporter(fds["status"])
     threading.Thread(target=_end_with, args=(fds["life"],), daemon=True).start()
+    threading.Thread(target=beat_for_ever, args=(report.beat,), daemon=True).start()
     logging.disable(logging.WARNING)  # rank 0 has said it
     try:
-        serve(job, fds)
+        serve(job, fds, report)
         status = 0
     except BaseException:
-        _report(fds["status"], error=traceback.format_exc())
+        report(error=traceback.format_exc())
         status = 1
     os._exit(status)  # without waiting for threads of libraries that wait for other ranks
 
 
-def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
+class Reporter:
+    """Writes lines to rank 0. A long one is not written at once, and no beat may fall into it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock = fd, threading.Lock()
+
+    def __call__(self, **message: str) -> None:
+        self._write(json.dumps(message).encode())
+
+    def beat(self) -> None:
+        self._write(b"")
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            os.write(self._fd, line + b"\n")
+
+
+def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
     """Build this rank's runner, then run steps until there are no more."""
     config, path, size = EngineConfig(**job["options"]), Path(job["path"]), job["size"]
     architecture, location = job["model"]
@@ -53,16 +73,17 @@ def serve(job: dict[str, Any], fds: dict[str, int]) -> None:
     model_config = ModelConfig.from_checkpoint(path, config.dtype)
     device = choose_device(config.device, job["rank"], size)
     store = find_store(job["port"], size)
-    _report(fds["status"], state="ready")
-    group = join_group(job["rank"], size, store, device)
+    report(state="ready")
+    timeout = config.distributed_timeout_seconds
+    group = join_group(job["rank"], size, store, device, timeout)
     runner = make_runner(config, model_config, path, TensorParallel(job["rank"], size, group))
-    _report(fds["status"], state="built")
+    report(state="built")
     shared: list[Batch] = []
     while announced := os.read(fds["steps"], 4):
         step = int.from_bytes(announced, "little")
         if step == PING:
             runner.device.finish()
-            _report(fds["status"], state="waiting")
+            report(state="waiting")
             continue
         if not shared:  # rank 0 has given the memory its size by now
             memory = map_memory(fds["memory"], 2 * runner.layout.num_bytes)
@@ -87,10 +108,6 @@ def _end_with(life: int) -> None:
     """The pipe ends when rank 0's process does, however it does."""
     os.read(life, 1)
     os._exit(1)
-
-
-def _report(fd: int, **message: str) -> None:
-    os.write(fd, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoserve.engine.interrupts import DeferredInterrupt
+from nanoserve.worker.heartbeat import BEAT, Pulse
+
 T = TypeVar("T")
 
 PING = 2**32 - 1  # a step that no batch has: it asks a worker whether it waits
 _GRACE = 5.0  # seconds that a worker has for ending by itself
-_ANSWER = 2.0  # seconds that one has for answering: it has nothing else to do, or it is stuck
+_HURRY = 2.0  # seconds of silence that are enough where somebody waits for the end
 
 
 class WorkerError(RuntimeError):
@@ -36,13 +39,17 @@ class Workers:
 
     Each has three pipes: `steps` brings the number of the step to run next; on `life` nothing is
     ever written, it ends when this process does; and on `status` the worker writes lines of JSON,
-    what it has reached or what went wrong.
+    what it has reached or what went wrong; an empty line is a beat. A worker that shows no sign of
+    life for `timeout` seconds is taken for hung, and killed.
     """
 
-    def __init__(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
+    def __init__(
+        self, size: int, job: dict[str, Any], memory: int, num_threads: int, timeout: float
+    ) -> None:
         self.failure: str | None = None  # why the workers are of no use any more
         self.on_failure: Callable[[], None] = lambda: None
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
+        self._timeout = timeout
         self._is_closing = False
         self.are_built = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -68,18 +75,10 @@ class Workers:
 
     def wait_for(self, state: str, timeout: float) -> None:
         """Until every worker has reported `state`; raises `WorkerError` if one does not."""
-        deadline = time.monotonic() + timeout
-        waiting = set(range(1, len(self._processes) + 1))
-        while waiting:
+        late = self._late(state, timeout)
+        if late:
+            self.fail(f"ranks {late} were not {state} after {timeout:.0f} seconds")
             self.check()
-            try:
-                left = max(0.0, deadline - time.monotonic())
-                rank, reached = self._messages.get(timeout=left)
-            except queue.Empty:
-                self._fail(f"ranks {sorted(waiting)} were not {state} after {timeout:.0f} seconds")
-                continue
-            if reached == state:
-                waiting.discard(rank)
 
     def watch(self, work: Callable[[], T]) -> T:
         """What `work` returns; `WorkerError` as soon as a worker fails that `work` may wait for."""
@@ -120,17 +119,27 @@ class Workers:
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def are_waiting(self) -> bool:
-        """Whether all have done what was announced, and have not failed."""
+    def are_waiting(self, timeout: float) -> bool:
+        """Whether all have done what was announced within `timeout` seconds, and have not failed.
+
+        A worker that is busy answers when it is done; one that waits for a rank 0 that has left
+        the step does not.
+        """
         with contextlib.suppress(queue.Empty):
             while True:  # answers to an earlier question that nobody waited for
                 self._messages.get_nowait()
         try:
             self.announce(PING)
-            self.wait_for("waiting", _ANSWER)
+            return not self._late("waiting", timeout)
         except WorkerError:
             return False
-        return True
+
+    def fail(self, reason: str) -> None:
+        """Let everybody know why the workers are of no use any more; the first reason counts."""
+        if self.failure is None:
+            self.failure = f"tensor parallelism: {reason}"
+            self._messages.put((0, "failed"))  # wakes whoever waits for a state
+            self.on_failure()
 
     def close(self) -> None:
         """End all workers: those that wait for a step by themselves, the others at once."""
@@ -153,10 +162,26 @@ class Workers:
     def forget(self) -> None:
         """In a fork of the process that owns the workers: hold nothing that keeps them alive."""
         self._is_closing = True
+        self.failure = "tensor parallelism: the workers belong to the process that was forked"
         self._close_steps()
         for fd in (self._life, *self._statuses):
             with contextlib.suppress(OSError):  # closed before the fork
                 os.close(fd)
+
+    def _late(self, state: str, timeout: float) -> list[int]:
+        """The ranks that have not reported `state` after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        waiting = set(range(1, len(self._processes) + 1))
+        while waiting:
+            self.check()
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                rank, reached = self._messages.get(timeout=left)
+            except queue.Empty:
+                break
+            if reached == state:
+                waiting.discard(rank)
+        return sorted(waiting)
 
     def _close_steps(self) -> None:
         while self._steps:
@@ -197,24 +222,51 @@ class Workers:
         """Read what workers report until all have ended; runs in a thread of its own."""
         with selectors.DefaultSelector() as selector:
             unread = dict.fromkeys(self._statuses, b"")
+            pulses: dict[int, Pulse] = {}  # by rank, from its first beat on: it has begun to work
+            heard: set[int] = set()
             for fd in self._statuses:
                 selector.register(fd, selectors.EVENT_READ)
+            looked = time.monotonic()
             while unread:
-                for key, _ in selector.select():
+                for key, _ in selector.select(BEAT):
                     fd, rank = key.fd, self._statuses[key.fd]
                     data = os.read(fd, 1 << 16)
                     *lines, unread[fd] = (unread[fd] + data).split(b"\n")
-                    for line in lines:
+                    for line in filter(None, lines):
                         self._receive(rank, json.loads(line))
-                    if not data:
-                        selector.unregister(fd)
-                        os.close(fd)
-                        del unread[fd]
-                        self._note_end(rank)
+                    if data:
+                        heard.add(rank)
+                        pulses.setdefault(rank, Pulse(self.pids[rank - 1]))
+                        continue
+                    selector.unregister(fd)
+                    os.close(fd)
+                    del unread[fd]
+                    pulses.pop(rank, None)
+                    self._note_end(rank)
+                elapsed = time.monotonic() - looked
+                if elapsed >= BEAT:
+                    for rank, pulse in pulses.items():
+                        pulse.look(elapsed, rank in heard)
+                        self._judge(rank, pulse)
+                    looked += elapsed
+                    heard.clear()
+
+    def _judge(self, rank: int, pulse: Pulse) -> None:
+        """Kill a worker that has been silent for too long."""
+        is_awaited = self._is_closing or DeferredInterrupt.num_held > 0
+        # Two beats pass before silence is one: it is found within the time that was given.
+        if pulse.silence < (_HURRY if is_awaited else self._timeout - 2 * BEAT):
+            return
+        if not self._is_closing:
+            self.fail(
+                f"rank {rank}, process {pulse.pid}, has shown no sign of life for "
+                f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
+            )
+        self._processes[rank - 1].kill()
 
     def _receive(self, rank: int, message: dict[str, str]) -> None:
         if "error" in message:
-            self._fail(f"rank {rank} failed:\n{message['error']}")
+            self.fail(f"rank {rank} failed:\n{message['error']}")
         else:
             self._messages.put((rank, message["state"]))
 
@@ -222,10 +274,4 @@ class Workers:
         if not self._is_closing:
             status = self._processes[rank - 1].wait()
             told = f"was killed by signal {-status}" if status < 0 else f"ended with {status}"
-            self._fail(f"rank {rank} {told}")
-
-    def _fail(self, reason: str) -> None:
-        if self.failure is None:
-            self.failure = f"tensor parallelism: {reason}"
-            self._messages.put((0, "failed"))  # wakes whoever waits for a state
-            self.on_failure()
+            self.fail(f"rank {rank} {told}")

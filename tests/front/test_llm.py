@@ -78,6 +78,24 @@ def test_ctrl_c_leaves_nothing_behind(llm: LLM, num_tokens: int) -> None:
     assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has none")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_that_uses_the_engine_is_told_so_instead_of_waiting_for_ever(llm: LLM) -> None:
+    expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(60)
+            llm.generate([[9] * 20], GREEDY, use_tqdm=False)
+        except RuntimeError as error:
+            status = 0 if "belongs to another process" in str(error) and is_idle(llm) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
+
+
 def test_a_failing_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
     with monkeypatch.context() as patched:

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace, phases, step_end
 from nanoserve.trace.reader import Pool, Trace, read_trace
 from nanoserve.trace.recorder import TokenTexts
+from nanoserve.trace.whole_lines import WholeLines
 
 NUM_RANDOM_RUNS = 150
 NODE = shutil.which("node")
@@ -163,6 +165,91 @@ def test_a_path_that_cannot_be_written_is_refused(path: Any, told: str, monkeypa
         EngineConfig("none", trace=path)
     with pytest.raises(ValueError, match=told):
         LLM("tiny-qwen3", trace=path)
+
+
+# ---------------------------------------------------------------- a disk that is full
+
+
+@pytest.fixture
+def no_file_grows_beyond() -> Iterator[Callable[[int], None]]:
+    """As on a full disk: what fits in is written, and then nothing is."""
+    resource = pytest.importorskip("resource", reason="a limit of POSIX systems")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_trace_that_cannot_grow_ends_and_costs_no_result(
+    tmp_path: Path, no_file_grows_beyond: Callable[[int], None], caplog
+) -> None:
+    path = tmp_path / "run.jsonl"
+    whole = record(path, ask([1, 2, 3], max_tokens=40))
+    lines = path.read_bytes().splitlines(keepends=True)
+    no_file_grows_beyond(len(b"".join(lines[:9])) + 100)
+    engine = make_engine(trace=path, block_size=4)
+    with start_trace(engine):
+        engine.add_request("r0", **ask([1, 2, 3], max_tokens=40))
+        (output,) = run(engine).values()  # raises nothing
+        engine.close()
+    assert output.outputs[0].token_ids == list(range(4, 44))
+    trace = read_trace(path)
+    assert [step["rows"] for step in trace.steps] == [step["rows"] for step in whole.steps[:8]]
+    assert trace.closed is None and trace.cut_off_line is None
+    (warning,) = (message for message in caplog.messages if str(path) in message)
+    assert "File too large" in warning
+
+
+def test_a_trace_without_memory_for_a_step_ends_there(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = make_engine(trace=path)
+    with start_trace(engine):
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=9))
+        engine.step()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(json, "dumps", raise_memory_error)
+            engine.step()
+        run(engine)
+        engine.close()
+    trace = read_trace(path)
+    assert len(trace.steps) == 1 and trace.closed is None
+    assert len(caplog.messages) == 1 and "MemoryError" in caplog.text
+
+
+def raise_memory_error(*args: object, **options: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk of Linux that is always full")
+def test_a_trace_that_cannot_begin_is_refused() -> None:
+    engine = make_engine(trace="/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        start_trace(engine)
+    assert engine.observers == []
+
+
+def test_a_line_that_is_interrupted_is_written_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with WholeLines(path) as file:
+        file.append("first")
+        whole = file._file
+
+        class Interrupted:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(whole, name)
+
+            def write(self, data: memoryview) -> int:
+                if len(data) < 5:
+                    raise KeyboardInterrupt
+                return whole.write(data[:4])
+
+        file._file = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            file.append("second")
+        file._file = whole
+        file.append("third")
+    assert path.read_bytes() == b"first\nthird\n"
 
 
 # ---------------------------------------------------------------- random runs

@@ -39,7 +39,7 @@ def on_ranks(size: int, work: Callable[[LayerContext], T]) -> list[T]:
     def one_rank(rank: int) -> T:
         group = None
         if size > 1:
-            group = join_group(rank, size, store, torch.device("cpu"))
+            group = join_group(rank, size, store, torch.device("cpu"), timeout=60)
             groups.append(group)
         return work(LayerContext(tp=TensorParallel(rank, size, group)))
 

@@ -135,6 +135,40 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -
         assert re.search(r"rank \d failed:\nTraceback .*in serve\n", str(caught.value), re.S)
 
 
+def test_a_worker_that_is_stopped_is_waited_for_but_not_for_long(checkpoint: Path) -> None:
+    stopped_for = 3.0
+    failing = Failing()
+    options = {"logits_processors": [failing], "worker_timeout_seconds": 6}
+    with make_llm(checkpoint, **options) as llm:
+        (pid,) = llm.engine.executor.worker_pids
+        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+
+        def stop(seconds: float | None = None) -> None:
+            os.kill(pid, signal.SIGSTOP)
+            if seconds is not None:
+                threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+        stop(stopped_for)
+        start = time.monotonic()
+        again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == expected and time.monotonic() - start > stopped_for - 1
+        # Also where it is asked whether it still works for this engine, because a step has raised.
+        failing.num_calls_left, failing.before = 2, lambda: stop(stopped_for)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        assert llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+        stopped_at: list[float] = []
+        soon_after_a_step(llm, lambda: stopped_at.append(time.monotonic()) or stop())
+        with pytest.raises(WorkerError, match=rf"rank 1, process {pid}, .* no sign of life for 5"):
+            while True:
+                llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
+        tell_time(stopped_at[0], PATIENCE)
+        assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
+        start = time.monotonic()
+    tell_time(start)  # to close
+
+
 @pytest.mark.parametrize("moment", ["exit", "raise"])
 def test_a_worker_that_fails_while_it_starts(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -176,10 +210,12 @@ class Failing:
 
     def __init__(self) -> None:
         self.num_calls_left = -1
+        self.before: Callable[[], None] = lambda: None
 
     def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
         self.num_calls_left -= 1
         if self.num_calls_left == -1:
+            self.before()
             raise ZeroDivisionError("no such luck")
 
 
@@ -213,7 +249,9 @@ def test_a_step_is_given_up_that_no_rank_has_failed_in(
         asked = []
         workers, processor = llm.engine.executor._workers, llm.engine.output_processor
         are_waiting, process = workers.are_waiting, processor.process
-        monkeypatch.setattr(workers, "are_waiting", lambda: asked.append(1) or are_waiting())
+        monkeypatch.setattr(
+            workers, "are_waiting", lambda timeout: asked.append(1) or are_waiting(timeout)
+        )
         expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
         assert not asked
         for _ in range(3):
@@ -244,16 +282,32 @@ def test_a_processor_of_one_request_ends_that_one_alone(checkpoint: Path) -> Non
             assert other.outputs[0].token_ids == expected and other.error is None
 
 
-def test_an_exception_in_rank_0s_model_ends_the_engine(checkpoint: Path) -> None:
+def press_ctrl_c_twice(*args: object) -> None:
+    """The first one waits for the end of the step."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [(ZeroDivisionError, lambda *args: 1 / 0), (KeyboardInterrupt, press_ctrl_c_twice)],
+)
+def test_an_exception_in_rank_0s_model_ends_the_engine(
+    checkpoint: Path, kind: type[BaseException], hook: Callable[..., object]
+) -> None:
+    told = f"rank 0 has left a step that the others have not: {kind.__name__}"
     with make_llm(checkpoint) as llm:
         layer = llm.engine.executor.runner.model.model.layers[1]
-        layer.register_forward_pre_hook(lambda *args: 1 / 0)
+        layer.register_forward_pre_hook(hook)
         start = time.monotonic()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(kind) as caught:
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         tell_time(start)  # it gives the others two seconds to answer
-        with pytest.raises(WorkerError):
-            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        if kind is KeyboardInterrupt:
+            assert told in str(caught.value.__cause__)
+        for _ in range(2):  # whoever calls later is told why
+            with pytest.raises(WorkerError, match=told):
+                llm.generate([1, 2, 3], SHORT, use_tqdm=False)
 
 
 def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> None:
@@ -358,7 +412,10 @@ import os, time
 child = os.fork()
 if child == 0:
     time.sleep(float(sys.argv[2]))
-    sys.exit(0)
+    try:
+        llm.generate([1, 2], params)
+    except RuntimeError as error:
+        sys.exit("belongs to another process" not in str(error))
 print("child", child, flush=True)
 """
 
@@ -381,15 +438,15 @@ def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
     assert stdout.splitlines()[1:] == ["0 1"], stderr
 
 
-def test_a_worker_that_is_stopped_does_not_deafen_its_parent(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_while_a_worker_is_stopped_a_ctrl_c_ends_the_step(checkpoint: Path, tmp_path: Path) -> None:
     rest = "while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)"
     process, (pid,) = start_script(checkpoint, tmp_path, rest)
     os.kill(pid, signal.SIGSTOP)
-    for _ in range(2):  # the first one waits for the end of the step
-        time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5)  # so that a step waits for it
+    start = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
     _, stderr = finish(process)
-    assert process.returncode != 0 and "KeyboardInterrupt" in stderr
+    tell_time(start, 2 * SOON)
+    assert process.returncode != 0 and "\nKeyboardInterrupt: this ends the engine" in stderr
+    assert f"rank 1, process {pid}, has shown no sign of life for 2 seconds" in stderr
     assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())

@@ -1,0 +1,147 @@
+"""A worker that hangs is told from one that is busy. The workers here are small scripts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoserve.worker.heartbeat import BEAT, Pulse
+from nanoserve.worker.tp_worker import Reporter
+from nanoserve.worker.worker_processes import WorkerError, Workers
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="asks /proc for processor time"
+)
+TIMEOUT = 2.0  # seconds
+PATIENCE = 60.0
+IDLE = "time.sleep(100)"
+BUSY = "re.match('(a*)*b', 'a' * 200)"  # holds Python's lock, as compiled code may
+SCRIPT = """#!{python}
+import json, os, re, sys, threading, time
+fds = json.loads(sys.argv[-1])["fds"]
+def say(line): os.write(fds["status"], line.encode() + b"\\n")
+def leave(): os.read(fds["life"], 1); os._exit(0)
+threading.Thread(target=leave, daemon=True).start()
+say("")
+{body}
+"""
+BEATING = """
+def beat():
+    while True: say(""); time.sleep(0.2)
+threading.Thread(target=beat, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
+    """Starts one worker that does what it is told, in Python."""
+    started: list[Workers] = []
+    memory = os.open(tmp_path, os.O_RDONLY)  # any descriptor: nobody maps it
+
+    def start(body: str, timeout: float = TIMEOUT) -> Workers:
+        script = tmp_path / "worker"
+        script.write_text(SCRIPT.format(python=sys.executable, body=body))
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        started.append(Workers(2, {}, memory, 1, timeout))
+        return started[-1]
+
+    yield start
+    for workers in started:
+        workers._processes[0].kill()
+        workers.close()
+    os.close(memory)
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) -> None:
+    workers = start(IDLE)
+    told: list[int] = []
+    workers.on_failure = lambda: told.append(1)
+    assert within(PATIENCE, lambda: workers.failure)
+    assert f"rank 1, process {workers.pids[0]}, has shown no sign of life" in workers.failure
+    with pytest.raises(WorkerError, match="no sign of life"):
+        workers.wait_for("built", timeout=PATIENCE)
+    assert within(PATIENCE, lambda: workers._processes[0].poll() == -signal.SIGKILL)
+    assert told == [1]
+
+
+@pytest.mark.parametrize("body", [BUSY, BEATING + IDLE])
+def test_a_busy_worker_or_one_that_beats_is_not(start: Callable[..., Workers], body: str) -> None:
+    workers = start(body)
+    assert not within(TIMEOUT + BEAT, lambda: workers.failure)
+    workers.check()
+
+
+def test_a_worker_that_answers_late_has_not_failed(start: Callable[..., Workers]) -> None:
+    answers = "while os.read(fds['steps'], 4): time.sleep(1); say('{\"state\": \"waiting\"}')"
+    workers = start(BEATING + answers)
+    assert not workers.are_waiting(timeout=0.2)
+    assert workers.are_waiting(timeout=PATIENCE)
+    assert workers.failure is None
+
+
+def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
+    start: Callable[..., Workers],
+) -> None:
+    workers = start(BEATING + 'say(\'{"state": "built"}\');' + IDLE, timeout=PATIENCE)
+    workers.wait_for("built", timeout=PATIENCE)
+    workers.are_built = True
+    os.kill(workers.pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    workers.close()
+    assert time.monotonic() - began < 8  # where one that does not react has two times five
+    assert workers.failure is None and workers._processes[0].poll() == -signal.SIGKILL
+
+
+def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    try:
+        pulse = Pulse(process.pid)
+        for elapsed in (BEAT, BEAT, 3600.0):
+            time.sleep(0.05)  # until it sleeps: then it uses no processor time
+            pulse.look(elapsed, heard=False)
+        assert pulse.silence <= 4 * BEAT
+        pulse.look(BEAT, heard=True)
+        assert pulse.silence == 0.0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_no_beat_falls_into_a_long_message() -> None:
+    here, there = os.pipe()
+    report = Reporter(there)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.is_set():
+            report.beat()
+
+    def write() -> None:
+        for _ in range(20):
+            report(error="x" * 300_000)  # more than a pipe takes at once
+        is_over.set()
+        beating.join()
+        os.close(there)
+
+    beating, writing = threading.Thread(target=beat), threading.Thread(target=write)
+    beating.start()
+    writing.start()
+    with open(here, "rb") as file:
+        messages = [json.loads(line) for line in file if line != b"\n"]
+    writing.join()
+    assert messages == [{"error": "x" * 300_000}] * 20
