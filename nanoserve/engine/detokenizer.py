@@ -6,12 +6,14 @@ need no more. Streams and stop strings have a `TextStream`, which is loaded when
 
 from itertools import groupby
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
+    from nanoserve.engine.stop_strings import StopStrings
     from nanoserve.engine.text_stream import TextStream
 
 
@@ -23,6 +25,7 @@ class Detokenizer:
         added = tokenizer.backend.get_added_tokens_decoder()
         self._specials = {i: token.content for i, token in added.items() if token.special}
         self._streams: dict[Sequence, TextStream] = {}
+        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
@@ -30,9 +33,7 @@ class Detokenizer:
         if not needs_text:
             return None
         if seq not in self._streams:
-            from nanoserve.engine.text_stream import TextStream
-
-            self._streams[seq] = TextStream(seq, self._tokenizer, self._specials)
+            self._streams[seq] = self._open_stream(seq)
         return self._streams[seq].advance()
 
     def text(self, seq: Sequence) -> str:
@@ -51,6 +52,16 @@ class Detokenizer:
             del self._streams[seq]
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
+
+    def _open_stream(self, seq: Sequence) -> "TextStream":
+        from nanoserve.engine.stop_strings import StopStrings
+        from nanoserve.engine.text_stream import TextStream
+
+        strings, stops = tuple(seq.params.stop_strings), None
+        if strings:  # shared by all who have the same, as the completions of a request have
+            stops = self._stops.get(strings) or StopStrings(strings)
+            self._stops[strings] = stops
+        return TextStream(seq, self._tokenizer, self._specials, stops)
 
     def _decode(self, seq: Sequence) -> str:
         """The whole output of `seq` at once."""
