@@ -65,11 +65,15 @@ def check_list(
 ) -> None:
     """`what` are its elements, in the plural."""
     is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
-    at_least = "" if may_be_empty else ", at least one"
-    require(
-        is_list and (may_be_empty or len(value) > 0),
-        f"{name}={value!r} must be a list of {what}{at_least}",
-    )
+    if not is_list or not (may_be_empty or value):
+        at_least = "" if may_be_empty else ", at least one"
+        raise ValueError(f"{name}={shown(value)} must be a list of {what}{at_least}")
+
+
+def shown(value: Any) -> str:
+    """As in the source, or the beginning of that."""
+    text = repr(value)
+    return text if len(text) <= 500 else text[:500] + "..."
 
 
 def _as_pythons(value: Any) -> int | float:

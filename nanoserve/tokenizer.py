@@ -2,11 +2,17 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer
+
+from nanoserve.checks import shown
+
+if TYPE_CHECKING:
+    from nanoserve.special_tokens import Marks, SpecialTokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
@@ -52,21 +58,21 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def prompts_of(
-        self,
-        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> list[dict[str, Any]]:
-        """One conversation or several as prompts: their texts, and the token ids of these."""
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages={messages!r} must be a list of messages, at least one")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.apply_chat_template(conversation, add_generation_prompt, **kwargs)
-            prompts.append({"prompt": text, "prompt_token_ids": self.encode(text, False)})
-        return prompts
+    @cached_property
+    def special_tokens(self) -> "SpecialTokens":
+        from nanoserve.special_tokens import SpecialTokens
+
+        return SpecialTokens(self.backend)
+
+    def encode_marked(self, text: str, marks: "Marks") -> list[int]:
+        """Token ids of a rendered conversation, as `encode` gives them, but for what is marked."""
+        typed = marks.remove(text)
+        if typed == text:
+            return self.encode(text, add_special_tokens=False)
+        try:
+            return self.special_tokens.encode(text, marks)
+        except TypeError as error:
+            raise ValueError(f"the text {typed[:50]!r} cannot be tokenized: {error}") from error
 
     def apply_chat_template(
         self, messages: AbstractSequence[Message], add_generation_prompt: bool = True, **kwargs: Any
@@ -82,4 +88,5 @@ class Tokenizer:
                 **kwargs,
             )
         except Exception as error:  # a template is a program, and may raise anything
-            raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error
+            told = f"the chat template cannot render {shown(messages)}"
+            raise ValueError(f"{told}: {error}") from error

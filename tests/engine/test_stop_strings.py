@@ -43,7 +43,8 @@ def test_random_strings_are_found_as_by_looking_everywhere(alphabet: str, full_s
     num_found = 0
     for _ in range(5000 if full_size else 700):
         strings = [
-            "".join(rng.choices(alphabet, k=rng.randrange(1, 7))) for _ in range(rng.randrange(1, 6))
+            "".join(rng.choices(alphabet, k=rng.randrange(1, 7)))
+            for _ in range(rng.randrange(1, 6))
         ]
         stops, state, text = StopStrings(tuple(strings)), 0, ""
         for piece in cut(rng, "".join(rng.choices(alphabet, k=rng.randrange(1, 40)))):
