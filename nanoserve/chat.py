@@ -1,8 +1,12 @@
 """Conversations as prompts, by the checkpoint's template; what was typed stays text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
+from functools import partial
+from types import FunctionType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nanoserve.checks import check_bool, shown
 from nanoserve.engine.llm_engine import LLMEngine
@@ -10,7 +14,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 if TYPE_CHECKING:
     from nanoserve.tokenizer import Message, Tokenizer
 
-_FROM_OUTSIDE = ("tools", "documents")  # arguments of templates that may hold what others wrote
+_FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
 _MOST_CHARACTERS = 2**20  # of messages, where a prompt may not be longer than that anyway
 _DEEPEST = 64  # lists and dictionaries within each other
 
@@ -32,6 +36,9 @@ def chat_prompts(
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={shown(messages)} must be a list of messages, at least one")
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    for conversation in conversations:
+        if not isinstance(conversation, (list, tuple)):
+            raise ValueError(f"a conversation is a list of messages, not {shown(conversation)}")
     return [
         _prompt_of(engine, conversation, template_arguments, allow_special_tokens)
         for conversation in conversations
@@ -46,34 +53,31 @@ def _prompt_of(
 ) -> dict[str, Any]:
     tokenizer: Tokenizer = engine.tokenizer
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens
-    from_outside = {key: arguments[key] for key in _FROM_OUTSIDE if key in arguments}
     most = limit.most_characters(is_ascii=False)
-    texts = _texts_in([conversation, from_outside], most and max(most, _MOST_CHARACTERS))
-
-    def render(mark: Callable[[str], str]) -> str:
-        marked = {key: _with_marks(value, mark) for key, value in from_outside.items()}
-        return tokenizer.apply_chat_template(
-            _with_marks(conversation, mark), **{**arguments, **marked}
-        )
-
+    from_outside = [conversation, arguments.get("tools"), arguments.get("documents")]
+    texts = _texts_in(from_outside, most and max(most, _MOST_CHARACTERS))
+    render = partial(tokenizer.apply_chat_template, conversation, **arguments)
     if allow_special_tokens or not any(map(specials.may_be_in, texts)):
-        text = render(str)
+        text = render()
         limit.check(text)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, False)}
     marks = specials.make_marks(texts)
-    text = render(marks.on_special_tokens)
-    if specials.found_in(text) != specials.found_in(render(marks.everywhere)):
+    text = render(mark_text=marks.on_special_tokens)
+    limit.check(text)
+    if specials.found_in(text) != specials.found_in(render(mark_text=marks.everywhere)):
         raise ValueError(
             "the chat template makes special tokens of parts of these messages, which are text; "
             "with allow_special_tokens=True it may"
         )
-    limit.check(text)
     token_ids = tokenizer.encode_marked(text, marks)
     return {"prompt": marks.remove(text), "prompt_token_ids": token_ids}
 
 
 def _texts_in(value: Any, most: int | None) -> list[str]:
-    """All texts in lists and dictionaries, keys included, if they are not too long together."""
+    """All texts in lists and dictionaries, keys included, if they are not too long together.
+
+    Nothing else may hold texts: they would be overlooked.
+    """
     texts, size, waiting = [], 0, [(value, 0)]
     while waiting:
         part, depth = waiting.pop()
@@ -81,6 +85,8 @@ def _texts_in(value: Any, most: int | None) -> list[str]:
             texts.append(part)
         if isinstance(part, (str, Mapping, list, tuple)):
             size += len(part)
+        elif not isinstance(part, (int, float, np.number, NoneType, *_FUNCTIONS)):
+            raise ValueError(f"{shown(part)} in messages is no text, number, list or dictionary")
         if most is not None and size > most:
             raise ValueError(f"these messages have more than {most} characters: they cannot fit")
         if depth > _DEEPEST:
@@ -90,13 +96,3 @@ def _texts_in(value: Any, most: int | None) -> list[str]:
         elif isinstance(part, (list, tuple)):
             waiting += [(inner, depth + 1) for inner in part]
     return texts
-
-
-def _with_marks(value: Any, mark: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return mark(value)
-    if isinstance(value, Mapping):
-        return {_with_marks(key, mark): _with_marks(inner, mark) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_marks(inner, mark) for inner in value]
-    return value

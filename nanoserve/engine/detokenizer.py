@@ -6,7 +6,6 @@ need no more. Streams and stop strings have a `TextStream`, which is loaded when
 
 from itertools import groupby
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.tokenizer import Tokenizer
@@ -15,6 +14,8 @@ from nanoserve.sampling_params import RequestOutputKind
 if TYPE_CHECKING:
     from nanoserve.engine.stop_strings import StopStrings
     from nanoserve.engine.text_stream import TextStream
+
+_MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 
 
 class Detokenizer:
@@ -25,7 +26,7 @@ class Detokenizer:
         added = tokenizer.backend.get_added_tokens_decoder()
         self._specials = {i: token.content for i, token in added.items() if token.special}
         self._streams: dict[Sequence, TextStream] = {}
-        self._stops: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+        self._stops: dict[tuple[str, ...], StopStrings] = {}  # those asked for last
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
@@ -58,9 +59,11 @@ class Detokenizer:
         from nanoserve.engine.text_stream import TextStream
 
         strings, stops = tuple(seq.params.stop_strings), None
-        if strings:  # shared by all who have the same, as the completions of a request have
-            stops = self._stops.get(strings) or StopStrings(strings)
+        if strings:  # most requests have the same as one before, and its siblings always do
+            stops = self._stops.pop(strings, None) or StopStrings(strings)
             self._stops[strings] = stops
+            if len(self._stops) > _MOST_STOPS_KEPT:
+                del self._stops[next(iter(self._stops))]
         return TextStream(seq, self._tokenizer, self._specials, stops)
 
     def _decode(self, seq: Sequence) -> str:

@@ -117,7 +117,7 @@ class InputProcessor:
                 params,
                 max_model_len=self.max_model_len,
                 eos_token_ids=self.eos_token_ids,
-                priority=priority,
+                priority=int(priority),
                 metrics=metrics,
                 index=index,
                 bad_words_token_ids=bad_words,

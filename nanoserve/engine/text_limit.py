@@ -71,7 +71,10 @@ class TextLimit:
     @cached_property
     def _longest_token(self) -> int | None:
         """Characters of the longest token; None if one may stand for more than it is long."""
-        spec = json.loads(self._backend.to_str())
+        try:
+            spec = json.loads(self._backend.to_str())
+        except Exception:  # it has parts in Python, which cannot be written out
+            return None
         steps = [*_flat(spec["normalizer"]), *_flat(spec["pre_tokenizer"])]
         model, vocab = spec["model"], self._backend.get_vocab()
         if model["type"] != "BPE" or not all(map(_keeps_all, steps)):

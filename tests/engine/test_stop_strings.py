@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from counting_executor import byte_tokenizer, make_engine
+from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve import SamplingParams
 from nanoserve.engine.detokenizer import Detokenizer
@@ -109,13 +109,22 @@ def test_long_stop_strings_and_many_cost_a_stream_no_more_than_short_ones() -> N
         assert min(seconds_to_stream(stop) for _ in range(3)) < 10 * short + 0.2
 
 
-def test_requests_with_the_same_stop_strings_share_what_was_built_of_them() -> None:
+def test_requests_with_the_same_stop_strings_share_what_was_built_of_them(monkeypatch) -> None:
+    built = []
+
+    class Counted(StopStrings):
+        def __init__(self, strings: tuple[str, ...]) -> None:
+            built.append(strings)
+            super().__init__(strings)
+
+    monkeypatch.setattr("nanoserve.engine.stop_strings.StopStrings", Counted)
     engine = make_engine(byte_tokenizer())
+    for name in "abc":
+        engine.add_request(name, name, SamplingParams(n=3, max_tokens=3, stop=["never", "seen"]))
+    run(engine)
+    assert built == [("never", "seen")]
+    for n in range(40):
+        engine.add_request(str(n), "a", SamplingParams(max_tokens=3, stop=[str(n)]))
+    run(engine)
     detokenizer = engine.output_processor._detokenizer
-    params = SamplingParams(n=3, max_tokens=3, stop=["never", "seen"])
-    engine.add_request("a", "abc", params)
-    engine.add_request("b", "abd", params)
-    while engine.has_unfinished_requests():
-        engine.step()
-        assert len(detokenizer._stops) <= 1
-    assert not detokenizer._stops and not detokenizer._streams
+    assert len(built) == 41 and len(detokenizer._stops) == 16 and not detokenizer._streams
