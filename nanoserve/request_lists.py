@@ -7,12 +7,9 @@ changing his.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.checks import check_list, is_int, is_number, is_text, shown
-
-if TYPE_CHECKING:
-    from nanoserve.sampling_params import SamplingParams
 
 MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
 # How many texts, and how many characters all of them together.
@@ -20,19 +17,22 @@ MOST_STOPS = (1024, 16_384)
 MOST_BAD_WORDS = (4096, 65_536)  # each is compared with the end of the output at each token
 
 
-def check_lists(params: "SamplingParams") -> None:
-    """Replace each list and dictionary of `params` by a good copy, or raise `ValueError`."""
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if getattr(params, name) is not None:
-            setattr(params, name, _checked_ids(name, getattr(params, name)))
-    for name, most in (("stop", MOST_STOPS), ("bad_words", MOST_BAD_WORDS)):
-        if getattr(params, name) is not None:
-            setattr(params, name, _checked_texts(name, getattr(params, name), most))
-    if params.logits_processors is not None:
-        check_list("logits_processors", params.logits_processors, callable, "callables")
-        params.logits_processors = list(params.logits_processors)
-    if params.logit_bias is not None:
-        params.logit_bias = _checked_bias(params.logit_bias)
+def checked_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """Copies of parameters of a request, by their names in `SamplingParams`; or `ValueError`."""
+    return {name: _checked(name, value) for name, value in given.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "stop":
+        return _checked_texts(name, value, MOST_STOPS)
+    if name == "bad_words":
+        return _checked_texts(name, value, MOST_BAD_WORDS)
+    if name == "logit_bias":
+        return _checked_bias(value)
+    if name == "logits_processors":
+        check_list(name, value, callable, "callables")
+        return list(value)
+    return _checked_ids(name, value)
 
 
 def _checked_ids(name: str, value: Any) -> list[int]:

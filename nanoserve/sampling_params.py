@@ -138,10 +138,11 @@ class SamplingParams:
             check_bool(name, getattr(self, name))
         is_kind = isinstance(self.output_kind, RequestOutputKind)
         require(is_kind, f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        if any(getattr(self, name) is not None for name in _LISTS):
-            from nanoserve.request_lists import check_lists
+        given = {name: getattr(self, name) for name in _LISTS if getattr(self, name) is not None}
+        if given:
+            from nanoserve.request_lists import checked_lists
 
-            check_lists(self)
+            vars(self).update(checked_lists(given))
         self._check_pairs()
 
     @property

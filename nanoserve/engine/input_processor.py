@@ -68,16 +68,16 @@ class InputProcessor:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
 
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**self.default_sampling)
+
     @cached_property
     def text_limit(self) -> "TextLimit":
         """How long a text may be."""
         from nanoserve.engine.text_limit import TextLimit
 
         return TextLimit(self._tokenizer.backend, self.max_model_len)
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**self.default_sampling)
 
     def process(
         self,
