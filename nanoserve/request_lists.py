@@ -37,7 +37,8 @@ def _checked(name: str, value: Any) -> Any:
 
 def _checked_ids(name: str, value: Any) -> list[int]:
     _check_size(name, value, MOST_TOKEN_IDS)
-    check_list(name, value, is_int, "integers", may_be_empty=name != "allowed_token_ids")
+    if not isinstance(value, (list, tuple)) or {*map(type, value)} != {int}:
+        check_list(name, value, is_int, "integers", may_be_empty=name != "allowed_token_ids")
     return list(map(int, value))
 
 
@@ -47,12 +48,13 @@ def _checked_texts(name: str, value: Any, most: tuple[int, int]) -> str | list[s
     _check_size(name, texts, most[0])
     if texts is value:
         check_list(name, value, is_text, "texts that are not empty")
+    texts = [str.__str__(text) for text in texts]  # of a subclass, what it says and nothing more
     num_characters = sum(map(len, texts))
     if num_characters > most[1]:
         raise ValueError(
             f"{name} has {num_characters} characters; together at most {most[1]} are allowed"
         )
-    return value if isinstance(value, str) else list(value)
+    return texts[0] if isinstance(value, str) else texts
 
 
 def _checked_bias(value: Any) -> dict[int, float]:

@@ -281,6 +281,21 @@ def test_a_bad_value_is_not_shown_at_length() -> None:
         assert len(str(caught.value)) < 700
 
 
+def test_texts_of_a_class_of_ones_own_are_plain_texts_afterwards() -> None:
+    class Shouting(str):
+        def __len__(self) -> int:
+            return 1
+
+        def __str__(self) -> str:
+            return "loud"
+
+    params = SamplingParams(stop=Shouting("quiet"), bad_words=[Shouting("quiet")])
+    assert [type(text) for text in (params.stop, *params.bad_words)] == [str, str]
+    assert params.stop == "quiet" and params.bad_words == ["quiet"]
+    with pytest.raises(ValueError, match="stop has 16385 characters"):
+        SamplingParams(stop=[Shouting("x" * 16_385)])
+
+
 def to_the_end(engine: LLMEngine) -> tuple[list[int], str]:
     (completion,) = run(engine)["r"].outputs
     return completion.token_ids, completion.text
