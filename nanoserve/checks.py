@@ -86,11 +86,9 @@ def check_list(
 ) -> None:
     """`what` are its elements, in the plural."""
     is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
-    at_least = "" if may_be_empty else ", at least one"
-    require(
-        is_list and (may_be_empty or len(value) > 0),
-        f"{name}={shown(value)} must be a list of {what}{at_least}",
-    )
+    if not is_list or not (may_be_empty or value):
+        at_least = "" if may_be_empty else ", at least one"
+        raise ValueError(f"{name}={shown(value)} must be a list of {what}{at_least}")
 
 
 def _as_pythons(value: Any) -> int | float:

@@ -131,13 +131,20 @@ class LLM:
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        allow_special_tokens: bool = False,
         **chat_template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`."""
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            raise ValueError("chat() needs a tokenizer, and this engine has none")
-        prompts = tokenizer.prompts_of(messages, add_generation_prompt, **chat_template_kwargs)
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        What messages say is text: a special token that somebody typed, such as "<|im_end|>", is a
+        word like others, and control tokens are those that the template writes. vLLM, and
+        transformers by default, make control tokens of both, which `allow_special_tokens=True`
+        does here, too. `generate` does it with every text: there, the prompt is the template.
+        """
+        from nanoserve.chat import chat_prompts
+
+        template = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
+        prompts = chat_prompts(self.engine, messages, template, allow_special_tokens)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -1,20 +1,11 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from nanoserve.checks import (
-    check_bool,
-    check_int,
-    check_list,
-    check_number,
-    is_int,
-    is_number,
-    is_text,
-    require,
-)
+from nanoserve.checks import check_bool, check_int, check_number, require
 
 # (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
@@ -28,6 +19,19 @@ _INTEGERS_IF_GIVEN = {
     "logprobs": (0, _INT32_MAX),
     "prompt_logprobs": (0, _INT32_MAX),
 }
+_NUMBERS = {
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, None),
+    "temperature": (0, None),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+}
+_ABOVE_THE_SMALLEST = ("repetition_penalty", "top_p")  # which they may not be
+_LISTS = (
+    *("stop", "stop_token_ids", "bad_words"),
+    *("logit_bias", "allowed_token_ids", "logits_processors"),
+)
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -85,8 +89,11 @@ class SamplingParams:
     Tokens tied with the last kept one are kept with it, so the result does not depend on how a
     sort breaks ties.
 
-    Raises `ValueError` that names the value and the allowed range. Constraints that together leave
-    no token end the request when it comes to that: see `RequestOutput.error`.
+    Raises `ValueError` that names the value and the allowed range. Limits of lists, which nobody
+    needs to reach: 1,024 stop strings of 16,384 characters together, 4,096 bad words of 65,536,
+    and 524,288 token ids wherever ids are asked for. Lists and dictionaries are copied.
+    Constraints that together leave no token end the request when it comes to that: see
+    `RequestOutput.error`.
     """
 
     n: int = 1
@@ -120,23 +127,25 @@ class SamplingParams:
     def validate(self) -> None:
         """Called on construction, and again when a request is made: fields can be assigned to.
 
-        Integers are Python's afterwards, so that sums of them cannot overflow.
+        Numbers are Python's afterwards, so that sums of them cannot overflow; lists and
+        dictionaries are this object's own.
         """
         for name, (low, high) in (_INTEGERS | _INTEGERS_IF_GIVEN).items():
             value = getattr(self, name)
             if value is not None or name in _INTEGERS:
                 setattr(self, name, check_int(name, value, low, high))
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_number("repetition_penalty", self.repetition_penalty, 0, excludes_low=True)
-        check_number("temperature", self.temperature, 0)
-        check_number("top_p", self.top_p, 0, 1, excludes_low=True)
-        check_number("min_p", self.min_p, 0, 1)
+        for name, (low, high) in _NUMBERS.items():
+            value, is_open = getattr(self, name), name in _ABOVE_THE_SMALLEST
+            setattr(self, name, check_number(name, value, low, high, excludes_low=is_open))
         for name in _SWITCHES:
             check_bool(name, getattr(self, name))
         is_kind = isinstance(self.output_kind, RequestOutputKind)
         require(is_kind, f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        self._check_collections()
+        given = {name: getattr(self, name) for name in _LISTS if getattr(self, name) is not None}
+        if given:
+            from nanoserve.request_lists import checked_lists
+
+            vars(self).update(checked_lists(given))
         self._check_pairs()
 
     @property
@@ -163,30 +172,6 @@ class SamplingParams:
         """Whether anything but temperature and filters stands between the model and the choice."""
         asked = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.logits_processors)
         return self.has_penalties or self.min_tokens > 0 or any(asked)
-
-    def _check_collections(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, name) is not None:
-                may_be_empty = name != "allowed_token_ids"
-                check_list(name, getattr(self, name), is_int, "integers", may_be_empty)
-                setattr(self, name, list(map(int, getattr(self, name))))
-        if self.bad_words is not None:
-            check_list("bad_words", self.bad_words, is_text, "texts that are not empty")
-        if self.stop is not None and not is_text(self.stop):
-            check_list("stop", self.stop, is_text, "texts that are not empty")
-        if self.logits_processors is not None:
-            check_list("logits_processors", self.logits_processors, callable, "callables")
-        if self.logit_bias is not None:
-            self._check_logit_bias()
-
-    def _check_logit_bias(self) -> None:
-        allowed = "must map token ids to numbers in [-100, 100]"
-        is_map = isinstance(self.logit_bias, Mapping)
-        require(is_map, f"logit_bias={self.logit_bias!r} {allowed}")
-        for token_id, value in self.logit_bias.items():
-            is_good = is_int(token_id) and is_number(value) and -100 <= value <= 100
-            require(is_good, f"logit_bias={{{token_id!r}: {value!r}}} {allowed}")
-        self.logit_bias = {int(token_id): value for token_id, value in self.logit_bias.items()}
 
     def _check_pairs(self) -> None:
         """What two parameters must agree on."""

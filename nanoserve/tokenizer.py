@@ -1,16 +1,22 @@
 """Text to token ids and back, through the checkpoint's own Hugging Face tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer
 
 from nanoserve.checkpoint.config_json import read_json
+from nanoserve.checks import shown
+
+if TYPE_CHECKING:
+    from nanoserve.special_tokens import Marks, SpecialTokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+_FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what others wrote
 
 
 class Tokenizer:
@@ -57,37 +63,57 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def prompts_of(
-        self,
-        messages: AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]],
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> list[dict[str, Any]]:
-        """One conversation or several as prompts: their texts, and the token ids of these."""
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages={messages!r} must be a list of messages, at least one")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.apply_chat_template(conversation, add_generation_prompt, **kwargs)
-            prompts.append({"prompt": text, "prompt_token_ids": self.encode(text, False)})
-        return prompts
+    @cached_property
+    def special_tokens(self) -> "SpecialTokens":
+        from nanoserve.special_tokens import SpecialTokens
+
+        return SpecialTokens(self.backend)
+
+    def encode_marked(self, text: str, marks: "Marks") -> list[int]:
+        """Token ids of a rendered conversation, as `encode` gives them, but for what is marked."""
+        typed = marks.remove(text)
+        if typed == text:
+            return self.encode(text, add_special_tokens=False)
+        try:
+            return self.special_tokens.encode(text, marks)
+        except TypeError as error:
+            raise ValueError(f"the text {typed[:50]!r} cannot be tokenized: {error}") from error
 
     def apply_chat_template(
-        self, messages: AbstractSequence[Message], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: AbstractSequence[Message],
+        add_generation_prompt: bool = True,
+        mark_text: Callable[[str], str] | None = None,
+        **kwargs: Any,
     ) -> str:
-        """A conversation as the text that the model was trained on, special tokens written out."""
+        """A conversation as the text that the model was trained on, special tokens written out.
+
+        `mark_text` changes all texts that come from outside, before the template sees them.
+        """
         if self._hf.chat_template is None:
             raise ValueError("this tokenizer has no chat template: use generate() with text")
         try:
+            seen = list(messages)
+            if mark_text is not None:
+                seen = _with_marks(seen, mark_text)
+                kwargs |= {k: _with_marks(kwargs[k], mark_text) for k in _FROM_OUTSIDE & {*kwargs}}
             return self._hf.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
+                seen, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # a template is a program, and may raise anything
-            raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error
+            told = f"the chat template cannot render {shown(messages)}"
+            raise ValueError(f"{told}: {error}") from error
+
+
+def _with_marks(value: Any, mark_text: Callable[[str], str]) -> Any:
+    """A copy of lists and dictionaries with all texts in them changed, keys included."""
+    if isinstance(value, str):
+        return mark_text(value)
+    if isinstance(value, Mapping):
+        return {_with_marks(k, mark_text): _with_marks(v, mark_text) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_marks(inner, mark_text) for inner in value]
+    return value
 
 
 def _refuse_pipes(folder: Path) -> None:

@@ -12,7 +12,10 @@ from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
+    from nanoserve.engine.stop_strings import StopStrings
     from nanoserve.engine.text_stream import TextStream
+
+_MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 
 
 class Detokenizer:
@@ -23,20 +26,21 @@ class Detokenizer:
         added = tokenizer.backend.get_added_tokens_decoder()
         self._specials = {i: token.content for i, token in added.items() if token.special}
         self._streams: dict[Sequence, TextStream] = {}
+        self._stops: dict[tuple[str, ...], StopStrings] = {}  # those asked for last
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
         if not _needs_text(seq):
             return None
         if seq not in self._streams:
-            self._streams[seq] = self._new_stream(seq)
+            self._streams[seq] = self._open_stream(seq)
         return self._streams[seq].advance()
 
     def restart(self, seq: Sequence) -> None:
         """Decode anew, after an exception, what `seq` has. All of that was handed out before."""
         self._streams.pop(seq, None)
         if _needs_text(seq) and seq.num_output_tokens:
-            self._streams[seq] = stream = self._new_stream(seq)
+            self._streams[seq] = stream = self._open_stream(seq)
             stream.catch_up()
 
     def text(self, seq: Sequence) -> str:
@@ -56,10 +60,17 @@ class Detokenizer:
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
-    def _new_stream(self, seq: Sequence) -> "TextStream":
+    def _open_stream(self, seq: Sequence) -> "TextStream":
+        from nanoserve.engine.stop_strings import StopStrings
         from nanoserve.engine.text_stream import TextStream
 
-        return TextStream(seq, self._tokenizer, self._specials)
+        strings, stops = tuple(seq.params.stop_strings), None
+        if strings:  # most requests have the same as one before, and its siblings always do
+            stops = self._stops.pop(strings, None) or StopStrings(strings)
+            self._stops[strings] = stops
+            if len(self._stops) > _MOST_STOPS_KEPT:
+                del self._stops[next(iter(self._stops))]
+        return TextStream(seq, self._tokenizer, self._specials, stops)
 
     def _decode(self, seq: Sequence) -> str:
         """The whole output of `seq` at once."""

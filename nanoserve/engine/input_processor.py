@@ -1,8 +1,9 @@
 """What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
+from functools import cached_property
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanoserve.engine.text_limit import TextLimit
     from nanoserve.engine.tokenizer import Tokenizer
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
@@ -44,7 +46,7 @@ def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[
 
 
 class InputProcessor:
-    """Tokenizes and checks requests. It keeps no state: a refused request leaves no trace."""
+    """Tokenizes and checks requests. It keeps nothing of them: a refused one leaves no trace."""
 
     def __init__(
         self,
@@ -69,6 +71,13 @@ class InputProcessor:
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
         return SamplingParams(**self.default_sampling)
+
+    @cached_property
+    def text_limit(self) -> "TextLimit":
+        """How long a text may be."""
+        from nanoserve.engine.text_limit import TextLimit
+
+        return TextLimit(self._tokenizer.backend, self.max_model_len)
 
     def process(
         self,
@@ -96,7 +105,8 @@ class InputProcessor:
         cache_key = _cache_key(prompt)
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
-        self._check_prompt(token_ids)
+        self._check_prompt_length(len(token_ids))
+        self._check_token_ids(token_ids, "token id")
         self._check_params(params)
         token_ids = [int(token_id) for token_id in token_ids]
         bad_words = self._tokenize_bad_words(params)
@@ -107,7 +117,7 @@ class InputProcessor:
                 params,
                 max_model_len=self.max_model_len,
                 eos_token_ids=self.eos_token_ids,
-                priority=priority,
+                priority=int(priority),
                 metrics=metrics,
                 index=index,
                 bad_words_token_ids=bad_words,
@@ -138,12 +148,13 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
+            self.text_limit.check(prompt)
             return prompt, self._tokenizer.encode(prompt)
-        if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
-            prompt = prompt.tolist()
-        if not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes):
+        is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+        if not is_array and (not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes)):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
-        return text, list(prompt)
+        self._check_prompt_length(len(prompt))  # before anybody looks at each of them
+        return text, prompt.tolist() if is_array else list(prompt)
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is and after a space: to a tokenizer these are different tokens."""
@@ -168,18 +179,20 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._check_token_ids(getattr(params, name) or (), f"{name}: token id")
 
-    def _check_token_ids(self, token_ids: Iterable[int], what: str) -> None:
+    def _check_token_ids(self, token_ids: Collection[int], what: str) -> None:
+        are_ints = {*map(type, token_ids)} == {int}
+        if are_ints and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+            return  # the most common case, and three times as quick as looking at each
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"{what} {token_id!r} is no integer in [0, {self.vocab_size})")
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
+    def _check_prompt_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
             raise ValueError("the prompt is empty: there is no token to continue from")
-        self._check_token_ids(token_ids, "token id")
-        if len(token_ids) >= self.max_model_len:
+        if num_tokens >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len={self.max_model_len} "
+                f"the prompt has {num_tokens} tokens; max_model_len={self.max_model_len} "
                 f"leaves room for at most {self.max_model_len - 1} and one token of output"
             )
 

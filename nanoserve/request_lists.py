@@ -1,0 +1,73 @@
+"""The lists and dictionaries of a request: bounded, checked and copied.
+
+They come from whoever sends requests, and some are looked through at each of his tokens, in the
+step of all others. So their sizes have limits, far above what is of use, and these are checked
+first: what is too large costs nothing. The copies are the request's own; the caller may go on
+changing his.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoserve.checks import check_list, is_int, is_number, is_text, shown
+
+MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
+# How many texts, and how many characters all of them together.
+MOST_STOPS = (1024, 16_384)
+MOST_BAD_WORDS = (4096, 65_536)  # each is compared with the end of the output at each token
+
+
+def checked_lists(given: dict[str, Any]) -> dict[str, Any]:
+    """Copies of parameters of a request, by their names in `SamplingParams`; or `ValueError`."""
+    return {name: _checked(name, value) for name, value in given.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name == "stop":
+        return _checked_texts(name, value, MOST_STOPS)
+    if name == "bad_words":
+        return _checked_texts(name, value, MOST_BAD_WORDS)
+    if name == "logit_bias":
+        return _checked_bias(value)
+    if name == "logits_processors":
+        check_list(name, value, callable, "callables")
+        return list(value)
+    return _checked_ids(name, value)
+
+
+def _checked_ids(name: str, value: Any) -> list[int]:
+    _check_size(name, value, MOST_TOKEN_IDS)
+    if not isinstance(value, (list, tuple)) or {*map(type, value)} != {int}:
+        check_list(name, value, is_int, "integers", may_be_empty=name != "allowed_token_ids")
+    return list(map(int, value))
+
+
+def _checked_texts(name: str, value: Any, most: tuple[int, int]) -> str | list[str]:
+    """`stop` may be a single text, and stays one."""
+    texts = [value] if name == "stop" and is_text(value) else value
+    _check_size(name, texts, most[0])
+    if texts is value:
+        check_list(name, value, is_text, "texts that are not empty")
+    texts = [str.__str__(text) for text in texts]  # of a subclass, what it says and nothing more
+    num_characters = sum(map(len, texts))
+    if num_characters > most[1]:
+        raise ValueError(
+            f"{name} has {num_characters} characters; together at most {most[1]} are allowed"
+        )
+    return texts[0] if isinstance(value, str) else texts
+
+
+def _checked_bias(value: Any) -> dict[int, float]:
+    allowed = "must map token ids to numbers in [-100, 100]"
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias={shown(value)} {allowed}")
+    _check_size("logit_bias", value, MOST_TOKEN_IDS)
+    for token_id, number in value.items():
+        if not is_int(token_id) or not is_number(number) or not -100 <= number <= 100:
+            raise ValueError(f"logit_bias={{{shown(token_id)}: {shown(number)}}} {allowed}")
+    return {int(token_id): float(number) for token_id, number in value.items()}
+
+
+def _check_size(name: str, value: Any, most: int) -> None:
+    if isinstance(value, (list, tuple, Mapping)) and len(value) > most:
+        raise ValueError(f"{name} has {len(value)} entries; at most {most} are allowed")
