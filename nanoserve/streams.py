@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.llm_engine import LLMEngine
@@ -54,8 +54,7 @@ class Streams:
                     # raised: the next one hands it out.
                     is_over = request_id not in engine.output_processor.requests
                     if engine.has_unfinished_requests():
-                        with DeferredInterrupt(gives_way=False):  # or outputs of others were lost
-                            self._deliver(engine.step())
+                        self._advance()
                     elif not is_over:
                         raise RuntimeError(f"request {request_id!r} was lost: see earlier errors")
                 output = unread.popleft()
@@ -72,10 +71,13 @@ class Streams:
         self._unread.pop(request_id, None)
         self._readers.pop(request_id, None)
 
-    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give each stream its own; the rest waits for whoever steps the engine."""
-        for output in outputs:
-            if output.request_id in self._unread:
-                self._unread[output.request_id].append(output)
-            else:
-                self._engine.hand_back([output])
+    def _advance(self) -> None:
+        """Step the engine: each stream gets its own, the rest waits for whoever else steps it."""
+        streams = set(self._unread)
+        with DeferredInterrupt(gives_way=False):  # or outputs of others would be lost
+            for output in self._engine.step():
+                unread = self._unread.get(output.request_id)
+                if unread is not None:
+                    unread.append(output)
+                elif output.request_id not in streams:  # else it was collected just now
+                    self._engine.hand_back([output])

@@ -5,7 +5,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class DeferredInterrupt:
@@ -69,7 +71,7 @@ class Turns:
         if self.is_inside:
             yield
             return
-        with self._lock, DeferredInterrupt(gives_way):
+        with DeferredInterrupt(gives_way), self._lock:
             try:
                 self._owner = threading.get_ident()
                 yield
@@ -77,23 +79,31 @@ class Turns:
                 self._do_due()
         self._look_again()
 
-    def soon(self, action: Callable[[], Any]) -> None:
-        """At once, or if anybody is inside, when they are out.
+    def soon(self, action: Callable[[], T], late: Callable[[], Any] | None = None) -> T | None:
+        """What `action` returns, at once; if anybody is inside, `late` is done when they are out.
 
-        It never waits, so the garbage collector may call it: in any thread, at any moment.
+        It never waits, so a finalizer may call it: in any thread, at any moment.
         """
-        self._due.append(action)
+        with DeferredInterrupt(gives_way=False):
+            if not self._lock.acquire(blocking=False):
+                self._due.append(late or action)
+                self._look_again()
+                return None
+            try:
+                self._owner = threading.get_ident()
+                result = action()
+            finally:
+                try:
+                    self._do_due()
+                finally:
+                    self._lock.release()
         self._look_again()
+        return result
 
     def _look_again(self) -> None:
-        """Somebody may have come when those inside were just leaving."""
-        while self._due and self._lock.acquire(blocking=False):
-            try:
-                with DeferredInterrupt(gives_way=False):
-                    self._owner = threading.get_ident()
-                    self._do_due()
-            finally:
-                self._lock.release()
+        """Something may have become due when those inside were just leaving."""
+        if self._due and not self._lock.locked():
+            self.soon(lambda: None)
 
     def _do_due(self) -> None:
         try:

@@ -111,16 +111,14 @@ class LLMEngine:
         """End a request in whatever state it is; its blocks are free when this returns.
 
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
-        unknown or has finished already, which is no error: the two may cross. Inside a step, as
-        from a logits processor or an observer, it is aborted when the step is over, which then
-        returns the output. So does the next step if earlier outputs wait for it, because a step has
-        raised.
+        unknown or has finished already, which is no error: the two may cross. During a step, as
+        from a logits processor, an observer or another thread, it is aborted when the step is over,
+        which then returns the output. So does the next step if earlier outputs wait for it, because
+        a step has raised.
         """
-        if self.is_stepping:
-            self._turns.soon(lambda: self._abort(request_id, is_late=True))
-            return None
-        with self._turns.turn():
-            return self._abort(request_id)
+        return self._turns.soon(
+            lambda: self._abort(request_id), late=lambda: self._abort(request_id, is_late=True)
+        )
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Leave nothing of these requests: neither what runs nor what nobody will fetch.

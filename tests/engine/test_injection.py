@@ -1,0 +1,294 @@
+"""Between any two bytecodes: Ctrl-C, once and twice, an exception, an abort, a collection.
+
+Requests run through a small pool, with preemption, an abort, streams. Whatever happens at whatever
+bytecode, the engine is consistent at once, nobody else gets another token, and nothing is left.
+"""
+
+import gc
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from counting_executor import byte_tokenizer, make_engine
+from injector import Injector, Position
+
+import nanoserve
+from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve.engine import interrupts, invariants
+from nanoserve.engine.invariants import check_invariants
+from nanoserve.streams import Streams
+
+PACKAGE = Path(nanoserve.__file__).parent
+FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {str(PACKAGE / "streams.py")}
+FILES.remove(invariants.__file__)  # the tests call these
+NUM_BLOCKS = 7
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+
+
+class Mishap(Exception):
+    """What nobody could expect."""
+
+
+class Cycle:
+    """Only the collector finds it."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.itself = held, self
+
+
+def params(max_tokens: int, kind: RequestOutputKind, **settings: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, output_kind=kind, **settings)
+
+
+REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
+    "a": ([65, 66, 67], params(9, DELTA, stop="PQ")),
+    "b": ([70, 71], params(6, FINAL_ONLY, n=2)),
+    "c": (list(range(65, 75)), params(5, CUMULATIVE, stop=["OP"], min_tokens=2)),
+    "victim": ([80], params(30, DELTA)),
+}
+STREAMED = {"d": [90, 91], "e": [100, 101, 102], "g": [32, 33]}
+
+
+class Scenario:
+    """The same calls every time. What an injected exception has ended is called again."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.engine = make_engine(
+            byte_tokenizer(),
+            num_kv_blocks=NUM_BLOCKS,
+            block_size=4,
+            max_model_len=NUM_BLOCKS * 4,
+            max_num_seqs=4,
+            max_num_batched_tokens=8,
+            async_scheduling=ahead,
+        )
+        self.streams = Streams(self.engine)
+        self.texts: dict[tuple[str, int], str] = {}
+        self.token_ids: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str | None] = {}
+        self.torn: set[str] = set()  # streams that an exception has ended
+        self.garbage: Cycle | None = None
+
+    def run(self) -> None:
+        for name in ("a", "victim", "b"):
+            self._add(name)
+        self._step()
+        self._step()
+        self._add("c")
+        while self._again(self.engine.has_unfinished_requests):
+            self._step()
+            if len(self.token_ids.get(("victim", 0), [])) == 20:
+                self._abort("victim")
+        self._stream()
+        self._again(self.engine.close)
+        assert self.engine.executor.closed
+        self._check()
+        assert not self.engine.output_processor.requests and not self.streams._unread
+        assert not self.engine.output_processor._detokenizer._streams
+        assert self.engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS
+        assert not self.engine._turns.is_inside and not self.engine._turns._due
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def _stream(self) -> None:
+        """Three streams: one is read to its end, one is closed, one is forgotten."""
+        streams = {name: self._open(name) for name in STREAMED}
+        for name in STREAMED:
+            self._next(name, streams)
+        self.garbage = Cycle(streams.pop("g"))
+        self._next("e", streams)
+        self._again(streams["d"].close)
+        gc.collect()
+        self.garbage = None
+        while self._next("e", streams):
+            pass
+        gc.collect()
+        streams.clear()
+        self._again(self.streams.check_others)
+        assert not self._again(self.engine.has_unfinished_requests)
+
+    def _open(self, name: str) -> Iterator[RequestOutput]:
+        def open_it() -> Iterator[RequestOutput]:
+            prompt, how = STREAMED[name], params(7, DELTA)
+            self.streams.check_others()  # as `LLM.stream` does
+            return self.streams.open(self.engine.input_processor.process(name, prompt, how))
+
+        return self._again(open_it)
+
+    def _next(self, name: str, streams: dict[str, Iterator[RequestOutput]]) -> bool:
+        """Whether there is more. An exception ends a stream, but no other one."""
+        try:
+            output = next(streams[name], None)
+        except (Mishap, KeyboardInterrupt):
+            self.torn.add(name)
+            self._check()
+            return True
+        if output is not None:
+            self._take(output)
+        return output is not None
+
+    def _add(self, name: str) -> None:
+        def add() -> None:
+            if name not in self.engine.output_processor.requests:
+                self.engine.add_request(name, *REQUESTS[name])
+
+        self._again(add)
+
+    def _abort(self, name: str) -> None:
+        self.torn.add(name)
+        output = self._again(lambda: self.engine.abort_request(name))
+        if output is not None:
+            self._take(output)
+
+    def _step(self) -> None:
+        for output in self._again(self.engine.step):
+            self._take(output)
+
+    def _again(self, call: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return call()
+            except (Mishap, KeyboardInterrupt):
+                self._check()
+
+    def _check(self) -> None:
+        check_invariants(self.engine.scheduler)
+        scheduler, requests = self.engine.scheduler, self.engine.output_processor.requests
+        queued = {*scheduler.running, *scheduler.waiting, *scheduler.held}
+        unfinished = {s for r in requests.values() for s in r.sequences if not s.finished}
+        assert queued == unfinished
+
+    def _take(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            key = output.request_id, completion.index
+            is_delta = key[0] in STREAMED or REQUESTS[key[0]][1].output_kind is DELTA
+            old = (self.texts.get(key, ""), self.token_ids.get(key, [])) if is_delta else ("", [])
+            self.texts[key] = old[0] + completion.text
+            self.token_ids[key] = old[1] + completion.token_ids
+            self.reasons[key] = completion.finish_reason
+
+
+def answers(scenario: Scenario) -> dict[tuple[str, int], tuple[str, list[int], str | None]]:
+    return {
+        key: (scenario.texts[key], token_ids, scenario.reasons[key])
+        for key, token_ids in scenario.token_ids.items()
+    }
+
+
+def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
+    """Who was aborted, or whose reader was ended, has a part of it."""
+    got = answers(scenario)
+    for key, (text, token_ids, reason) in expected.items():
+        if key[0] in {*scenario.torn, "victim", "d", "g"}:
+            own_text, own_ids, _ = got.get(key, ("", [], None))
+            assert token_ids[: len(own_ids)] == own_ids or key[0] == "victim"
+            assert text.startswith(own_text) or key[0] == "victim"
+        else:
+            assert got[key] == (text, token_ids, reason), key
+
+
+def is_handed_over(frame: FrameType) -> bool:
+    """Outputs are on their way to the caller, who alone has them: an exception loses them.
+
+    What holds a Ctrl-C back, and says who is inside, is not interrupted by other exceptions.
+    """
+    name = frame.f_code.co_name
+    return (
+        frame.f_code.co_filename == interrupts.__file__
+        or (name == "step" and "outputs" in frame.f_locals)
+        or (name == "_advance" and "streams" in frame.f_locals)
+        or name == "hand_back"
+    )
+
+
+def fail(scenario: Scenario, frame: FrameType) -> None:
+    if not is_handed_over(frame):
+        raise Mishap
+
+
+def interrupt(scenario: Scenario, frame: FrameType) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def abort(scenario: Scenario, frame: FrameType) -> None:
+    output = scenario.engine.abort_request("victim")
+    if output is not None:
+        scenario._take(output)
+
+
+def collect(scenario: Scenario, frame: FrameType) -> None:
+    """A stream ends here, in a finalizer."""
+    scenario.garbage = None
+    gc.collect()
+
+
+ACTIONS = [fail, interrupt, abort, collect]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one step ahead"])
+def ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
+    gc.collect()
+    gc.freeze()  # so that a collection is quick
+    yield request.param
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def recorded(ahead: bool) -> tuple[list[Position], dict[tuple[str, int], Any]]:
+    """Every bytecode that the scenario runs, in order, and its answers."""
+    Scenario(ahead).run()  # modules are imported
+    scenario = Scenario(ahead)
+    with Injector(FILES) as injector:
+        scenario.run()
+    assert scenario.engine.scheduler.num_preemptions > 0
+    return injector.positions, answers(scenario)
+
+
+def points(positions: list[Position], seed: int, is_full: bool) -> list[int]:
+    """Where to act: at a few bytecodes, or at each when it is first run; and at some of the later
+    visits."""
+    rng = random.Random(seed)
+    first: dict[Position, int] = {}
+    for number, position in enumerate(positions):
+        first.setdefault(position, number)
+    at_first = [*first.values()] if is_full else rng.sample([*first.values()], 12)
+    return at_first + rng.sample(range(len(positions)), 200 if is_full else 6)
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
+def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
+    action: Callable[[Scenario, FrameType], None], ahead: bool, recorded, full_size: bool
+) -> None:
+    positions, expected = recorded
+    for number in points(positions, 1, full_size):
+        inject(action, [number], ahead, positions, expected)
+
+
+def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
+    ahead: bool, recorded, full_size: bool
+) -> None:
+    positions, expected = recorded
+    rng = random.Random(2)
+    for number in points(positions, 3, is_full=False) * (40 if full_size else 1):
+        inject(interrupt, [number, number + rng.randint(1, 300)], ahead, positions, expected)
+
+
+def inject(
+    action: Callable[[Scenario, FrameType], None],
+    at: list[int],
+    ahead: bool,
+    positions: list[Position],
+    expected: dict[tuple[str, int], Any],
+) -> None:
+    scenario = Scenario(ahead)
+    try:
+        with Injector(FILES, lambda frame: action(scenario, frame), at):
+            scenario.run()
+        compare(scenario, expected)
+    except BaseException as error:
+        code, offset = positions[at[0]]
+        where = f"{Path(code.co_filename).name}: {code.co_qualname}, bytecode {offset}"
+        raise AssertionError(f"{action.__name__} at {at} ({where}): {error!r}") from error

@@ -1,0 +1,52 @@
+"""Lets something happen between two bytecodes of the engine: an interrupt, an exception, anything.
+
+A trace function is called before every bytecode of the chosen files; at the chosen one it acts.
+What it raises is raised there.
+"""
+
+import sys
+from collections.abc import Callable, Collection
+from types import CodeType, FrameType
+from typing import Any
+
+Position = tuple[CodeType, int]  # a bytecode
+
+
+class Injector:
+    """Acts before the bytecodes with the numbers `at`, counting those that are run in `files`.
+
+    `positions` has the bytecode of every number that was reached.
+    """
+
+    def __init__(
+        self,
+        files: Collection[str],
+        action: Callable[[FrameType], Any] = lambda frame: None,
+        at: Collection[int] = (),
+    ) -> None:
+        self._files, self._action = files, action
+        self._at, self._last = set(at), max(at, default=None)
+        self.positions: list[Position] = []
+
+    def __enter__(self) -> "Injector":
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._trace
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            number = len(self.positions)
+            self.positions.append((frame.f_code, frame.f_lasti))
+            if number == self._last:
+                sys.settrace(None)
+            if number in self._at:
+                self._action(frame)
+        return self._trace
