@@ -90,9 +90,7 @@ class LLM:
         with self._lock:
             self._drop_interrupted()
             if self.engine.has_unfinished_requests():
-                raise ValueError(
-                    "requests are unfinished: step the engine or its streams to the end"
-                )
+                raise ValueError("requests are unfinished: step the engine or streams to the end")
             ready = [
                 process(next(self._request_ids), prompt, p, value or 0, only_final)
                 for prompt, p, value in zip(prompts, params, priorities, strict=True)

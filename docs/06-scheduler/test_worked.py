@@ -82,15 +82,15 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     assert cells(table) == [["A", "8", "1"], ["B", "6", "21"], ["C", "1", "21"]]
 
 
-def test_a_failed_step_leaves_what_earlier_steps_computed() -> None:
+def test_after_a_failed_step_nothing_that_was_computed_is_believed() -> None:
     rows = {row[0]: row[1:] for row in cells(worked.undone(decoding_len=40, new_len=20))}
     assert rows == {
         "running": ["A", "A, B", "none", "A, B"],
         "waiting": ["B", "none", "A, B", "none"],
         "blocks in use": ["3", "5", "0", "5"],
-        "tokens of A found": ["32", "32", "32", "32"],
+        "tokens of A found": ["32", "32", "0", "32"],
         "of B": ["0", "16", "0", "16"],
-        "planned": ["none", "A: 1, B: 20", "none", "A: 9, B: 20"],
+        "planned": ["none", "A: 1, B: 20", "none", "A: 41, B: 20"],
     }
 
 

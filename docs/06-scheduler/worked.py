@@ -8,6 +8,7 @@ from string import ascii_uppercase
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Row
+from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -112,7 +113,7 @@ def undone(decoding_len: int, new_len: int) -> str:
     states = [_state(scheduler, a, b, [])]
     plan = scheduler.schedule()
     states.append(_state(scheduler, a, b, plan.rows))
-    scheduler.rollback(plan)
+    restart(scheduler, [a, b])
     states.append(_state(scheduler, a, b, []))
     states.append(_state(scheduler, a, b, scheduler.schedule().rows))
     names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")

@@ -65,18 +65,17 @@ class BlockManager:
 
     def clear(self) -> None:
         """Every block is free, and none is known. Tables that still name some mean nothing now."""
-        num_entries = self.num_blocks + 1
-        self._ref_counts = [0] * num_entries  # by block id; entry 0 is the dummy block
-        self._hash_of: list[bytes | None] = [None] * num_entries
+        self._ref_counts = [0] * (self.num_blocks + 1)  # by block id; entry 0 is the dummy block
+        self._hash_of: list[bytes | None] = [None] * (self.num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
         # What proves a hit, by block: which content its parent has, and its own token ids.
         # Contents are numbered as they are published, and no number is given twice, so a parent
         # whose block has long been taken for something else is not mistaken for its successor.
-        self._content_of: list[Content | None] = [None] * num_entries
-        self._content_ids = [0] * num_entries
+        self._content_of: list[Content | None] = [None] * (self.num_blocks + 1)
+        self._content_ids = [0] * (self.num_blocks + 1)
         self._num_contents = 0
         # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_entries))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
 
     @property
     def num_free_blocks(self) -> int:

@@ -213,9 +213,8 @@ class LLMEngine:
         result = self.executor.collect(step.handle)
         now = self._watch.lap(step.times, "execute")
         joined = self.scheduler.update(step.plan, result.token_ids)
-        step.outputs = self.output_processor.process(
-            step.plan, result, joined, self.scheduler.finish, now
-        )
+        process, finish = self.output_processor.process, self.scheduler.finish
+        step.outputs = process(step.plan, result, joined, finish, now)
         # From here on it has happened, whatever comes between.
         self._undelivered += step.outputs
         self.output_processor.forget(step.outputs)

@@ -100,11 +100,6 @@ class OutputProcessor:
     def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
         return self._output(request, self._end(request, "abort", finish, now))
 
-    def restart_text(self, seq: Sequence) -> None:
-        """Its last tokens were taken back; see `nanoserve.engine.recovery`."""
-        if self._detokenizer is not None:
-            self._detokenizer.restart(seq)
-
     def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
         """End `seq` if its text, which may be decoded now, has run into a stop string."""
         if self._detokenizer is None:

@@ -104,7 +104,8 @@ def _set_back(
         del completion.logprobs[seq.num_output_tokens :]
         chosen = zip(completion.logprobs, seq.output_token_ids, strict=True)
         completion.cumulative_logprob = sum(entry[token_id].logprob for entry, token_id in chosen)
-    processor.restart_text(seq)
+    if processor._detokenizer is not None:
+        processor._detokenizer.restart(seq)
     counts = [seq.num_output_tokens for seq in request.sequences]
     request.sequences[0].metrics.num_output_tokens = sum(counts)
     request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)

@@ -27,8 +27,7 @@ class RotaryEmbedding(nn.Module):
             from nanoserve.layers.rope_scaling import inverse_frequencies
 
             inv_freq, scale = inverse_frequencies(rope, head_dim, context.max_model_len or length)
-        positions = torch.arange(context.num_positions or length, dtype=torch.float32)
-        angles = torch.outer(positions, inv_freq)
+        angles = torch.outer(torch.arange(context.num_positions or length).float(), inv_freq)
         where = (context.device, context.dtype)
         self.register_buffer("cos", (angles.cos() * scale).to(*where), persistent=False)
         self.register_buffer("sin", (angles.sin() * scale).to(*where), persistent=False)

@@ -12,6 +12,7 @@ from counting_executor import VOCAB_SIZE, byte_tokenizer, make_engine
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checks import shown
 from nanoserve.engine.llm_engine import LLMEngine
 
 INT32_MAX = 2**31 - 1
@@ -114,7 +115,7 @@ def test_a_bad_value_is_refused_with_its_name_and_range(name: str, value: Any, l
         SamplingParams(**{name: value})
     assert f"{name}=" in str(caught.value) and limit in str(caught.value)
     if not isinstance(value, dict) or name != "logit_bias":  # there, the bad entry is shown
-        assert f"{name}={value!r}" in str(caught.value)
+        assert f"{name}={shown(value)}" in str(caught.value)
 
 
 def test_a_temperature_too_large_for_a_float_is_refused() -> None:
