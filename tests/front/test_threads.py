@@ -1,0 +1,195 @@
+"""Several threads, one engine: they take turns, and nobody gets what is another's."""
+
+import contextlib
+import gc
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from counting_executor import Handle, make_engine, run
+from injector import Injector
+
+import nanoserve
+from nanoserve import LLM, RequestOutput, SamplingParams
+from nanoserve.engine.executor import StepResult
+from nanoserve.engine.invariants import check_invariants
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [[[5, 6, 7 + i], [9, i]] for i in range(4)]
+PACKAGE = Path(nanoserve.__file__).parent
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one step ahead"])
+def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
+    options = {"num_kv_blocks": 16, "max_num_seqs": 4, "async_scheduling": request.param}
+    with LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, **options) as llm:
+        yield llm
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def in_threads(*jobs: Callable[[], None]) -> list[BaseException]:
+    """Run them side by side, switching as often as can be; what they raised."""
+    errors: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def _switch_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_each_thread_gets_its_own_answers(llm: LLM) -> None:
+    expected = [tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) for prompts in PROMPTS]
+    wrong: list[int] = []
+
+    def job(index: int) -> None:
+        for _ in range(10):
+            got = tokens(llm.generate(PROMPTS[index], GREEDY, use_tqdm=False))
+            if got != expected[index]:
+                wrong.append(index)
+
+    assert in_threads(*(lambda i=i: job(i) for i in range(len(PROMPTS)))) == [] == wrong
+    check_invariants(llm.engine.scheduler)
+
+
+def test_requests_may_come_and_go_from_other_threads() -> None:
+    """While one thread steps."""
+    engine = make_engine(max_num_seqs=4, num_kv_blocks=24)
+    outputs: dict[str, RequestOutput] = {}
+    is_over = threading.Event()
+
+    def step() -> None:
+        while not is_over.is_set() or engine.has_unfinished_requests():
+            outputs.update({o.request_id: o for o in engine.step() if o.finished})
+
+    def come(name: str) -> None:
+        for number in range(40):
+            engine.add_request(f"{name}{number}", [number, 7], SamplingParams(max_tokens=5))
+            if number % 3 == 0 and (output := engine.abort_request(f"{name}{number}")) is not None:
+                outputs[output.request_id] = output
+
+    def come_all() -> None:
+        try:
+            assert in_threads(lambda: come("a"), lambda: come("b")) == []
+        finally:
+            is_over.set()
+
+    assert in_threads(step, come_all) == []
+    assert len(outputs) == 80
+    for name, output in outputs.items():
+        (completion,) = output.outputs
+        assert completion.token_ids == [8, 9, 10, 11, 12][: len(completion.token_ids)]
+        if int(name[1:]) % 3:
+            assert completion.finish_reason == "length"
+    check_invariants(engine.scheduler)
+    assert engine.scheduler.block_manager.num_free_blocks == 24
+
+
+def test_a_stream_that_another_threads_collector_ends_disturbs_no_step(llm: LLM) -> None:
+    """The collector runs wherever it likes; the thread that steps has the engine to itself."""
+    (expected,) = tokens(llm.generate([[5, 6]], GREEDY, use_tqdm=False))
+    for _ in range(10):
+        reader = llm.stream([5, 6], GREEDY)
+        dropped = [llm.stream([7, 8], GREEDY)]
+        next(dropped[0])
+
+        def drop(held: list[Iterator[RequestOutput]] = dropped) -> None:
+            held.clear()
+            gc.collect()
+
+        got: list[int] = []
+        assert in_threads(drop, lambda g=got, r=reader: g.extend(*[read(r)])) == []
+        assert got == expected
+    assert not llm.engine.has_unfinished_requests()
+
+
+def read(stream: Iterator[RequestOutput]) -> list[int]:
+    return [token for output in stream for token in output.outputs[0].token_ids]
+
+
+def test_an_abort_from_another_thread_in_a_step_does_not_wait_for_it() -> None:
+    engine = make_engine()
+    inside, go_on = threading.Event(), threading.Event()
+    collect = engine.executor.collect
+
+    def slow(handle: Handle) -> StepResult:
+        inside.set()
+        assert go_on.wait(60)
+        return collect(handle)
+
+    engine.executor.collect = slow
+    for name in "ab":
+        engine.add_request(name, [1, 2], SamplingParams(max_tokens=3))
+    answers: list[RequestOutput | None] = []
+
+    def abort() -> None:
+        assert inside.wait(60)
+        answers.append(engine.abort_request("a"))
+        go_on.set()
+
+    finished: dict[str, RequestOutput] = {}
+    assert in_threads(lambda: finished.update(run(engine)), abort) == []
+    assert answers == [None]  # the step hands it out
+    assert finished["a"].outputs[0].finish_reason == "abort"
+    assert finished["b"].outputs[0].token_ids == [3, 4, 5]
+
+
+# ---------------------------------------------------------------- Ctrl-C in the front door
+
+
+def interrupted(llm: LLM, call: Callable[[], object], at: list[int]) -> int:
+    """Ctrl-C before these bytecodes of `LLM` and the loop; how many bytecodes there were."""
+    files = [PACKAGE / "llm.py", PACKAGE / "streams.py", *(PACKAGE / "engine").glob("*.py")]
+    with (
+        Injector(
+            {str(file) for file in files}, lambda frame: signal.raise_signal(signal.SIGINT), at
+        ) as injector,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        call()
+    return len(injector.positions)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_the_next_generate_finds_nothing_of_an_interrupted_call(
+    llm: LLM, how: str, full_size: bool
+) -> None:
+    """Not even if the first Ctrl-C ends it, and the second one its clearing up."""
+    calls = {
+        "generate": lambda: llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False),
+        "stream": lambda: read(llm.stream([5, 6], GREEDY)),
+    }
+    expected = tokens(llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False))
+    rng = random.Random(4)
+    length = interrupted(llm, calls[how], [])
+    for _ in range(2000 if full_size else 40):
+        first = rng.randrange(length)
+        again = [first + rng.randint(1, 400)] if rng.random() < 0.7 else []
+        interrupted(llm, calls[how], [first, *again])
+        assert tokens(llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)) == expected
+        check_invariants(llm.engine.scheduler)
+        assert llm.engine.scheduler.block_manager.num_free_blocks == 16
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
