@@ -127,7 +127,7 @@ class EngineConfig:
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            from nanoserve.trace.output_file import check_output_file
+            from nanoserve.output_file import check_output_file
 
             check_output_file("trace", self.trace)
 
