@@ -85,6 +85,8 @@ class Scenario:
                 self._abort("victim")
         self._stream()
         self._again(self.engine.close)
+
+    def check_that_nothing_is_left(self) -> None:
         assert self.engine.executor.closed
         self._check()
         assert not self.engine.output_processor.requests and not self.streams._unread
@@ -287,6 +289,7 @@ def inject(
     try:
         with Injector(FILES, lambda frame: action(scenario, frame), at):
             scenario.run()
+        scenario.check_that_nothing_is_left()
         compare(scenario, expected)
     except BaseException as error:
         code, offset = positions[at[0]]
