@@ -63,8 +63,8 @@ class Turns:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is."""
-        return self._owner == threading.get_ident()
+        """Whether the calling thread is: a second Ctrl-C may leave an owner, but never the lock."""
+        return self._lock.locked() and self._owner == threading.get_ident()
 
     @contextmanager
     def turn(self, gives_way: bool = False) -> Iterator[None]:
