@@ -277,7 +277,10 @@ def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
     action: Callable[[Scenario, FrameType], None], ahead: bool, recorded, full_size: bool
 ) -> None:
     positions, expected = recorded
-    for number in points(positions, 1, full_size):
+    numbers = points(positions, 1, full_size)
+    # With --full all bytecodes are for what may raise there; the rest changes nothing at once, but
+    # leaves a note, and a third of them takes as long.
+    for number in numbers if action in (fail, interrupt) else numbers[:: 3 if full_size else 1]:
         inject(action, [number], ahead, positions, expected)
 
 
@@ -286,7 +289,7 @@ def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
 ) -> None:
     positions, expected = recorded
     rng = random.Random(2)
-    for number in points(positions, 3, is_full=False) * (40 if full_size else 1):
+    for number in points(positions, 3, is_full=False) * (25 if full_size else 1):
         inject(interrupt_twice, [number, number + rng.randint(1, 300)], ahead, positions, expected)
 
 
