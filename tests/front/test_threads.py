@@ -77,7 +77,7 @@ def test_each_thread_gets_its_own_answers(llm: LLM) -> None:
     check_invariants(llm.engine.scheduler)
 
 
-def test_requests_may_come_and_go_from_other_threads() -> None:
+def test_requests_may_come_from_other_threads() -> None:
     """While one thread steps."""
     engine = make_engine(max_num_seqs=4, num_kv_blocks=24)
     outputs: dict[str, RequestOutput] = {}
@@ -90,8 +90,6 @@ def test_requests_may_come_and_go_from_other_threads() -> None:
     def come(name: str) -> None:
         for number in range(40):
             engine.add_request(f"{name}{number}", [number, 7], SamplingParams(max_tokens=5))
-            if number % 3 == 0 and (output := engine.abort_request(f"{name}{number}")) is not None:
-                outputs[output.request_id] = output
 
     def come_all() -> None:
         try:
@@ -101,11 +99,10 @@ def test_requests_may_come_and_go_from_other_threads() -> None:
 
     assert in_threads(step, come_all) == []
     assert len(outputs) == 80
-    for name, output in outputs.items():
+    for output in outputs.values():
         (completion,) = output.outputs
-        assert completion.token_ids == [8, 9, 10, 11, 12][: len(completion.token_ids)]
-        if int(name[1:]) % 3:
-            assert completion.finish_reason == "length"
+        assert completion.token_ids == [8, 9, 10, 11, 12]
+        assert completion.finish_reason == "length"
     check_invariants(engine.scheduler)
     assert engine.scheduler.block_manager.num_free_blocks == 24
 
