@@ -5,11 +5,11 @@ nothing but -inf, it is token 0, and an answer made of that looks like any other
 """
 
 import math
-from reprlib import Repr
 from typing import TYPE_CHECKING
 
 import torch
 
+from nanoserve.checks import shown
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 
@@ -29,8 +29,6 @@ _CHANGES = (
     "logits_processors",
 )
 _UNCHANGED = SamplingParams(temperature=0)
-_short = Repr()
-_short.maxstring = _short.maxother = 60
 
 
 def errors_of_rows(
@@ -74,4 +72,4 @@ def _error(logits: torch.Tensor, state: "SlotState | None", config: EngineConfig
 
 def _asked(params: SamplingParams) -> list[str]:
     changed = [name for name in _CHANGES if getattr(params, name) != getattr(_UNCHANGED, name)]
-    return [f"{name}={_short.repr(getattr(params, name))}" for name in changed]
+    return [f"{name}={shown(getattr(params, name))}" for name in changed]
