@@ -102,9 +102,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield what is new after every token; the pieces of text concatenate to the final text.
 
-        Several streams may be read in turn: whichever is asked first runs the engine for all. A
-        stream that is dropped before its end is aborted. If the request ends with an error, that
-        is raised here.
+        Several streams may be read in turn, or in threads: whichever is asked first runs the engine
+        for all. A stream that is dropped before its end is aborted. If the request ends with an
+        error, that is raised here.
         """
         if self._streams is None:
             from nanoserve.streams import Streams

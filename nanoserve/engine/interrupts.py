@@ -49,6 +49,22 @@ class DeferredInterrupt:
             signal.raise_signal(signal.SIGINT)
 
 
+@contextmanager
+def recovery(engine: Any) -> Iterator[list[Any]]:
+    """Whatever breaks out of this block, an `LLMEngine` is left at the end of its last step.
+
+    A plan that the block makes goes on the list at once, for it may never be launched.
+    """
+    planned: list[Any] = []
+    try:
+        yield planned
+    except BaseException as error:
+        from nanoserve.engine.recovery import recover
+
+        recover(engine, error, planned)
+        raise
+
+
 class Turns:
     """One at a time inside: threads wait for each other, and nobody is interrupted.
 
@@ -57,57 +73,57 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
         self._due: deque[Callable[[], Any]] = deque()
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is: a second Ctrl-C may leave an owner, but never the lock."""
-        return self._lock.locked() and self._owner == threading.get_ident()
+        """Whether the calling thread is."""
+        return self._lock._is_owned()  # which is what `threading.Condition` asks
 
     @contextmanager
     def turn(self, gives_way: bool = False) -> Iterator[None]:
         if self.is_inside:
             yield
             return
-        with DeferredInterrupt(gives_way), self._lock:
+        with DeferredInterrupt(gives_way):
             try:
-                self._owner = threading.get_ident()
-                yield
+                with self._lock:
+                    yield
             finally:
-                self._do_due()
-        self._look_again()
+                self._look_again()
 
     def soon(self, action: Callable[[], T], late: Callable[[], Any] | None = None) -> T | None:
         """What `action` returns, at once; if anybody is inside, `late` is done when they are out.
 
         It never waits, so a finalizer may call it: in any thread, at any moment.
         """
+        result = None
         with DeferredInterrupt(gives_way=False):
-            if not self._lock.acquire(blocking=False):
-                self._due.append(late or action)
-                self._look_again()
-                return None
             try:
-                self._owner = threading.get_ident()
-                result = action()
+                if not self.is_inside and self._lock.acquire(blocking=False):
+                    try:
+                        result = action()
+                    finally:
+                        self._lock.release()
+                else:
+                    self._due.append(late or action)
             finally:
-                try:
-                    self._do_due()
-                finally:
-                    self._lock.release()
-        self._look_again()
+                self._look_again()
         return result
 
-    def _look_again(self) -> None:
-        """Something may have become due when those inside were just leaving."""
-        if self._due and not self._lock.locked():
-            self.soon(lambda: None)
+    def do_due(self) -> None:
+        """What has been asked for in the meantime; for those who are inside."""
+        while self._due:
+            self._due.popleft()()
 
-    def _do_due(self) -> None:
-        try:
-            while self._due:
-                self._due.popleft()()
-        finally:
-            self._owner = None
+    def _look_again(self) -> None:
+        """Whoever comes out does what is due, or leaves it to whoever is inside by now."""
+        while self._due and not self.is_inside:
+            with DeferredInterrupt(gives_way=False):
+                if not self._lock.acquire(blocking=False):
+                    return
+                try:
+                    self.do_due()
+                finally:
+                    self._lock.release()

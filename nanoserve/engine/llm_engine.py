@@ -3,8 +3,7 @@
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, SlotChange
 from nanoserve.engine.input_processor import InputProcessor, Prompt
-from nanoserve.engine.interrupts import Turns
+from nanoserve.engine.interrupts import Turns, recovery
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
@@ -24,8 +23,6 @@ from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoserve.engine.tokenizer import Tokenizer
-
-StepObserver = Callable[[Plan, Batch, StepTimes], None]
 
 
 @dataclass
@@ -57,14 +54,16 @@ class LLMEngine:
     ) -> None:
         self.config, self.model_config = config, model_config
         self.executor, self.tokenizer, self.clock = executor, tokenizer, clock
-        self.input_processor = InputProcessor(
-            config, model_config, tokenizer, executor.max_model_len, clock
-        )
-        self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
+        max_model_len = executor.max_model_len
+        self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
+        self.scheduler = Scheduler(config, executor.num_kv_blocks, max_model_len)
         self.output_processor = OutputProcessor(tokenizer)
-        self.observers: list[StepObserver] = []
+        self.observers: list[Callable[[Plan, Batch, StepTimes], None]] = []
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._undelivered: list[RequestOutput] = []  # what the next step returns first
+        self.mailboxes: dict[
+            str, deque[RequestOutput]
+        ] = {}  # by request; else outputs are `step`'s
         self._turns = Turns()
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
@@ -94,18 +93,19 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue what `input_processor` made; now it gets its place in line and its seed."""
-        if self._closed:
-            raise ValueError("this engine is closed")
-        if request.request_id in self.output_processor.requests:
-            raise ValueError(f"request_id={request.request_id!r} is already in use")
-        with self._turns.turn(), self._recovery():
-            seed = request.params.seed
-            seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
-            for seq in request.sequences:
-                self._num_arrivals += 1
-                seq.arrival, seq.seed = self._num_arrivals, seed
-            self.scheduler.add(request.sequences[0])  # its siblings follow when it has the prompt
-            self.output_processor.requests[request.request_id] = request
+        with self._turns.turn():
+            if self._closed:
+                raise ValueError("this engine is closed")
+            if request.request_id in self.output_processor.requests:
+                raise ValueError(f"request_id={request.request_id!r} is already in use")
+            with recovery(self):
+                seed = request.params.seed
+                seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
+                for seq in request.sequences:
+                    self._num_arrivals += 1
+                    seq.arrival, seq.seed = self._num_arrivals, seed
+                self.scheduler.add(request.sequences[0])  # siblings follow when it has the prompt
+                self.output_processor.requests[request.request_id] = request
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -127,34 +127,39 @@ class LLMEngine:
         """
         self._turns.soon(lambda gone=frozenset(request_ids): self._withdraw(gone))
 
-    def hand_back(self, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs that `step` returned to somebody whose they are not: the next step has them."""
-        self._undelivered += outputs
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to hand out."""
-        return bool(self.scheduler.has_unfinished() or self._undelivered)
+        with self._turns.turn():
+            return bool(self.scheduler.has_unfinished() or self._undelivered)
 
     @property
     def is_stepping(self) -> bool:
         """Whether the caller is called from inside this engine."""
         return self._turns.is_inside
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, fetch: bool = True) -> list[RequestOutput]:
         """Advance every planned sequence; returns what finished and what streams.
 
-        If anything raises, what is under way has not happened: all sequences wait to be computed
-        again, and the error's `request_ids` say whose step it was. A Ctrl-C is raised when the step
-        is over; what the step has finished comes with the next one.
+        Outputs of a request that has a mailbox go there, whoever steps; who waits for nothing else
+        need not `fetch` those of others. If anything raises, what is under way has not happened:
+        all sequences wait to be computed again, and the error's `request_ids` say whose step it
+        was. A Ctrl-C is raised when the step is over; what it has finished comes with the next one.
         """
         if self.is_stepping:
             raise RuntimeError("step() was called from inside a step, which is not over")
-        with self._turns.turn(gives_way=True):
-            if self.scheduler.has_unfinished():
-                for step in self._advance():
-                    for observer in self.observers:
-                        observer(step.plan, step.batch, step.times)
-        outputs, self._undelivered = self._undelivered, []
+        outputs: list[RequestOutput] = []
+        try:
+            with self._turns.turn(gives_way=True):
+                if self.scheduler.has_unfinished():
+                    for step in self._advance():
+                        for observer in self.observers:
+                            observer(step.plan, step.batch, step.times)
+                self._turns.do_due()
+                if fetch:
+                    outputs, self._undelivered = self._undelivered, []
+        except BaseException:  # such as a Ctrl-C that waited: the caller gets nothing now
+            self._undelivered = outputs + self._undelivered
+            raise
         return outputs
 
     def _advance(self) -> list[Step]:
@@ -164,7 +169,7 @@ class LLMEngine:
         successor is planned and launched, so the device never waits for this loop.
         """
         finished: list[Step] = []
-        with self._recovery() as planned:
+        with recovery(self) as planned:
             # 1) Plan a step and launch the model. It needs no token of the step before: where one
             #    is still pending, the device takes it from where sampling has left it.
             self._watch.start()
@@ -216,7 +221,8 @@ class LLMEngine:
         process, finish = self.output_processor.process, self.scheduler.finish
         step.outputs = process(step.plan, result, joined, finish, now)
         # From here on it has happened, whatever comes between.
-        self._undelivered += step.outputs
+        for output in step.outputs:
+            self.mailboxes.get(output.request_id, self._undelivered).append(output)
         self.output_processor.forget(step.outputs)
         self._in_flight.popleft()
         self._stats.count(step.plan.num_tokens, step.outputs)
@@ -227,39 +233,28 @@ class LLMEngine:
         request = self.output_processor.requests.get(request_id)
         if request is None:
             return None
-        with self._recovery():
+        with recovery(self):
             output = self.output_processor.abort(request, self.scheduler.finish, self.clock())
             self.output_processor.forget([output])
             self._give_up_idle_steps()
-            if is_late or any(earlier.request_id == request_id for earlier in self._undelivered):
-                self._undelivered.append(output)
+            waiting = self.mailboxes.get(request_id, self._undelivered)
+            if is_late or any(earlier.request_id == request_id for earlier in waiting):
+                waiting.append(output)
                 return None
         return output
 
     def _withdraw(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
             self._abort(request_id)
+            self.mailboxes.pop(request_id, None)
         self._undelivered = [o for o in self._undelivered if o.request_id not in request_ids]
-
-    @contextmanager
-    def _recovery(self) -> Iterator[list[Plan]]:
-        """Whatever breaks out of this block, the engine is left at the end of its last step."""
-        planned: list[Plan] = []
-        try:
-            yield planned
-        except BaseException as error:
-            from nanoserve.engine.recovery import recover
-
-            recover(self, error, planned)
-            raise
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory; inside a step, at its end."""
         self._turns.soon(self._close)
 
     def _close(self) -> None:
-        for request_id in list(self.output_processor.requests):
-            self._abort(request_id)
+        self._withdraw(list(self.output_processor.requests))
         self._in_flight.clear()
         self._closed = True
         self.executor.close()

@@ -28,10 +28,11 @@ def recover(engine: Any, error: BaseException, planned: list[Plan]) -> None:
     with DeferredInterrupt(gives_way=False):
         steps = engine._in_flight
         _note_requests(error, [*(step.plan for step in steps), *planned])
-        if steps and steps[0].outputs is not None:  # it has ended, and may have been handed out
-            waiting = {id(output) for output in engine._undelivered}
-            if not any(id(output) in waiting for output in steps[0].outputs):
-                engine._undelivered += steps[0].outputs
+        if steps and steps[0].outputs is not None:  # it has ended: each output has its place, once
+            for output in steps[0].outputs:
+                waiting = engine.mailboxes.get(output.request_id, engine._undelivered)
+                if not any(output is earlier for earlier in waiting):
+                    waiting.append(output)
             processor.forget(steps[0].outputs)
         elif steps:  # no token of a younger one has joined
             _undo_tokens(steps[0].plan, processor)

@@ -4,13 +4,14 @@ Requests run through a small pool, with preemption, an abort, streams. Whatever 
 bytecode, the engine is consistent at once, nobody else gets another token, and nothing is left.
 """
 
+import dis
 import gc
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts, invariants
 from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.streams import Streams
 
 PACKAGE = Path(nanoserve.__file__).parent
@@ -90,7 +92,7 @@ class Scenario:
     def check_that_nothing_is_left(self) -> None:
         assert self.engine.executor.closed
         self._check()
-        assert not self.engine.output_processor.requests and not self.streams._unread
+        assert not self.engine.output_processor.requests and not self.engine.mailboxes
         assert not self.engine.output_processor._detokenizer._streams
         assert self.engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS
         assert not self.engine._turns.is_inside and not self.engine._turns._due
@@ -197,21 +199,26 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
             assert got[key] == (text, token_ids, reason), key
 
 
-def is_handed_over(frame: FrameType) -> bool:
-    """A step's outputs are on their way to the caller, who alone has them.
+def after_calls(code: CodeType) -> set[int]:
+    """The bytecodes before which Python looks for signals and other threads."""
+    calls = ("CALL", "JUMP_BACKWARD", "RESUME")
+    instructions = list(dis.get_instructions(code))
+    pairs = zip(instructions, instructions[1:], strict=False)
+    return {after.offset for before, after in pairs if before.opname.startswith(calls)}
 
-    Python looks for signals at calls and at jumps back, of which there is none here.
-    """
-    return frame.f_code.co_name == "step" and "outputs" in frame.f_locals
+
+STEP = LLMEngine.step.__code__
+AFTER_CALLS_OF_STEP = after_calls(STEP)
+
+
+def is_handed_over(frame: FrameType) -> bool:
+    """A step's outputs are on their way to the caller, who alone has them: without a call."""
+    return frame.f_code is STEP and frame.f_lasti not in AFTER_CALLS_OF_STEP
 
 
 def fail(scenario: Scenario, frame: FrameType) -> None:
-    """Not where outputs are given to streams, under a hold that is for Ctrl-C alone, nor in what
-    does that holding."""
-    name = frame.f_code.co_name
-    is_delivery = name == "hand_back" or (name == "_advance" and "streams" in frame.f_locals)
-    is_hold = frame.f_code.co_filename == interrupts.__file__
-    if not (is_handed_over(frame) or is_delivery or is_hold):
+    """Not in what holds a Ctrl-C back, which is for that alone."""
+    if not (is_handed_over(frame) or frame.f_code.co_filename == interrupts.__file__):
         raise Mishap
 
 

@@ -64,7 +64,7 @@ def llm(opened: LLM) -> Iterator[LLM]:
     engine = opened.engine
     engine.observers.clear()
     assert not engine.has_unfinished_requests() and not engine.output_processor.requests
-    assert opened._streams is None or not opened._streams._unread
+    assert not engine.mailboxes
     assert engine.scheduler.block_manager.num_free_blocks == OPTIONS["num_kv_blocks"]
     check_invariants(engine.scheduler)
 

@@ -375,8 +375,7 @@ def llm(bundled: LLM) -> Iterator[LLM]:
     yield bundled
     for request_id in list(bundled.engine.output_processor.requests):
         bundled.engine.abort_request(request_id)  # what a failed test left must not fail the next
-    if bundled._streams is not None:
-        bundled._streams._unread.clear()
+    bundled.engine.mailboxes.clear()
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +391,7 @@ def read(stream: Iterator[RequestOutput]) -> tuple[str, list[int]]:
 
 def is_idle(llm: LLM) -> bool:
     check_invariants(llm.engine.scheduler)
-    nothing_unread = llm._streams is None or not llm._streams._unread
-    no_requests = nothing_unread and not llm.engine.has_unfinished_requests()
+    no_requests = not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
     everything_free = llm.engine.scheduler.block_manager.num_free_blocks == POOL
     return no_requests and everything_free and not llm.engine.output_processor.requests
 

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -15,10 +15,11 @@ from counting_executor import Handle, make_engine, run
 from injector import Injector
 
 import nanoserve
-from nanoserve import LLM, RequestOutput, SamplingParams
+from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.invariants import check_invariants
+from nanoserve.streams import Streams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[[5, 6, 7 + i], [9, i]] for i in range(4)]
@@ -77,19 +78,40 @@ def test_each_thread_gets_its_own_answers(llm: LLM) -> None:
     check_invariants(llm.engine.scheduler)
 
 
-def test_requests_may_come_from_other_threads() -> None:
-    """While one thread steps."""
+def test_each_thread_reads_its_own_streams(llm: LLM) -> None:
+    expected = tokens(llm.generate([[5, 6, i] for i in range(4)], GREEDY, use_tqdm=False))
+    wrong: list[int] = []
+
+    def job(index: int) -> None:
+        for _ in range(5):
+            if read(llm.stream([5, 6, index], GREEDY)) != expected[index]:
+                wrong.append(index)
+
+    assert in_threads(*(lambda i=i: job(i) for i in range(4))) == [] == wrong
+    assert not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
+
+
+def test_requests_may_come_and_go_from_other_threads() -> None:
+    """While one thread steps: each has one last output, the aborted ones included."""
     engine = make_engine(max_num_seqs=4, num_kv_blocks=24)
     outputs: dict[str, RequestOutput] = {}
     is_over = threading.Event()
 
     def step() -> None:
         while not is_over.is_set() or engine.has_unfinished_requests():
-            outputs.update({o.request_id: o for o in engine.step() if o.finished})
+            take(output for output in engine.step() if output.finished)
+
+    def take(new: Iterable[RequestOutput]) -> None:
+        for output in new:
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output
 
     def come(name: str) -> None:
         for number in range(40):
-            engine.add_request(f"{name}{number}", [number, 7], SamplingParams(max_tokens=5))
+            request_id = f"{name}{number}"
+            engine.add_request(request_id, [number, 7], SamplingParams(max_tokens=5))
+            if number % 3 == 0 and (output := engine.abort_request(request_id)) is not None:
+                take([output])
 
     def come_all() -> None:
         try:
@@ -99,12 +121,59 @@ def test_requests_may_come_from_other_threads() -> None:
 
     assert in_threads(step, come_all) == []
     assert len(outputs) == 80
-    for output in outputs.values():
+    for name, output in outputs.items():
         (completion,) = output.outputs
-        assert completion.token_ids == [8, 9, 10, 11, 12]
-        assert completion.finish_reason == "length"
+        assert completion.token_ids == [8, 9, 10, 11, 12][: len(completion.token_ids)]
+        may_be_aborted = int(name[1:]) % 3 == 0
+        assert completion.finish_reason == "length" or may_be_aborted
     check_invariants(engine.scheduler)
     assert engine.scheduler.block_manager.num_free_blocks == 24
+
+
+def test_threads_may_read_streams_of_one_engine() -> None:
+    """Whichever steps: each reads its own tokens, all of them and in order, and a thread that steps
+    the engine itself gets its requests' outputs and no others."""
+    engine = make_engine(max_num_seqs=4, num_kv_blocks=24)
+    streams = Streams(engine)
+    wrong: list[tuple[str, list[int]]] = []
+    direct: list[RequestOutput] = []
+    deltas = SamplingParams(max_tokens=6, output_kind=RequestOutputKind.DELTA)
+
+    def reader(first: int) -> None:
+        for number in range(20):
+            request_id = f"{first}-{number}"
+            request = engine.input_processor.process(request_id, [3, first], deltas)
+            got = read(streams.open(request))
+            if got != list(range(first + 1, first + 7)):
+                wrong.append((request_id, got))
+
+    def stepper() -> None:
+        for number in range(20):
+            engine.add_request(f"direct-{number}", [3, 100], deltas)
+            while f"direct-{number}" in engine.output_processor.requests:
+                direct.extend(engine.step())
+            direct.extend(engine.step())
+
+    assert in_threads(stepper, *(lambda i=i: reader(10 * i) for i in (1, 2, 3))) == [] == wrong
+    assert [o.request_id for o in direct] == [f"direct-{i}" for i in range(20) for _ in range(6)]
+    assert [o.outputs[0].token_ids[0] for o in direct] == list(range(101, 107)) * 20
+    assert not engine.mailboxes and not engine.has_unfinished_requests()
+
+
+def test_one_of_two_threads_gets_an_id_that_both_want() -> None:
+    engine = make_engine()
+    for number in range(50):
+        request_id, both = str(number), threading.Barrier(2)
+
+        def add(request_id: str = request_id, both: threading.Barrier = both) -> None:
+            request = engine.input_processor.process(request_id, [1, 2], GREEDY)
+            both.wait()
+            engine.add(request)
+
+        (error,) = in_threads(add, add)
+        assert isinstance(error, ValueError) and "already in use" in str(error)
+        assert list(run(engine)) == [request_id]
+    check_invariants(engine.scheduler)
 
 
 def test_a_stream_that_another_threads_collector_ends_disturbs_no_step(llm: LLM) -> None:

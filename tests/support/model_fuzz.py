@@ -229,9 +229,8 @@ class ModelRun:
         except DeviceError:
             return
         for output in outputs:
-            if output.request_id in self.streams:
-                self.engine.hand_back([output])
-            elif output.request_id in self.cases:
+            require(output.request_id not in self.streams, "a stream's output went elsewhere")
+            if output.request_id in self.cases:
                 self.cases[output.request_id].take(output)
 
     def _abort_one(self) -> None:
@@ -261,9 +260,9 @@ class ModelRun:
             self.engine.abort_request(self.rng.choice(live))
             self.counts["aborts inside a step"] += 1
 
-    def _checked_step(self) -> list[RequestOutput]:
+    def _checked_step(self, fetch: bool = True) -> list[RequestOutput]:
         try:
-            return self._step()
+            return self._step(fetch)
         finally:
             self.counts["steps"] += 1
             check_invariants(self.engine.scheduler)
@@ -288,7 +287,7 @@ class ModelRun:
     # ------------------------------------------------------------ what must hold
 
     def _check_nothing_is_left(self) -> None:
-        engine, llm = self.engine, self.llm
+        engine = self.engine
         scheduler, output_processor = engine.scheduler, engine.output_processor
         left = {
             "blocks": scheduler.block_manager.num_free_blocks != self.options["num_kv_blocks"],
@@ -296,7 +295,7 @@ class ModelRun:
             "sequences": scheduler.running or scheduler.waiting or scheduler.held,
             "requests": output_processor.requests,
             "decoded text": output_processor._detokenizer._streams,
-            "streams": llm._streams is not None and llm._streams._unread,
+            "streams": engine.mailboxes,
             "steps under way": engine._in_flight,
             "outputs": engine._undelivered,
         }
