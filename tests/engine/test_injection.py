@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -202,8 +203,7 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
 def after_calls(code: CodeType) -> set[int]:
     """The bytecodes before which Python looks for signals and other threads."""
     calls = ("CALL", "JUMP_BACKWARD", "RESUME")
-    instructions = list(dis.get_instructions(code))
-    pairs = zip(instructions, instructions[1:], strict=False)
+    pairs = pairwise(dis.get_instructions(code))
     return {after.offset for before, after in pairs if before.opname.startswith(calls)}
 
 
