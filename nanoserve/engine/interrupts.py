@@ -86,12 +86,12 @@ class Turns:
         if self.is_inside:
             yield
             return
-        with DeferredInterrupt(gives_way):
-            try:
-                with self._lock:
-                    yield
-            finally:
-                self._look_again()
+        try:
+            # In this order: a Ctrl-C may end the wait for somebody else's turn.
+            with self._lock, DeferredInterrupt(gives_way):
+                yield
+        finally:
+            self._look_again()
 
     def soon(self, action: Callable[[], T], late: Callable[[], Any] | None = None) -> T | None:
         """What `action` returns, at once; if anybody is inside, `late` is done when they are out.

@@ -225,6 +225,33 @@ def test_an_abort_from_another_thread_in_a_step_does_not_wait_for_it() -> None:
     assert finished["b"].outputs[0].token_ids == [3, 4, 5]
 
 
+def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
+    engine = make_engine()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hang(*step: object) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    engine.observers.append(hang)
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=1))
+    other = threading.Thread(target=engine.step)
+    other.start()
+    assert inside.wait(60)
+    for wait in (
+        engine.has_unfinished_requests,
+        lambda: engine.add_request("b", [1]),
+        engine.step,
+    ):
+        arrives = [threading.get_ident(), signal.SIGINT]
+        threading.Timer(0.2, signal.pthread_kill, arrives).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    go_on.set()
+    other.join(60)
+    assert not engine.has_unfinished_requests() and not engine._turns.is_inside
+
+
 # ---------------------------------------------------------------- Ctrl-C in the front door
 
 
