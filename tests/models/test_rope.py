@@ -355,6 +355,13 @@ def check_against(
         assert theirs[-OUTPUT:].argmax(-1).tolist() == tokens[-OUTPUT:]
 
 
+def make_tiny(folder: Path, name: str, **changes: Any) -> Qwen3ForCausalLM:
+    """A checkpoint with these positions, and transformers' model of it."""
+    settings, length = TINY[name]
+    rope = {"rope_theta": 1e4} | settings | changes
+    return make_qwen3(folder, max_position_embeddings=length, rope_parameters=rope)
+
+
 def prompts_of(lengths: list[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(300, (n,), generator=generator).tolist() for n in lengths]
@@ -367,9 +374,7 @@ ALWAYS_EQUAL = [name for name in TINY if name not in ("dynamic", "longrope", "lo
 def test_a_model_equals_transformers_within_and_beyond_the_original_context(
     tmp_path: Path, name: str
 ) -> None:
-    settings, length = TINY[name]
-    rope = {"rope_theta": 1e4} | settings
-    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    reference = make_tiny(tmp_path, name)
     longest = ModelConfig.from_checkpoint(tmp_path).max_position_embeddings
     lengths = [1, 17, 40, longest // 2, longest - OUTPUT]
     check_against(reference, complete(tmp_path, prompts_of(lengths)))
@@ -379,22 +384,18 @@ def test_a_model_equals_transformers_within_and_beyond_the_original_context(
 def test_longrope_equals_transformers_beyond_the_original_context(
     tmp_path: Path, name: str
 ) -> None:
-    settings, length = TINY[name]
-    rope = {"rope_theta": 1e4} | settings
-    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    reference = make_tiny(tmp_path, name)
     # In one pass of more than 64 tokens, transformers uses the long factors throughout.
-    lengths = [65 - OUTPUT, 64, 100, length - OUTPUT]
+    lengths = [65 - OUTPUT, 64, 100, TINY[name][1] - OUTPUT]
     check_against(reference, complete(tmp_path, prompts_of(lengths)))
 
 
 def test_longrope_within_the_original_context_has_the_long_factors_all_the_same(
     tmp_path: Path,
 ) -> None:
-    settings, length = TINY["longrope"]
-    rope = {"rope_theta": 1e4} | settings
-    make_qwen3(tmp_path / "ours", max_position_embeddings=length, rope_parameters=rope)
-    rope |= {"short_factor": rope["long_factor"]}
-    reference = make_qwen3(tmp_path / "long", max_position_embeddings=length, rope_parameters=rope)
+    make_tiny(tmp_path / "ours", "longrope")
+    long_factor = TINY["longrope"][0]["long_factor"]
+    reference = make_tiny(tmp_path / "long", "longrope", short_factor=long_factor)
     check_against(reference, complete(tmp_path / "ours", prompts_of([1, 17, 40])))
 
 
@@ -402,25 +403,19 @@ def test_longrope_within_the_original_context_has_the_long_factors_all_the_same(
 def test_a_max_model_len_within_the_original_context_is_as_in_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    settings, length = TINY[name]
-    rope = {"rope_theta": 1e4} | settings
-    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    reference = make_tiny(tmp_path, name)
     prompts = prompts_of([1, 17, 40, 64 - OUTPUT])
     check_against(reference, complete(tmp_path, prompts, max_model_len=64))
 
 
 def test_dynamic_equals_transformers_at_a_chosen_length(tmp_path: Path) -> None:
-    settings, length = TINY["dynamic"]
-    rope = {"rope_theta": 1e4} | settings
-    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    reference = make_tiny(tmp_path, "dynamic")
     check_against(reference, complete(tmp_path, prompts_of([150 - OUTPUT]), max_model_len=150))
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_the_size_of_the_pool_does_not_change_the_frequencies(tmp_path: Path, name: str) -> None:
-    settings, length = TINY[name]
-    rope = {"rope_theta": 1e4} | settings
-    make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    make_tiny(tmp_path, name)
     (small,) = complete(tmp_path, prompts_of([40]), num_kv_blocks=3)
     (large,) = complete(tmp_path, prompts_of([40]), num_kv_blocks=64)
     assert small[0] == large[0]
@@ -428,22 +423,18 @@ def test_the_size_of_the_pool_does_not_change_the_frequencies(tmp_path: Path, na
 
 
 def test_dynamic_equals_transformers_at_the_full_context(tmp_path: Path) -> None:
-    settings, length = TINY["dynamic"]
-    rope = {"rope_theta": 1e4} | settings
-    reference = make_qwen3(tmp_path, max_position_embeddings=length, rope_parameters=rope)
+    reference = make_tiny(tmp_path, "dynamic")
     # Prompt and output are 256 tokens, 4 times the original context, in one pass of transformers.
-    check_against(reference, complete(tmp_path, prompts_of([4 * length - OUTPUT])))
+    check_against(reference, complete(tmp_path, prompts_of([4 * TINY["dynamic"][1] - OUTPUT])))
 
 
 def test_dynamic_below_the_full_context_is_a_larger_theta_at_every_length(tmp_path: Path) -> None:
-    settings, length = TINY["dynamic"]
-    rope = {"rope_theta": 1e4} | settings
-    make_qwen3(tmp_path / "ours", max_position_embeddings=length, rope_parameters=rope)
+    make_tiny(tmp_path / "ours", "dynamic")
     # n = 4 times the context and factor 4: 4 x 4 - 3 = 13; heads have 16 dimensions.
     larger = {"rope_type": "default", "rope_theta": 1e4 * 13 ** (16 / 14)}
-    reference = make_qwen3(
-        tmp_path / "larger", max_position_embeddings=4 * length, rope_parameters=larger
-    )
+    length = 4 * TINY["dynamic"][1]
+    folder = tmp_path / "larger"
+    reference = make_qwen3(folder, max_position_embeddings=length, rope_parameters=larger)
     check_against(reference, complete(tmp_path / "ours", prompts_of([1, 17, 40, 100, 200])))
 
 
