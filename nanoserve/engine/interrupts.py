@@ -59,9 +59,10 @@ def recovery(engine: Any) -> Iterator[list[Any]]:
     try:
         yield planned
     except BaseException as error:
-        from nanoserve.engine.recovery import recover
+        with DeferredInterrupt(gives_way=False):
+            from nanoserve.engine.recovery import recover
 
-        recover(engine, error, planned)
+            recover(engine, error, planned)
         raise
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Completion, Request
@@ -22,25 +21,24 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 def recover(engine: Any, error: BaseException, planned: list[Plan]) -> None:
     """Bring an `LLMEngine` back to the end of its last step; `planned` may not have been launched.
 
-    `error` gets `request_ids`, of those that were in a step under way.
+    `error` gets `request_ids`, of those that were in a step under way. Ctrl-C must be held back.
     """
     processor = engine.output_processor
-    with DeferredInterrupt(gives_way=False):
-        steps = engine._in_flight
-        _note_requests(error, [*(step.plan for step in steps), *planned])
-        if steps and steps[0].outputs is not None:  # it has ended: each output has its place, once
-            for output in steps[0].outputs:
-                waiting = engine.mailboxes.get(output.request_id, engine._undelivered)
-                if not any(output is earlier for earlier in waiting):
-                    waiting.append(output)
-            processor.forget(steps[0].outputs)
-        elif steps:  # no token of a younger one has joined
-            _undo_tokens(steps[0].plan, processor)
-        steps.clear()
-        requests = processor.requests.values()
-        for request in requests:
-            _undo_end(request, processor)
-        restart(engine.scheduler, [seq for request in requests for seq in request.sequences])
+    steps = engine._in_flight
+    _note_requests(error, [*(step.plan for step in steps), *planned])
+    if steps and steps[0].outputs is not None:  # it has ended: each output has its place, once
+        for output in steps[0].outputs:
+            waiting = engine.mailboxes.get(output.request_id, engine._undelivered)
+            if not any(output is earlier for earlier in waiting):
+                waiting.append(output)
+        processor.forget(steps[0].outputs)
+    elif steps:  # no token of a younger one has joined
+        _undo_tokens(steps[0].plan, processor)
+    steps.clear()
+    requests = processor.requests.values()
+    for request in requests:
+        _undo_end(request, processor)
+    restart(engine.scheduler, [seq for request in requests for seq in request.sequences])
 
 
 def restart(scheduler: Scheduler, sequences: Iterable[Sequence]) -> None:
