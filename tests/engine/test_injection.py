@@ -4,20 +4,18 @@ Requests run through a small pool, with preemption, an abort, streams. Whatever 
 bytecode, the engine is consistent at once, nobody else gets another token, and nothing is left.
 """
 
-import dis
 import gc
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
 from counting_executor import byte_tokenizer, make_engine
-from injector import Injector, Position
+from injector import Injector, Position, looks_for_signals
 
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
@@ -200,38 +198,22 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
             assert got[key] == (text, token_ids, reason), key
 
 
-def after_calls(code: CodeType) -> set[int]:
-    """The bytecodes before which Python looks for signals and other threads."""
-    calls = ("CALL", "JUMP_BACKWARD", "RESUME")
-    pairs = pairwise(dis.get_instructions(code))
-    return {after.offset for before, after in pairs if before.opname.startswith(calls)}
-
-
-STEP = LLMEngine.step.__code__
-AFTER_CALLS_OF_STEP = after_calls(STEP)
-
-
-def is_handed_over(frame: FrameType) -> bool:
+def is_delivering(frame: FrameType) -> bool:
     """A step's outputs are on their way to the caller, who alone has them: without a call."""
-    return frame.f_code is STEP and frame.f_lasti not in AFTER_CALLS_OF_STEP
+    return frame.f_code is LLMEngine.step.__code__ and not looks_for_signals(frame)
 
 
 def fail(scenario: Scenario, frame: FrameType) -> None:
     """Not in what holds a Ctrl-C back, which is for that alone."""
-    if not (is_handed_over(frame) or frame.f_code.co_filename == interrupts.__file__):
+    if not (is_delivering(frame) or frame.f_code.co_filename == interrupts.__file__):
         raise Mishap
 
 
 def interrupt(scenario: Scenario, frame: FrameType) -> None:
-    if not is_handed_over(frame):
+    """In what holds one back, and where a step delivers, only where it can come."""
+    is_hold = frame.f_code.co_filename == interrupts.__file__
+    if looks_for_signals(frame) or not (is_hold or is_delivering(frame)):
         signal.raise_signal(signal.SIGINT)
-
-
-def interrupt_twice(scenario: Scenario, frame: FrameType) -> None:
-    """The same, but not where a block is left: between its last line and `__exit__` there is no
-    call, and so no look for signals. (A first one is held there.)"""
-    if frame.f_code.co_filename != interrupts.__file__:
-        interrupt(scenario, frame)
 
 
 def abort(scenario: Scenario, frame: FrameType) -> None:
@@ -297,7 +279,7 @@ def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
     positions, expected = recorded
     rng = random.Random(2)
     for number in points(positions, 3, is_full=False) * (25 if full_size else 1):
-        inject(interrupt_twice, [number, number + rng.randint(1, 300)], ahead, positions, expected)
+        inject(interrupt, [number, number + rng.randint(1, 300)], ahead, positions, expected)
 
 
 def inject(

@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 from counting_executor import Handle, make_engine, run
-from injector import Injector
+from injector import Injector, looks_for_signals
 
 import nanoserve
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
@@ -256,9 +256,8 @@ def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
 
 
 def ctrl_c(frame: FrameType) -> None:
-    """Not where blocks that hold one are left, for there CPython does not look for signals: between
-    the last line of such a block and `__exit__` there is no call."""
-    if frame.f_code.co_filename != interrupts.__file__:
+    """In what holds one back, only where it can come."""
+    if frame.f_code.co_filename != interrupts.__file__ or looks_for_signals(frame):
         signal.raise_signal(signal.SIGINT)
 
 

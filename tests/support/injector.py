@@ -4,12 +4,31 @@ A trace function is called before every bytecode of the chosen files; at the cho
 What it raises is raised there.
 """
 
+import dis
 import sys
 from collections.abc import Callable, Collection
+from functools import cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
 Position = tuple[CodeType, int]  # a bytecode
+
+
+@cache
+def _after_calls(code: CodeType) -> set[int]:
+    looks = ("CALL", "JUMP_BACKWARD", "RESUME")
+    pairs = pairwise(dis.get_instructions(code))
+    return {after.offset for before, after in pairs if before.opname.startswith(looks)}
+
+
+def looks_for_signals(frame: FrameType) -> bool:
+    """Whether CPython may have called a signal's handler just before the frame's next bytecode.
+
+    It does so after calls and jumps back. Elsewhere, as between the last line of a `with` and its
+    `__exit__`, an exception would be one that cannot be.
+    """
+    return frame.f_lasti in _after_calls(frame.f_code)
 
 
 class Injector:
