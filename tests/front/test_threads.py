@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -91,8 +92,13 @@ def test_each_thread_reads_its_own_streams(llm: LLM) -> None:
     assert not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
 
 
-def test_requests_may_come_and_go_from_other_threads() -> None:
+def test_requests_may_come_and_go_from_other_threads(full_size: bool) -> None:
     """While one thread steps: each has one last output, the aborted ones included."""
+    for _ in range(200 if full_size else 10):
+        come_and_go()
+
+
+def come_and_go() -> None:
     engine = make_engine(max_num_seqs=4, num_kv_blocks=24)
     outputs: dict[str, RequestOutput] = {}
     is_over = threading.Event()
@@ -160,19 +166,22 @@ def test_threads_may_read_streams_of_one_engine() -> None:
     assert not engine.mailboxes and not engine.has_unfinished_requests()
 
 
+class SlowlySearched(dict):
+    """Whoever asks whether an id is in it has the answer long before he uses it."""
+
+    def __contains__(self, request_id: object) -> bool:
+        found = super().__contains__(request_id)
+        time.sleep(0.05)
+        return found
+
+
 def test_one_of_two_threads_gets_an_id_that_both_want() -> None:
     engine = make_engine()
-    for number in range(50):
-        request_id, both = str(number), threading.Barrier(2)
-
-        def add(request_id: str = request_id, both: threading.Barrier = both) -> None:
-            request = engine.input_processor.process(request_id, [1, 2], GREEDY)
-            both.wait()
-            engine.add(request)
-
-        (error,) = in_threads(add, add)
-        assert isinstance(error, ValueError) and "already in use" in str(error)
-        assert list(run(engine)) == [request_id]
+    engine.output_processor.requests = SlowlySearched()
+    first, second = (engine.input_processor.process("a", [1, 2], GREEDY) for _ in "ab")
+    (error,) = in_threads(lambda: engine.add(first), lambda: engine.add(second))
+    assert isinstance(error, ValueError) and "already in use" in str(error)
+    assert list(run(engine)) == ["a"]
     check_invariants(engine.scheduler)
 
 
