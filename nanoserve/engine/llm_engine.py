@@ -61,9 +61,7 @@ class LLMEngine:
         self.observers: list[Callable[[Plan, Batch, StepTimes], None]] = []
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._undelivered: list[RequestOutput] = []  # what the next step returns first
-        self.mailboxes: dict[
-            str, deque[RequestOutput]
-        ] = {}  # by request; else outputs are `step`'s
+        self.mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that `step` leaves out
         self._turns = Turns()
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
