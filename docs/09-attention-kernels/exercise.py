@@ -1,4 +1,4 @@
-"""Exercise: attention in one pass over the keys, and the merge of splits.
+"""Exercise: attention in one pass over the keys, and the merge of parts.
 
 Complete both functions; numpy is enough.
 
@@ -41,5 +41,5 @@ def attend(
 
 
 def merge(outs: np.ndarray, lses: np.ndarray) -> np.ndarray:
-    """outs [num_splits, head_dim] and lses [num_splits] of one row -> its output [head_dim]."""
+    """outs [num_parts, head_dim] and lses [num_parts] of one row -> its output [head_dim]."""
     raise NotImplementedError

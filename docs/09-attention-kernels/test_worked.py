@@ -58,29 +58,32 @@ def test_there_is_always_room_for_all_tiles_of_a_row(block_q: int) -> None:
             assert first + -(-length // block_q) <= following
 
 
-@pytest.mark.parametrize(
-    ("num_programs", "num_keys", "expected"),
-    [(8, 8192, 16), (256, 8192, 1), (8, 1024, 4), (8, 100, 1), (1, 10**6, 64), (8, 40_960, 16)],
-)
-def test_splits_on_an_a100(num_programs: int, num_keys: int, expected: int) -> None:
-    """27 programs per row and head would fill it, so 16; none has fewer than 256 keys."""
-    assert worked.num_splits(num_programs, num_keys, tile_n=64, multiprocessors=108) == expected
+def test_shares_are_equal_and_have_every_tile_once() -> None:
+    for contexts in ([1], [300, 20, 180], [64, 64], [8192, 100, 640, 1]):
+        for count in (1, 3, 16):
+            found = worked.shares(contexts, 64, count)
+            tiles = [tile for share in found for tile in share]
+            assert tiles == sorted(set(tiles)) and len(tiles) == sum(-(-n // 64) for n in contexts)
+            assert len(found) == count and max(map(len, found)) == -(-len(tiles) // count)
 
 
-def test_the_engine_chooses_the_same_splits() -> None:
+def test_the_engine_cuts_the_same_shares() -> None:
+    """On an H100, for as long a context as there may be."""
     pytest.importorskip("triton")
     import torch
 
-    from nanoserve.kernels.paged_attention import _choose_num_splits
+    from nanoserve.kernels.paged_attention import tile_config
 
-    cpu = torch.device("cpu")  # taken for a GPU of 8 multiprocessors
-    for num_programs in (1, 2, 3, 8, 17):
-        for num_keys in (1, 63, 64, 200, 1000, 5000):
-            expected = _choose_num_splits(num_programs, num_keys, 16, cpu)
-            assert worked.num_splits(num_programs, num_keys, 16, 8) == expected
+    config = tile_config(128, torch.bfloat16, group=2, is_decode=True)
+    assert config.tile_n == 64
+    assert worked.num_shares(132, num_kv_heads=8) == config.num_programs * 132 // 8 == 33
 
 
-def test_a_short_context_leaves_splits_empty() -> None:
-    assert worked.tiles_of_splits(8192, tile_n=64, splits=16) == [8] * 16
-    assert worked.tiles_of_splits(100, tile_n=64, splits=16) == [1, 1] + [0] * 14
-    assert worked.tiles_of_splits(640, tile_n=64, splits=4) == [3, 3, 3, 1]
+def test_what_rows_of_different_lengths_lose() -> None:
+    assert worked.longest_part([640] * 4, 64, 4) == 1
+    assert worked.longest_part([640, 64, 64, 64], 64, 4) == 10 / (13 / 4)
+    assert worked.shares_table([300, 20, 180], 64, 3).splitlines()[2:] == [
+        "| 0 | 0, 1, 2 |  |  |",
+        "| 1 | 3, 4 | 0 |  |",
+        "| 2 |  |  | 0, 1, 2 |",
+    ]

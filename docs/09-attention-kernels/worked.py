@@ -1,4 +1,4 @@
-"""Worked numbers of the attention kernels: traffic, online softmax, splits and their merge."""
+"""Worked numbers of the attention kernels: traffic, online softmax, shares and their merge."""
 
 import math
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def plain_mean(parts: Sequence[Part]) -> float:
 
 def parts_table(tiles: Sequence[Tile] = TILES) -> str:
     """`parts` and their weights, as Markdown."""
-    lines = ["| split | output | log-sum-exp | weight |", "|---|---:|---:|---:|"]
+    lines = ["| part | output | log-sum-exp | weight |", "|---|---:|---:|---:|"]
     found = parts(tiles)
     largest = max(part.lse for part in found)
     for i, part in enumerate(found):
@@ -142,21 +142,38 @@ def tiles_table(lengths: Sequence[int], block_q: int) -> str:
     return "\n".join(lines)
 
 
-def num_splits(num_programs: int, num_keys: int, tile_n: int, multiprocessors: int) -> int:
-    """Over how many programs the keys of a decode row are split.
+def shares(contexts: Sequence[int], tile_n: int, num_shares: int) -> list[list[tuple[int, int]]]:
+    """Of each share the tiles that it has, as (row, tile): all rows' tiles, cut into equal parts.
 
-    Two programs for each multiprocessor, four tiles of keys or more for each program, 64 at most,
-    a power of two: as `nanoserve.kernels.paged_attention` has it.
+    As `nanoserve.kernels.decode_attention_kernels` has it.
     """
-    wanted = min(2 * multiprocessors // num_programs, num_keys // (4 * tile_n), 64)
-    return 2 ** int(math.log2(wanted)) if wanted > 1 else 1
+    tiles = [(row, i) for row, n in enumerate(contexts) for i in range(-(-n // tile_n))]
+    size = -(-len(tiles) // num_shares)
+    return [tiles[i * size : (i + 1) * size] for i in range(num_shares)]
 
 
-def tiles_of_splits(context: int, tile_n: int, splits: int) -> list[int]:
-    """Tiles of keys that each split of a row gets."""
-    tiles = -(-context // tile_n)
-    share = -(-tiles // splits)
-    return [max(0, min(share, tiles - i * share)) for i in range(splits)]
+def num_shares(multiprocessors: int, num_kv_heads: int, programs: int = 2) -> int:
+    """As many as there are places for a program of each KV head, two programs on a processor."""
+    return programs * multiprocessors // num_kv_heads
+
+
+def shares_table(contexts: Sequence[int], tile_n: int, count: int) -> str:
+    """Which share has which tiles of which row, as Markdown."""
+    lines = ["| share | " + " | ".join(f"tiles of row {i}" for i in range(len(contexts))) + " |"]
+    lines.append("|---" * (len(contexts) + 1) + "|")
+    for share, tiles in enumerate(shares(contexts, tile_n, count)):
+        cells = (_listed([i for row, i in tiles if row == r]) for r in range(len(contexts)))
+        lines.append(f"| {share} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def longest_part(contexts: Sequence[int], tile_n: int, num_places: int) -> float:
+    """A program per row, on as many places: the time of the last one over that of equal shares."""
+    free_at = [0] * num_places
+    for n in contexts:  # in order, each on the place that is free first
+        first = free_at.index(min(free_at))
+        free_at[first] += -(-n // tile_n)
+    return max(free_at) / (sum(free_at) / num_places)
 
 
 def _listed(numbers: Sequence[float]) -> str:

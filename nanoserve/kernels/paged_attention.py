@@ -1,7 +1,8 @@
-"""Attention over the paged KV cache in Triton: one kernel for prefill, chunks and decode.
+"""Attention over the paged KV cache in Triton: a kernel for prompts and chunks, one for decoding.
 
 This is the host's side: how the work is cut into programs, and with how many they are launched.
-What a program does is in `nanoserve.kernels.paged_attention_kernels`.
+What a program does is in `nanoserve.kernels.paged_attention_kernels` for rows of several tokens,
+and in `nanoserve.kernels.decode_attention_kernels` for rows of one.
 """
 
 import functools
@@ -12,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.paged_attention_kernels import merge_splits_kernel, paged_attention_kernel
+from nanoserve.kernels.decode_attention_kernels import decode_attention_kernel, merge_parts_kernel
+from nanoserve.kernels.dependent_launch import has_dependent_launch
+from nanoserve.kernels.paged_attention_kernels import chunk_attention_kernel
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -20,10 +23,7 @@ _TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 _LOG2_E = math.log2(math.e)
-_MAX_SPLITS = 64  # the merge holds all parts of a head in registers
-_MIN_TILES_PER_SPLIT = 4  # less work than this does not pay for the merge
-_PROGRAMS_PER_MULTIPROCESSOR = 2  # that at least run at once, by their shared memory
-_MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see splits
+_MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
 
 
 class TileConfig(NamedTuple):
@@ -33,6 +33,7 @@ class TileConfig(NamedTuple):
     tile_n: int  # keys at once
     num_warps: int
     num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
+    num_programs: int = 1  # of decoding, that a multiprocessor has room for at once
 
 
 def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) -> TileConfig:
@@ -40,8 +41,12 @@ def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) 
     wide, full_precision = head_dim > 128, dtype == torch.float32
     # The tensor cores do no full float32: its operands go through registers, in small tiles.
     if is_decode:  # as fast as the memory: what counts is the bytes under way
-        tile_n = 16 if full_precision else 32 if wide else 64
-        config = TileConfig(block_m=16, tile_n=tile_n, num_warps=4, num_stages=5)
+        if full_precision:
+            config = TileConfig(16, 16, num_warps=4, num_stages=5, num_programs=2)
+        elif wide:
+            config = TileConfig(16, 32, num_warps=4, num_stages=5, num_programs=1)
+        else:
+            config = TileConfig(16, 64, num_warps=4, num_stages=5, num_programs=2)
     elif full_precision:
         tile_n = 16 if wide else 32
         num_warps = 16 if head_dim > 64 else 8
@@ -61,7 +66,7 @@ def paged_attention(
     scale: float,
     num_decode_rows: int,
     max_context_len: int,
-    num_splits: int | None = None,
+    num_shares: int | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -75,7 +80,8 @@ def paged_attention(
                   nor are those before all windows of the row
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
-    `num_decode_rows` rows have one token each. `num_splits` is chosen if it is None. A query sees
+    `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
+    the GPU runs programs for at once. A query sees
     `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
     c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
@@ -91,21 +97,15 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decode_rows > 0:
         config = tile_config(head_dim, q.dtype, group, is_decode=True)
-        if num_splits is None:
-            num_programs = num_decode_rows * num_kv_heads
+        if num_shares is None:
             num_keys = min(max_context_len, sliding_window or max_context_len)
-            num_splits = _choose_num_splits(num_programs, num_keys, config.tile_n, q.device)
-        if num_splits == 1:
-            _launch(batch, config, out, None, 0, num_decode_rows, is_decode=True)
-        else:
-            shape = (num_decode_rows, num_heads, num_splits)
-            parts = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            _launch(batch, config, parts, lse, 0, num_decode_rows, is_decode=True)
-            _merge_splits(out, parts, lse, context_lens, sliding_window, config.tile_n)
+            most = num_decode_rows * (triton.cdiv(num_keys, config.tile_n) + 1)
+            at_once = config.num_programs * _num_multiprocessors(q.device) // num_kv_heads
+            num_shares = max(1, min(at_once, most))
+        _decode(batch, config, out, num_decode_rows, num_shares)
     if num_chunks > 0:
         config = tile_config(head_dim, q.dtype, group, is_decode=False)
-        _launch(batch, config, out, None, num_decode_rows, num_chunks, is_decode=False)
+        _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
     return out
 
 
@@ -149,14 +149,6 @@ def _check(batch: _Batch) -> None:
             )
 
 
-def _choose_num_splits(num_programs: int, num_keys: int, tile_n: int, device: torch.device) -> int:
-    """Programs enough to fill the GPU, but none with too few keys to be worth it."""
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device) // num_programs
-    worthwhile = num_keys // (_MIN_TILES_PER_SPLIT * tile_n)
-    num_splits = max(1, min(wanted, worthwhile, _MAX_SPLITS))
-    return 1 << (num_splits.bit_length() - 1)  # powers of two: few variants of the merge
-
-
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -164,32 +156,76 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(
-    batch: _Batch,
-    config: TileConfig,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    first_row: int,
-    num_rows: int,
-    is_decode: bool,
+def _decode(
+    batch: _Batch, config: TileConfig, out: torch.Tensor, num_rows: int, num_shares: int
 ) -> None:
-    """Attends for rows [first_row, first_row + num_rows), into `out` or into parts and `lse`."""
+    """Attends for the first `num_rows` rows, of one token each."""
+    q, kv_cache, _, context_lens, block_tables, scale, sliding_window, soft_cap = batch
+    _, num_heads, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    parts = torch.empty(num_shares, 2, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_shares, 2, num_heads, dtype=torch.float32, device=q.device)
+    is_dependent = has_dependent_launch()
+    launch = {"launch_pdl": True} if is_dependent else {}
+    shape = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "TILE_N": config.tile_n,
+        "IS_DEPENDENT": is_dependent,
+    }
+    decode_attention_kernel[(num_kv_heads, num_shares)](
+        out,
+        parts,
+        lse,
+        q,
+        *kv_cache,
+        context_lens,
+        block_tables,
+        num_rows,
+        scale * _LOG2_E,
+        sliding_window,
+        None if soft_cap is None else soft_cap * _LOG2_E,
+        *q.stride()[:2],
+        *kv_cache.stride()[1:4],
+        block_tables.stride(0),
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m,
+        **_dot(q.dtype),
+        **shape,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch,
+    )
+    if num_shares > 1:
+        merge_parts_kernel[(num_heads, num_shares - 1)](
+            out,
+            parts,
+            lse,
+            context_lens,
+            num_rows,
+            num_shares,
+            sliding_window,
+            **shape,
+            num_warps=2,
+            **launch,
+        )
+
+
+def _attend_chunks(
+    batch: _Batch, config: TileConfig, out: torch.Tensor, first_row: int, num_rows: int
+) -> None:
+    """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
     q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale, sliding_window, soft_cap = batch
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
-    # A decode row has one token: its tile holds nothing but heads.
-    group_padded = config.block_m if is_decode else triton.next_power_of_2(group)
-    num_tiles = num_rows
-    if not is_decode:
-        # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
-        # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
-        num_tiles += (num_tokens - first_row) // (config.block_m // group_padded)
-    interpreted = triton.knobs.runtime.interpret  # which misreads bfloat16 in products
-    grid = (num_tiles * num_kv_heads, 1 if lse is None else lse.shape[2])
-    paged_attention_kernel[grid](
+    group_padded = triton.next_power_of_2(group)
+    # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
+    # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
+    num_tiles = num_rows + (num_tokens - first_row) // (config.block_m // group_padded)
+    chunk_attention_kernel[(num_tiles * num_kv_heads,)](
         out,
-        lse,
         q,
         *kv_cache,
         cu_seqlens_q,
@@ -211,33 +247,15 @@ def _launch(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE_N=config.tile_n,
-        DOT_DTYPE=tl.float32 if interpreted else _TRITON_DTYPES[q.dtype],
-        DOT_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        IS_DECODE=is_decode,
+        **_dot(q.dtype),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-def _merge_splits(
-    out: torch.Tensor,
-    parts: torch.Tensor,
-    lse: torch.Tensor,
-    context_lens: torch.Tensor,
-    sliding_window: int | None,
-    tile_n: int,
-) -> None:
-    num_rows, num_heads, num_splits, head_dim = parts.shape
-    merge_splits_kernel[(num_rows * num_heads,)](
-        out,
-        parts,
-        lse,
-        context_lens,
-        num_splits,
-        sliding_window,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
-        SPLITS_PADDED=_MAX_SPLITS,  # one variant, whatever the batch
-        TILE_N=tile_n,
-    )
+def _dot(dtype: torch.dtype) -> dict[str, object]:
+    """In what products are computed; the interpreter misreads bfloat16 in them."""
+    return {
+        "DOT_DTYPE": tl.float32 if triton.knobs.runtime.interpret else _TRITON_DTYPES[dtype],
+        "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }

@@ -1,4 +1,4 @@
-"""What a program of `nanoserve.kernels.paged_attention` does: some queries, all their keys.
+"""Attention of rows with several tokens: a program takes some queries, and all keys they see.
 
 The K and V of a sequence lie in blocks that its block table lists (Kwon et al. 2023, "Efficient
 memory management for large language model serving with PagedAttention"). With block size 16 and
@@ -18,12 +18,10 @@ computes; the factor log2(e) is folded into the scale.
 
 With a sliding window (Beltagy et al. 2020, "Longformer") a query sees its last `sliding_window`
 tokens and nothing before them. The walk then begins at the first tile that a query of the program
-sees, so that a decode row costs no more than its window, however long its context grows. With a
-soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
+sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
 
-A decode row has a single query but as many keys as any, and a few rows would leave most of a GPU
-idle. Its keys are therefore split over several programs (Dao et al. 2023, "Flash-Decoding"), and
-`merge_splits_kernel` puts the parts together.
+Rows with a single token, whose work is to read keys and not to compute, are cut otherwise: see
+`nanoserve.kernels.decode_attention_kernels`.
 """
 
 import triton
@@ -33,9 +31,8 @@ import triton.language as tl
 # What changes from step to step is not specialised: values that are 1 or divisible by 16 would
 # each compile the kernel anew.
 @triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
-def paged_attention_kernel(
-    out_ptr,  # [num_tokens, num_heads, num_splits, head_dim]
-    lse_ptr,  # [num_tokens, num_heads, num_splits], to base 2; None if there is one split
+def chunk_attention_kernel(
+    out_ptr,  # [num_tokens, num_heads, head_dim]
     q_ptr,
     k_ptr,
     v_ptr,
@@ -65,19 +62,12 @@ def paged_attention_kernel(
     TILE_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
-    IS_DECODE: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_PADDED
     kv_head = tl.program_id(0) % num_kv_heads
     tile = tl.program_id(0) // num_kv_heads
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
-
-    if IS_DECODE:
-        row = first_row + tile
-        q_tile = 0
-    else:
-        row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
-        q_tile = tile - _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q)
+    row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
+    q_tile = tile - _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q)
     q_start = tl.load(cu_seqlens_q_ptr + row)
     q_len = tl.load(cu_seqlens_q_ptr + row + 1) - q_start
     num_q_tiles = tl.cdiv(q_len, BLOCK_Q)
@@ -88,9 +78,7 @@ def paged_attention_kernel(
     first_position = context_len - q_len + q_tile * BLOCK_Q
 
     num_keys = tl.minimum(context_len, first_position + BLOCK_Q)
-    first, last = _share(split, num_splits, first_position, num_keys, sliding_window, TILE_N)
-    if first >= last:
-        return  # more programs than tiles
+    first, last = _tiles_seen(first_position, num_keys, sliding_window, TILE_N)
     # Only in the first and in the last few tiles of keys does it matter who sees what: the plain
     # ones between them begin where the last query's window does, and end at the first query.
     plain_first = first
@@ -146,30 +134,41 @@ def paged_attention_kernel(
             k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
             v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
 
-            scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
-            if soft_cap is not None:
-                scores = _soft_capped(scores, soft_cap)
+            visible = None
             if MASKED:
                 visible = key[None, :] <= position[:, None]
                 if sliding_window is not None:
                     visible &= key[None, :] > position[:, None] - sliding_window
-                scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            rescale = tl.exp2(row_max - new_max)
-            weights = tl.exp2(scores - new_max[:, None])
-            row_sum = row_sum * rescale + tl.sum(weights, 1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(weights.to(DOT_DTYPE), v, acc, input_precision=DOT_PRECISION)
-            row_max = new_max
+            acc, row_max, row_sum = online_softmax_step(
+                q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
+            )
 
     num_heads = num_kv_heads * GROUP
-    first_out = (first_token * num_heads + first_head) * num_splits + split
-    out_rows = (token * num_heads + head) * num_splits
-    if lse_ptr is not None:
-        tl.store(lse_ptr + first_out + out_rows, row_max + tl.log2(row_sum), mask=exists)
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    out_offsets = out_rows[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out_ptr + first_out * HEAD_DIM + out_offsets, out, mask=mask)
+    out_ptr += (first_token * num_heads + first_head) * HEAD_DIM
+    out_offsets = (token * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_ptr + out_offsets, out, mask=mask)
+
+
+@triton.jit
+def online_softmax_step(
+    q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION: tl.constexpr
+):
+    """Attend from a tile of queries to a tile of keys; returns the new (acc, row_max, row_sum).
+
+    visible: which query sees which key; None if each sees all.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+    if soft_cap is not None:
+        scores = _soft_capped(scores, soft_cap)
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=DOT_PRECISION)
+    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -192,18 +191,12 @@ def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _share(split, num_splits, first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
-    """Of the tiles of keys that queries from `first_position` on see: from where, and to where.
-
-    Where the first is not before the last, nothing is left for this split.
-    """
+def _tiles_seen(first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
+    """The tiles of keys that queries from `first_position` on see: from where, and to where."""
     first_seen = 0
     if sliding_window is not None:
         first_seen = tl.maximum(first_position + 1 - sliding_window, 0) // TILE_N
-    end = tl.cdiv(num_keys, TILE_N)
-    tiles_per_split = tl.cdiv(end - first_seen, num_splits)
-    first = first_seen + split * tiles_per_split
-    return first, tl.minimum(first + tiles_per_split, end)
+    return first_seen, tl.cdiv(num_keys, TILE_N)
 
 
 @triton.jit
@@ -213,36 +206,3 @@ def _soft_capped(scores, cap):
     # tanh is 1, to the last bit of a float32, long before the power of 2 overflows.
     power = tl.minimum(scores * (2 * LOG2_E / cap), 64.0)
     return cap * (1 - 2 / (tl.exp2(power) + 1))
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_splits_kernel(
-    out_ptr,  # [num_tokens, num_heads, head_dim]
-    parts_ptr,  # float32 [num_tokens, num_heads, num_splits, head_dim]
-    lse_ptr,  # float32 [num_tokens, num_heads, num_splits]
-    context_lens_ptr,
-    num_splits,
-    sliding_window,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """One head of one token: the parts' mean, weighted by their sums of exponentials."""
-    head = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, SPLITS_PADDED), tl.arange(0, HEAD_DIM_PADDED)
-    context_len = tl.load(context_lens_ptr + head // NUM_HEADS)
-    # The programs whose share was empty have written nothing, nor have those that do not exist.
-    # All others have: a decode row has one query, and it sees a key of every tile of its share.
-    first, _ = _share(split, num_splits, context_len - 1, context_len, sliding_window, TILE_N)
-    written = first * TILE_N < context_len
-    lse_ptrs = lse_ptr + head * num_splits + split
-    lse = tl.load(lse_ptrs, mask=written, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    part_offsets = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
-    mask = written[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(parts_ptr + part_offsets, mask=mask, other=0.0)
-    out = tl.sum(weights[:, None] * parts, 0) / tl.sum(weights, 0)
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + head * HEAD_DIM + d, out, mask=d < HEAD_DIM)

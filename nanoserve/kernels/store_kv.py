@@ -9,6 +9,9 @@ small batches a kernel's launch costs more than its work.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
+
+from nanoserve.kernels.dependent_launch import has_dependent_launch
 
 # Up to this many tokens, one program per token and head: there are too few to fill a GPU otherwise.
 _FEW_TOKENS = 64
@@ -63,6 +66,7 @@ def store_kv(
         block_size,
         block_tokens,
         block_pairs,
+        has_dependent_launch(),
         num_warps=min(max(block_tokens * block_pairs // 128, 1), 8),
     )
     return q
@@ -141,7 +145,10 @@ def _store_kv(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
+    HAS_DEPENDENT: tl.constexpr,
 ):
+    if HAS_DEPENDENT:
+        cuda.gdc_launch_dependents()  # attention may come, and wait for what this kernel stores
     HALF: tl.constexpr = HEAD_DIM // 2
     # A large cache passes 2^31 elements, and its strides may stand in any order: int64 throughout.
     head = tl.program_id(1).to(tl.int64)

@@ -22,6 +22,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from noise_kernel import KEYS, assert_noise_is_exact
 from tiny_checkpoints import make_checkpoint, make_qwen3
 from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
@@ -360,6 +361,12 @@ def test_store_kv(dtype, head_dim, group, block_size, num_tokens, has_norm, seed
     assert torch.equal(kv_cache[1][index], heads[:, -num_kv_heads:]), f"v, seed {seed}"
     num_written = kv_cache.isfinite().sum().item()
     assert num_written == 2 * num_tokens * num_kv_heads * head_dim, f"slots of others, seed {seed}"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_noise_is_exact_to_a_millionth(key: int) -> None:
+    """By the hardware's logarithm, which no interpreter has."""
+    assert_noise_is_exact(key, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

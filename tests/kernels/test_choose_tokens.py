@@ -6,10 +6,9 @@ Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
+from noise_kernel import KEYS, assert_noise_is_exact
 
-from nanoserve.kernels.choose_tokens import _log_exponential, choose_tokens, pack_settings
+from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
 from nanoserve.sampling.noise import Noise, row_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,24 +117,9 @@ def test_random_rows_draw_nothing_below_their_border() -> None:
     assert chosen.tolist() == scores.masked_fill(is_below, -torch.inf).argmax(dim=1).tolist()
 
 
-@triton.jit
-def _noise(out, key, SIZE: tl.constexpr):
-    token_ids = tl.arange(0, SIZE)
-    keys = tl.load(key).to(tl.uint32, bitcast=True)
-    tl.store(out + token_ids, _log_exponential(keys, token_ids))
-
-
-# With these keys token 0 has the smallest and the largest bits that there are.
-@pytest.mark.parametrize("key", [0, 0xD5F9EFC4, 12345])
+@pytest.mark.parametrize("key", KEYS)
 def test_noise_is_exact_to_a_millionth(key: int) -> None:
-    """At both ends, and on both sides of the border between its two formulas."""
-    size, keys = 1 << 18, np.array([key], dtype=np.uint32).view(np.int32)
-    noise = torch.empty(size, device=DEVICE)
-    _noise[(1,)](noise, torch.from_numpy(keys).to(DEVICE), size)
-    raced = torch.zeros(1, size)
-    Noise(size, torch.device("cpu")).subtract_log_exponential(raced, keys)
-    # An error in log E is a relative one in E; float32 itself leaves 2e-7 of log E.
-    torch.testing.assert_close(noise.cpu(), -raced[0], atol=1e-6, rtol=2e-7)
+    assert_noise_is_exact(key, DEVICE)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 9_000])

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 import nanoserve.kernels.paged_attention as kernels
+from nanoserve.kernels.decode_attention_kernels import _find_row, _size_of_shares
 from nanoserve.kernels.paged_attention import paged_attention, tile_config
-from nanoserve.kernels.paged_attention_kernels import _share
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -38,7 +38,7 @@ class Batch:
     sliding_window: int | None = None
     soft_cap: float | None = None
 
-    def attend(self, num_splits: int | None = None) -> torch.Tensor:
+    def attend(self, num_shares: int | None = None) -> torch.Tensor:
         with poisoned_memory():
             return paged_attention(
                 self.q,
@@ -49,7 +49,7 @@ class Batch:
                 scale=self.q.shape[-1] ** -0.5,
                 num_decode_rows=self.num_decode_rows,
                 max_context_len=int(self.context_lens.max()),
-                num_splits=num_splits,
+                num_shares=num_shares,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
             )
@@ -128,8 +128,8 @@ def reference(batch: Batch) -> torch.Tensor:
     return out
 
 
-def assert_right(batch: Batch, num_splits: int | None = None) -> None:
-    out = batch.attend(num_splits)
+def assert_right(batch: Batch, num_shares: int | None = None) -> None:
+    out = batch.attend(num_shares)
     assert out.shape == batch.q.shape and out.dtype == batch.q.dtype and out.is_contiguous()
     error = (out.double().cpu() - reference(batch)).abs().max().item()
     assert error < TOLERANCE[batch.q.dtype]  # false for NaN
@@ -201,37 +201,47 @@ def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context
     assert_right(make_batch([(query_len, context_len)], seed=100 * query_len + context_len))
 
 
-@pytest.mark.small(num_splits=[1, 3])
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
+@pytest.mark.small(num_shares=[1, 3])
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize(
     "context_lens", [(1,), (15, 16, 17), (100, 1, 33), (TILE_N * 8 + 1, TILE_N * 8), (130,)]
 )
-def test_decode_rows_split_over_programs(num_splits: int, context_lens: tuple[int, ...]) -> None:
+def test_decode_rows_cut_into_shares(num_shares: int, context_lens: tuple[int, ...]) -> None:
     rows = [(1, context_len) for context_len in context_lens]
     batch = make_batch(rows, num_heads=6, num_kv_heads=2, head_dim=24)
-    assert_right(batch, num_splits)
+    assert_right(batch, num_shares)
 
 
 @pytest.mark.parametrize(
-    ("sliding_window", "expected"),
+    ("context_lens", "sliding_window", "expected"),
     [
-        (None, [8]),  # shares of four tiles or more, and a power of two
-        (9 * TILE_N, [2]),
-        (4 * TILE_N, []),
+        ((40 * TILE_N,), None, 16),  # as many as there are places
+        ((3 * TILE_N - 1, 1), None, 8),  # tiles there may be, and one that a window may cut
+        ((40 * TILE_N,), 2 * TILE_N, 3),
     ],
 )
-def test_a_long_context_is_split_unasked_and_a_short_window_is_not(
-    monkeypatch: pytest.MonkeyPatch, sliding_window: int | None, expected: list[int]
+def test_there_are_as_many_shares_as_programs_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    context_lens: tuple[int, ...],
+    sliding_window: int | None,
+    expected: int,
 ) -> None:
-    num_splits, merge = [], kernels._merge_splits
+    num_shares, decode = [], kernels._decode
 
-    def merge_and_count(out: torch.Tensor, parts: torch.Tensor, *rest: Any) -> None:
-        num_splits.append(parts.shape[2])
-        merge(out, parts, *rest)
+    def decode_and_count(*args: Any) -> None:
+        num_shares.append(args[-1])
+        decode(*args)
 
-    monkeypatch.setattr(kernels, "_merge_splits", merge_and_count)
-    assert_right(make_batch([(1, 40 * TILE_N)], sliding_window=sliding_window))
-    assert num_splits == expected
+    monkeypatch.setattr(kernels, "_decode", decode_and_count)
+    rows = [(1, context_len) for context_len in context_lens]
+    assert_right(make_batch(rows, sliding_window=sliding_window))
+    assert num_shares == [expected]
+
+
+def test_more_rows_and_more_parts_than_are_looked_at_at_once() -> None:
+    rows = [(1, 1 + 7 * i % (2 * TILE_N)) for i in range(300)]
+    assert_right(make_batch(rows), num_shares=5)
+    assert_right(make_batch([(1, 40 * TILE_N - 3), (1, 2)]), num_shares=41)
 
 
 WINDOWS = [1, 2, 3, 15, 16, 17, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N + 5, 1000]
@@ -253,7 +263,7 @@ def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
     )
     assert_right(batch)
     if batch.num_decode_rows:
-        assert_right(batch, num_splits=seed % 5 + 2)
+        assert_right(batch, num_shares=seed % 5 + 2)
 
 
 @pytest.mark.small(sliding_window=[5, 3 * TILE_N])
@@ -267,14 +277,14 @@ def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
     assert_right(make_batch(rows, sliding_window=sliding_window))
 
 
-@pytest.mark.small(num_splits=[3])
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 8, 13])
+@pytest.mark.small(num_shares=[3])
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("sliding_window", [1, 2, TILE_N, TILE_N + 1, 5 * TILE_N - 1, 1000])
-def test_decode_rows_with_windows_split_over_programs(num_splits: int, sliding_window: int) -> None:
+def test_decode_rows_with_windows_cut_into_shares(num_shares: int, sliding_window: int) -> None:
     context_lens = (TILE_N * 8 + 1, 1, TILE_N * 8, 33, TILE_N * 6 - 5)
     rows = [(1, context_len) for context_len in context_lens]
     batch = make_batch(rows, num_heads=6, num_kv_heads=2, sliding_window=sliding_window)
-    assert_right(batch, num_splits)
+    assert_right(batch, num_shares)
 
 
 def test_a_window_that_holds_the_context_changes_nothing() -> None:
@@ -285,25 +295,38 @@ def test_a_window_that_holds_the_context_changes_nothing() -> None:
 
 
 @triton.jit
-def share_kernel(shares_ptr, first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
-    split = tl.program_id(0)
-    share = _share(split, tl.num_programs(0), first_position, num_keys, sliding_window, TILE_N)
-    tl.store(shares_ptr + 2 * split, share[0])
-    tl.store(shares_ptr + 2 * split + 1, share[1])
+def share_kernel(found_ptr, context_lens_ptr, num_rows, sliding_window, TILE_N: tl.constexpr):
+    share, num_shares = tl.program_id(0), tl.num_programs(0)
+    size, num_tiles = _size_of_shares(
+        context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
+    )
+    row, before = _find_row(context_lens_ptr, num_rows, share * size, sliding_window, TILE_N)
+    tl.store(found_ptr + 4 * share, size)
+    tl.store(found_ptr + 4 * share + 1, num_tiles)
+    tl.store(found_ptr + 4 * share + 2, row)
+    tl.store(found_ptr + 4 * share + 3, before)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
-@pytest.mark.parametrize("sliding_window", [None, 1, 7, 8, 9, 30, 100])
-def test_the_shares_are_the_tiles_that_are_seen_and_no_others(
-    num_splits: int, sliding_window: int | None
+@pytest.mark.parametrize("num_shares", [1, 2, 7])
+@pytest.mark.parametrize("sliding_window", [None, 1, 8, 30])
+@pytest.mark.parametrize("num_rows", [1, 3, 256, 257, 600])
+def test_shares_are_equal_and_begin_in_the_right_row(
+    num_rows: int, sliding_window: int | None, num_shares: int
 ) -> None:
-    for first_position, num_queries in [(0, 1), (7, 1), (8, 1), (60, 1), (61, 3), (39, 20)]:
-        num_keys = first_position + num_queries
-        shares = torch.full((num_splits, 2), -1, dtype=torch.int32, device=DEVICE)
-        share_kernel[(num_splits,)](shares, first_position, num_keys, sliding_window, TILE_N=8)
-        tiles = [tile for first, last in shares.tolist() for tile in range(first, last)]
-        first_seen = max(0, first_position + 1 - (sliding_window or num_keys))
-        assert tiles == list(range(first_seen // 8, (num_keys - 1) // 8 + 1))
+    context_lens = [1 + 13 * i % 50 for i in range(num_rows)]
+    tiles_of = [
+        -(-n // 8) - max(0, n - (sliding_window or n)) // 8  # those that its query sees
+        for n in context_lens
+    ]
+    rows = [row for row, num_tiles in enumerate(tiles_of) for _ in range(num_tiles)]
+    found = torch.full((num_shares, 4), -1, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    share_kernel[(num_shares,)](found, lens, num_rows, sliding_window, TILE_N=8)
+    size = -(-len(rows) // num_shares)
+    for share, (*counts, row, before) in enumerate(found.tolist()):
+        assert counts == [size, len(rows)]
+        if share * size < len(rows):
+            assert (row, before) == (rows[share * size], sum(tiles_of[:row]))
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 3])
@@ -313,7 +336,7 @@ def test_padding_rows_share_the_dummy_block(sliding_window: int | None) -> None:
     batch.block_tables[2:] = 0
     batch.kv_cache[:, 0, :, 0] = 1.0
     assert_right(batch)
-    assert_right(batch, num_splits=4)
+    assert_right(batch, num_shares=4)
 
 
 def test_q_may_be_a_slice_of_the_fused_projection() -> None:
@@ -360,7 +383,7 @@ def test_a_token_does_not_depend_on_what_comes_after_it() -> None:
 def test_large_scores_do_not_overflow() -> None:
     batch = make_batch([(1, 70), (9, 40)])
     batch.q *= 1000
-    out = batch.attend(num_splits=3)
+    out = batch.attend(num_shares=3)
     assert (out.double().cpu() - reference(batch)).abs().max() < 1e-2
 
 
@@ -369,7 +392,7 @@ def test_soft_caps_hold_scores_of_any_size(factor: float) -> None:
     batch = make_batch([(1, 70), (9, 40)], soft_cap=3.0)
     batch.q *= factor
     assert_right(batch)
-    assert_right(batch, num_splits=3)
+    assert_right(batch, num_shares=3)
 
 
 @pytest.mark.parametrize(

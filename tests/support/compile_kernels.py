@@ -40,7 +40,6 @@ def _attention(
     num_heads: int,
     num_kv_heads: int,
     is_decode: bool,
-    num_splits: int = 1,
     **sees: float,
 ) -> None:
     num_rows, query_len, context_len = 2, 1 if is_decode else 64, 64
@@ -53,7 +52,6 @@ def _attention(
         scale=head_dim**-0.5,
         num_decode_rows=num_rows if is_decode else 0,
         max_context_len=context_len,
-        num_splits=num_splits,
         **sees,
     )
 
@@ -71,10 +69,7 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         label = " ".join([label.replace("torch.", "attention "), *sees])
         call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads, **sees)
         cases.append((f"{label} prefill", partial(call, is_decode=False)))
-        cases.append((f"{label} decode, splits=8", partial(call, is_decode=True, num_splits=8)))
-    for num_splits in (1, 64):  # of the last shape: tensor parallelism leaves it one KV head
-        decode = partial(call, is_decode=True, num_splits=num_splits)
-        cases.append((f"{label} decode, splits={num_splits}", decode))
+        cases.append((f"{label} decode", partial(call, is_decode=True)))
     return cases
 
 
