@@ -119,15 +119,18 @@ class CudaDevice(HostDevice):
         return self.cuda.pinned(num_bytes, dtype=torch.uint8).numpy()
 
     def lock(self, memory: np.ndarray) -> None:
-        self.cuda.page_lock(memory)
+        with self.guard():  # or the caller's current GPU gets a CUDA context of half a GiB
+            self.cuda.page_lock(memory)
 
     def finish(self) -> None:
         self.cuda.synchronize()
 
     def close(self) -> None:
         self.graphs = self.tensors = self._memory = self._tables = None
-        self.cuda.unlock()
-        self.cuda.release_unused()
+        self._copied.clear()
+        with self.guard():
+            self.cuda.unlock()
+            self.cuda.release_unused()
 
     # ------------------------------------------------------------------ starting
 
