@@ -5,6 +5,7 @@ device buffer is a second tensor: what is not copied there is not seen. So bucke
 buffers, sampling settings and the sizing of the pool are tested end to end.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -348,10 +349,12 @@ def test_close_lets_go_of_everything(checkpoint: Path) -> None:
     runner = engine.executor
     engine.add_request("r", [1, 2, 3], GREEDY)
     engine.step()
+    batches = [weakref.ref(batch) for batch in runner.batches]
     engine.close()
     assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
     for part in (runner, runner.device):
         assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    assert not [batch for batch in batches if batch() is not None]  # nor page-locked memory
     assert runner.device.graphs is runner.device.tensors is runner.model is runner.sampler is None
 
 
