@@ -81,6 +81,11 @@ class Cuda:
         """Bytes of this process's tensors."""
         return torch.cuda.memory_allocated(self.device)
 
+    def held_by_others(self) -> int:
+        """Bytes in use that are not torch's in this process: CUDA's own, and other processes'."""
+        free, total = self.memory_info()
+        return total - free - torch.cuda.memory_reserved(self.device)
+
     def peak_allocated(self) -> int:
         """The most that `allocated` has been since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
