@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_run import is_gpu_run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,18 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """One process for a GPU, because the tests measure its memory."""
-    return 0 if config.option.markexpr.strip() == "gpu" else None
+    return 0 if is_gpu_run(config.option.markexpr) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """`pytest -m gpu` runs on the GPU, and only what is made for it; all else runs without one.
+
+    So does every other expression that selects nothing else: `-m "gpu and not slow"`.
 
     The kernels then run in Triton's interpreter, which must be chosen before they are imported.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # So a shell starts what it puts in the background; tests of Ctrl-C would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr.strip() != "gpu":
+    if not is_gpu_run(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
         _mend_interpreter()
@@ -102,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_full(config: pytest.Config) -> bool:
     """A GPU is quick enough for everything that is made for it."""
     options = config.option
-    return options.full or options.only_full or options.markexpr.strip() == "gpu"
+    return options.full or options.only_full or is_gpu_run(options.markexpr)
 
 
 def _runs_small(item: pytest.Item) -> bool:

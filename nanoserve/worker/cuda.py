@@ -1,26 +1,24 @@
 """The calls that only a GPU can answer, in one place; what uses them can be tested without one."""
 
 import gc
+import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device: torch's own default belongs to the first device that captured."""
-    return torch.cuda.Stream(device)
+# For the whole process: to wait for a device spoils what any thread is recording on it.
+_RECORDING = threading.RLock()
 
 
 class Cuda:
-    """One CUDA device."""
+    """One CUDA device, as one engine uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._locked: list[np.ndarray] = []
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in page-locked host memory: copies from and to it do not wait."""
@@ -54,17 +52,23 @@ class Cuda:
         The output is the same tensor every time. Graphs of one `pool` share their memory.
         """
         forward()  # kernels are compiled and libraries set up now: neither can be recorded
-        torch.cuda.synchronize(self.device)
+        if self._capture_stream is None:
+            # Not shared: cuBLAS keeps a workspace for each stream, in the graphs' memory of the
+            # engine that was the first to use it, and there it is gone when that engine is closed.
+            self._capture_stream = torch.cuda.Stream(self.device)
         graph = torch.cuda.CUDAGraph()
         # "thread_local": another engine's thread may go on allocating meanwhile.
-        stream = _capture_stream(self.device)
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            output = forward()
+        mode, stream = "thread_local", self._capture_stream
+        with _RECORDING:
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
+                output = forward()
         return graph.replay, output
 
     def synchronize(self) -> None:
         """Wait for everything that was launched on this device."""
-        torch.cuda.synchronize(self.device)
+        with _RECORDING:
+            torch.cuda.synchronize(self.device)
 
     def graph_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -77,6 +81,11 @@ class Cuda:
         """Bytes of this process's tensors."""
         return torch.cuda.memory_allocated(self.device)
 
+    def held_by_others(self) -> int:
+        """Bytes in use that are not torch's in this process: CUDA's own, and other processes'."""
+        free, total = self.memory_info()
+        return total - free - torch.cuda.memory_reserved(self.device)
+
     def peak_allocated(self) -> int:
         """The most that `allocated` has been since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
@@ -87,5 +96,6 @@ class Cuda:
     def release_unused(self) -> None:
         """Give memory that no tensor uses back to the device."""
         gc.collect()
-        self.synchronize()
-        torch.cuda.empty_cache()
+        with _RECORDING:
+            self.synchronize()
+            torch.cuda.empty_cache()

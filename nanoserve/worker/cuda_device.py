@@ -9,6 +9,7 @@ what a step reads late was written by those before it, and what it writes late i
 anything of those behind it.
 """
 
+import logging
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import make_room
 
+logger = logging.getLogger(__name__)
+
+_MOST_OF_LIBRARIES = 2**30  # bytes; kernels and cuBLAS load a few hundred MiB
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
 
 
@@ -119,15 +123,18 @@ class CudaDevice(HostDevice):
         return self.cuda.pinned(num_bytes, dtype=torch.uint8).numpy()
 
     def lock(self, memory: np.ndarray) -> None:
-        self.cuda.page_lock(memory)
+        with self.guard():  # or the caller's current GPU gets a CUDA context of half a GiB
+            self.cuda.page_lock(memory)
 
     def finish(self) -> None:
         self.cuda.synchronize()
 
     def close(self) -> None:
         self.graphs = self.tensors = self._memory = self._tables = None
-        self.cuda.unlock()
-        self.cuda.release_unused()
+        self._copied.clear()
+        with self.guard():
+            self.cuda.unlock()
+            self.cuda.release_unused()
 
     # ------------------------------------------------------------------ starting
 
@@ -159,14 +166,16 @@ class CudaDevice(HostDevice):
         make_room(runner, blocks_needed(max_len, config.block_size))
         runner.kv_cache = allocate_kv_cache(model_config, 1, config.block_size, runner.context)
         weights = self.cuda.allocated() - self._allocated_before
+        others = self.cuda.held_by_others()
         self.cuda.reset_peak()
         self._run_worst_case(runner)
         activations = self.cuda.peak_allocated() - self._allocated_before - weights
+        libraries = self._libraries(runner.context.tp, self.cuda.held_by_others() - others)
         graphs = self._measure_graphs(runner)
         runner.kv_cache = None
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
-        memory = GPUMemory(total, free, weights, activations, graphs)
+        memory = GPUMemory(total, free, weights, activations, graphs, libraries)
         return memory.num_kv_blocks(config, model_config, tp)
 
     def warm_up(self, runner: ModelRunner) -> None:
@@ -195,6 +204,21 @@ class CudaDevice(HostDevice):
         self._copy_in_dummies(runner, np.ones(graphs.sizes[-1], dtype=np.int32))
         forward = partial(self._decode, runner, max_context_len=runner.max_model_len)
         graphs.capture(self.cuda, forward, shows_progress=shows_progress)
+
+    def _libraries(self, tp: TensorParallel, grown: int) -> int:
+        """Bytes that code and buffers of kernels, cuBLAS and NCCL take beside torch's memory.
+
+        `grown`: by how much all that is not torch's has, on the whole GPU, while the first step
+        ran. The CUDA context, a third to half of a GiB, is not in it: CUDA cannot be asked before
+        there is one, and afterwards it looks like another process's memory.
+        """
+        if grown > _MOST_OF_LIBRARIES:
+            logger.warning(
+                f"{grown} bytes of the GPU were taken while a first step ran, most of them by "
+                f"another process: {_MOST_OF_LIBRARIES} are counted as this engine's"
+            )
+        nccl = 0 if tp.group is None else tp.group.device_bytes
+        return nccl + min(max(0, grown), _MOST_OF_LIBRARIES)
 
     def _measure_graphs(self, runner: ModelRunner) -> int:
         """Bytes that the graphs will take: the largest sets aside what the others then share.
@@ -240,8 +264,11 @@ class CudaDevice(HostDevice):
         """A step of `max_num_batched_tokens`, and `max_num_seqs` rows of logits and sampler."""
         rows, budget = self.config.max_num_seqs, self.config.max_num_batched_tokens
         tokens = min(budget, rows * runner.max_model_len)
-        num_new_tokens = np.full(rows, tokens // rows, dtype=np.int32)
-        num_new_tokens[: tokens % rows] += 1
+        used = rows
+        if tokens == rows > 1 and runner.max_model_len > 1:
+            used -= 1  # for a row of two: attention over chunks must not be compiled while serving
+        num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
+        num_new_tokens[: tokens % used] += 1
         header, tables = self._copy_in_dummies(runner, num_new_tokens[::-1])
         hidden = runner.run_model(self.tensors, header, tables)
         logits = runner.model.compute_logits(hidden[:rows])

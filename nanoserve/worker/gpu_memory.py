@@ -21,6 +21,7 @@ class GPUMemory:
     weights: int
     activations: int  # what a step of the worst case takes on top
     graphs: int
+    libraries: int = 0  # of CUDA, beside torch's memory; `free` is without them already
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel = _ALONE
@@ -32,13 +33,13 @@ class GPUMemory:
         """
         block_bytes = kv_block_bytes(model_config, config.block_size, tp)
         share = int(self.total * config.gpu_memory_utilization)
-        taken = self.weights + self.activations + self.graphs
+        taken = self.weights + self.activations + self.graphs + self.libraries
         told = (
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
             f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
             f"max_num_batched_tokens={config.max_num_batched_tokens} and "
             f"max_num_seqs={config.max_num_seqs} {_gib(self.activations)}, CUDA graphs "
-            f"{_gib(self.graphs)}"
+            f"{_gib(self.graphs)}, CUDA's libraries {_gib(self.libraries)}"
         )
         if share - taken < 2 * block_bytes:
             raise ValueError(

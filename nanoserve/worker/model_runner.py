@@ -143,7 +143,7 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""
         self.device.finish()
-        self.model = self.kv_cache = self.sampler = self.last_token = None
+        self.model = self.kv_cache = self.sampler = self.last_token = self.batches = None
         self.device.close()
 
     def run_model(

@@ -6,12 +6,15 @@ its process. Each engine has a group of its own, on a store of its own, at which
 
 import contextlib
 import ctypes
+import logging
 import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 _LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
@@ -26,9 +29,17 @@ class Group:
 
     def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
         self._process_group, self._store, self._device = process_group, store, device
+        self._is_cuda = device.type == "cuda"
+        self.device_bytes = 0  # that NCCL has taken from the GPU, beside torch's own memory
+        self._sum, self._minimum = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._minimum.reduceOp = dist.ReduceOp.MIN
+        for options in (self._sum, self._minimum):
+            # By default NCCL has a stream of its own, which costs two events for each sum.
+            if self._is_cuda and hasattr(options, "asyncOp"):
+                options.asyncOp = False
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._wait(self._process_group.allreduce([x]))
+        self._wait(self._process_group.allreduce([x], self._sum))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         is_first = self._process_group.rank() == 0
@@ -42,17 +53,22 @@ class Group:
 
     def smallest(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._wait(self._process_group.allreduce([x], options))
+        self._wait(self._process_group.allreduce([x], self._minimum))
         return int(x)
 
     def abort(self) -> None:
         """Make collectives that wait for a dead rank fail."""
-        with contextlib.suppress(Exception):  # it is broken already
-            self._process_group.abort()
+        process_group = self._process_group
+        if process_group is None:  # let go meanwhile
+            return
+        try:
+            process_group.abort()
+        except Exception:  # it is broken already; but whoever hangs next should find out why
+            logger.warning("the process group could not be aborted", exc_info=True)
 
     def close(self) -> None:
+        if self._is_cuda:  # else its destructor says that nobody has destroyed it
+            self.abort()
         self._process_group = self._store = None
 
     def leak(self) -> None:
@@ -62,8 +78,9 @@ class Group:
 
     def _wait(self, work: Any) -> None:
         """On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard."""
-        if self._device.type == "cuda":
-            work.wait()  # for the stream: this does not block
+        if self._is_cuda:
+            if work is not None:  # None: it was launched on the current stream, in order
+                work.wait()  # for the stream: this does not block
             return
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # this wait has ended, or the work has failed
@@ -79,14 +96,30 @@ def join_group(
     `timeout`, in seconds, is also what a collective waits for a rank that does not take part.
     """
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return Group(dist.ProcessGroupNCCL(store, rank, size, options), store, device)
+        return _join_nccl(rank, size, store, device, timeout)
     options = dist.ProcessGroupGloo._Options()
     # The loopback interface: all ranks are on this machine, whose own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout)
     return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
+
+
+def _join_nccl(
+    rank: int, size: int, store: dist.Store, device: torch.device, timeout: float
+) -> Group:
+    """NCCL meets only in the first collective, and waits there for ever for a rank that has died.
+
+    So it is done here, where the caller still watches the others, and not after minutes of loading.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    group = Group(dist.ProcessGroupNCCL(store, rank, size, options), store, device)
+    with torch.cuda.device(device):  # of this thread
+        before, _ = torch.cuda.mem_get_info(device)
+        group.smallest(0)
+        after, _ = torch.cuda.mem_get_info(device)
+    group.device_bytes = max(0, before - after)
+    return group
 
 
 def serve_store(size: int) -> dist.TCPStore:

@@ -102,9 +102,9 @@ class TensorParallelExecutor:
         return self._workers.pids
 
     def next_batch(self) -> Batch:
+        self._workers.check()
         batch = self.runner.next_batch()
         if batch in self._uncollected:  # its step was given up: have the others read it by now?
-            self._workers.check()
             self._uncollected.discard(batch)
             if not self._workers.are_waiting(self._timeout):
                 error = WorkerError("a step that was given up does not end")
@@ -130,6 +130,9 @@ class TensorParallelExecutor:
     def collect(self, handle: Handle) -> StepResult:
         with self._recovery():
             result = self.runner.collect(handle)
+            # On a GPU the wait for a step ends without an error when its collectives are aborted,
+            # and its tokens are garbage. Whoever aborts has noted the failure before.
+            self._workers.check()
         self._uncollected.discard(handle.batch)
         return result
 

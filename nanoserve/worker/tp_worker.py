@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -72,6 +73,8 @@ def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
         register_head(name, location)
     model_config = ModelConfig.from_checkpoint(path, config.dtype)
     device = choose_device(config.device, job["rank"], size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # this process has no other; what forgets to say so means it
     store = find_store(job["port"], size)
     report(state="ready")
     timeout = config.distributed_timeout_seconds

@@ -162,7 +162,7 @@ class Workers:
     def forget(self) -> None:
         """In a fork of the process that owns the workers: hold nothing that keeps them alive."""
         self._is_closing = True
-        self.failure = "tensor parallelism: the workers belong to the process that was forked"
+        self.failure = "this engine belongs to another process: instead of fork, use spawn"
         self._close_steps()
         for fd in (self._life, *self._statuses):
             with contextlib.suppress(OSError):  # closed before the fork

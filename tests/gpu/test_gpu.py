@@ -682,6 +682,27 @@ def test_two_engines_take_turns(checkpoint: Path, tmp_path: Path) -> None:
     assert [[done[str(i)] for i in range(6)] for done in finished] == expected
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["the older", "the younger"])
+def test_an_engine_outlives_another(checkpoint: Path, is_first: bool) -> None:
+    """With explicit pools nothing is measured in between, and graphs are recorded back to back.
+
+    What the engine that goes gives back is overwritten, so that whoever still reads it is seen.
+    """
+    prompts = [[i + 1] * (5 * i + 1) for i in range(MAX_NUM_SEQS)]
+    with open_float32(checkpoint, device="cuda", num_kv_blocks=500) as llm:
+        expected = tokens(llm, prompts)
+    engines = [open_float32(checkpoint, device="cuda", num_kv_blocks=500) for _ in range(2)]
+    goes, stays = engines if is_first else reversed(engines)
+    assert [tokens(llm, prompts) for llm in engines] == [expected, expected]
+    goes.close()
+    free, _ = torch.cuda.mem_get_info()
+    taken = torch.full((free // 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    sizes = count_replays(stays)
+    assert tokens(stays, prompts) == expected and len(sizes) > 10
+    del taken
+    stays.close()
+
+
 def test_flash_attn_generates() -> None:
     """In 16 bits, later tokens may differ by rounding; the first ones of a trained model do not."""
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")

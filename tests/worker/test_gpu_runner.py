@@ -5,6 +5,7 @@ device buffer is a second tensor: what is not copied there is not seen. So bucke
 buffers, sampling settings and the sizing of the pool are tested end to end.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.gpu_memory import GPUMemory
@@ -40,12 +42,13 @@ def make_runner(
     cuda: FakeCuda,
     runner_class: type[ModelRunner] = ModelRunner,
     is_capturable: bool = True,
+    tp: TensorParallel | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
     config = EngineConfig.from_options(path, **options)
     model_config = ModelConfig.from_checkpoint(path)
-    context = LayerContext(attention=TorchAttention())
+    context = LayerContext(tp=tp or TensorParallel(), attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
     device = CudaDevice(config, cuda, is_capturable)
@@ -348,10 +351,12 @@ def test_close_lets_go_of_everything(checkpoint: Path) -> None:
     runner = engine.executor
     engine.add_request("r", [1, 2, 3], GREEDY)
     engine.step()
+    batches = [weakref.ref(batch) for batch in runner.batches]
     engine.close()
     assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
     for part in (runner, runner.device):
         assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
+    assert not [batch for batch in batches if batch() is not None]  # nor page-locked memory
     assert runner.device.graphs is runner.device.tensors is runner.model is runner.sampler is None
 
 
@@ -416,6 +421,73 @@ def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 30, "enforce_eager": True}
     make_runner(checkpoint, FakeCuda(), Runner, **options)
     assert shapes[0] == (30, 4, 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
+def test_attention_over_chunks_is_compiled_before_it_serves(
+    checkpoint: Path, max_num_seqs: int
+) -> None:
+    """Also where a step has no more tokens than sequences: one token for each would not do it."""
+    shapes = []
+
+    class Runner(ModelRunner):
+        def run_model(
+            self, tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
+        ) -> torch.Tensor:
+            shapes.append((header.num_tokens, header.max_query_len))
+            return super().run_model(tensors, header, block_tables)
+
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs}
+    make_runner(checkpoint, FakeCuda(), Runner, **options)
+    assert shapes[0] == (max_num_seqs, min(2, max_num_seqs))
+
+
+class Loading(FakeCuda):
+    """A first step takes memory that is not torch's: libraries do, or another process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(total=4 * GIB, free=4 * GIB - 300 * 2**20)
+        self.num_bytes = num_bytes
+
+    def peak_allocated(self) -> int:
+        self.free -= self.num_bytes
+        return super().peak_allocated()
+
+
+class GroupOfOne:
+    """Its NCCL has taken so much."""
+
+    device_bytes = 200 * 2**20
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """The sum of one."""
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x]
+
+
+def test_what_cudas_libraries_take_is_part_of_the_share(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though torch knows nothing of it. So almost the whole GPU can be asked for."""
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "gpu_memory_utilization": 0.92}
+    cuda = Loading(700 * 2**20)
+    runner = make_runner(checkpoint, cuda, tp=TensorParallel(group=GroupOfOne()), **options)
+    share = int(0.92 * 4 * GIB) - 900 * 2**20
+    assert runner.num_kv_blocks == share // kv_block_bytes(runner.model_config, 16) - 1
+    assert not caplog.records
+
+
+def test_another_process_that_starts_beside_it_does_not_shrink_the_share_unseen(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
+    with pytest.raises(ValueError, match=r"are missing.*libraries 1\.00 GiB.*Other processes"):
+        make_runner(checkpoint, Loading(3 * GIB), gpu_memory_utilization=0.9, **options)
+    assert f"{3 * GIB} bytes of the GPU were taken" in caplog.text
 
 
 MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=GIB, graphs=GIB)

@@ -295,7 +295,7 @@ class LateWork:
     def __init__(self, error: str | None) -> None:
         self.error, self.has_ended = error, False
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> "LateWork":
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> "LateWork":
         return self
 
     def is_completed(self) -> bool:

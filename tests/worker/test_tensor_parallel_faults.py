@@ -20,7 +20,9 @@ import torch
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.engine.executor import StepResult
 from nanoserve.sampling.processors import SlotState
+from nanoserve.worker.model_runner import Handle
 from nanoserve.worker.worker_processes import WorkerError
 
 pytestmark = pytest.mark.skipif(
@@ -110,6 +112,28 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> No
             with pytest.raises(WorkerError, match="signal 9"):
                 llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+
+
+def test_tokens_of_a_step_in_which_a_worker_dies_are_nobodys(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the wait for such a step ends without an error, and what it has computed is garbage.
+
+    It would be a whole answer: nothing comes after it in which the death would be noticed.
+    """
+    with make_llm(checkpoint) as llm:
+        executor = llm.engine.executor
+        collect = executor.runner.collect
+
+        def collect_while_it_dies(handle: Handle) -> StepResult:
+            result = collect(handle)
+            os.kill(executor.worker_pids[0], signal.SIGKILL)
+            assert within(PATIENCE, lambda: executor._workers.failure is not None)
+            return result
+
+        monkeypatch.setattr(executor.runner, "collect", collect_while_it_dies)
+        with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
+            llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:

@@ -1,0 +1,81 @@
+"""What `Cuda` asks of torch, where torch is a stand-in; on a GPU, tests/gpu/test_gpu.py."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve.worker.cuda import Cuda
+
+GPU = torch.device("cuda", 0)
+
+
+class Graph:
+    def replay(self) -> None:
+        """Launches nothing."""
+
+
+class Recorder:
+    """Of what torch is asked: `streams` that were made, and those that graphs were recorded on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams: list[object] = []
+        self.recorded_on: list[object] = []
+        self.waits_while_recording = 0
+        self.is_recording = False
+        monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.record)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.synchronize(GPU))
+
+    def make_stream(self, device: torch.device) -> object:
+        self.streams.append(object())
+        return self.streams[-1]
+
+    @contextmanager
+    def record(self, graph: Graph, pool: Any, stream: object, **mode: str) -> Iterator[None]:
+        self.recorded_on.append(stream)
+        self.is_recording = True
+        yield
+        self.is_recording = False
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits_while_recording += self.is_recording
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def test_each_engine_records_on_a_stream_of_its_own(recorder: Recorder) -> None:
+    """Made when it is used: one that runs without graphs has none."""
+    first, second = Cuda(GPU), Cuda(GPU)
+    assert not recorder.streams
+    for cuda in (first, first, second, first):
+        cuda.capture(lambda: torch.zeros(1), pool=None)
+    a, b = recorder.streams
+    assert a is not b and recorder.recorded_on == [a, a, b, a]
+
+
+@pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture])
+def test_while_one_engine_records_no_other_thread_waits_for_the_device(
+    recorder: Recorder, wait: Any
+) -> None:
+    """CUDA allows no such wait, and the recording would be lost as well."""
+    arguments = ((lambda: torch.zeros(1)), None) if wait is Cuda.capture else ()
+    other = threading.Thread(target=wait, args=(Cuda(GPU), *arguments))
+
+    def forward() -> torch.Tensor:
+        if recorder.is_recording:
+            other.start()
+            other.join(0.2)  # time for the other one, which must not use it
+        return torch.zeros(1)
+
+    Cuda(GPU).capture(forward, pool=None)
+    other.join(10)
+    assert not other.is_alive() and recorder.waits_while_recording == 0

@@ -1,0 +1,135 @@
+"""The engine on a GPU that runs nothing before somebody waits for it: see `late_cuda`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from late_cuda import LateCuda
+
+import nanoserve.sampling.fused_sampler as fused_sampler
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.layers.context import LayerContext
+from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.model_runner import ModelRunner
+
+COMMON: dict[str, Any] = {"ignore_eos": True}
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=12, **COMMON),
+    SamplingParams(temperature=0.8, seed=7, max_tokens=9, **COMMON),
+    SamplingParams(temperature=1.2, seed=5, top_k=20, top_p=0.9, max_tokens=7, **COMMON),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=1, max_tokens=8, **COMMON),
+    SamplingParams(temperature=0.7, seed=1, n=2, prompt_logprobs=1, max_tokens=5, **COMMON),
+    SamplingParams(temperature=0, stop_token_ids=[*range(0, 300, 7)], max_tokens=30),
+]
+ASKED = [
+    ([(7 * j + i % 3) % 300 for j in range(1 + 11 * i % 40)], KINDS[i % len(KINDS)])
+    for i in range(12)
+]
+OPTIONS = {"max_num_seqs": 5, "num_kv_blocks": 9, "max_model_len": 100}
+OPTIONS |= {"max_num_batched_tokens": 30}
+
+
+def answers(engine: LLMEngine) -> list[list[int]]:
+    for i, (prompt, params) in enumerate(ASKED):
+        engine.add_request(str(i), prompt, params)
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return [c.token_ids for i in range(len(ASKED)) for c in done[str(i)].outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **OPTIONS) as llm:
+        return answers(llm.engine)
+
+
+def make_engine(
+    path: Path, cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> LLMEngine:
+    """Late from its first step on. What it packs goes over what lay there."""
+    attention = TorchAttention()
+    attention.attend = cuda.kernel(attention.attend, lambda layer, q, *rest: q)
+    for name, dtype in (("choose_tokens", torch.int64), ("filter_borders", torch.float32)):
+        kernel = cuda.kernel(
+            getattr(fused_sampler, name),
+            lambda logits, *rest, dtype=dtype: torch.empty(len(logits), dtype=dtype),
+        )
+        monkeypatch.setattr(fused_sampler, name, kernel)
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
+    config = EngineConfig.from_options(path, **OPTIONS | options)
+    model_config = ModelConfig.from_checkpoint(path)
+    device = CudaDevice(config, cuda, is_capturable=True)
+    runner = ModelRunner(config, model_config, path, LayerContext(attention=attention), device)
+    next_batch = runner.next_batch
+
+    def overwritten_batch() -> Batch:
+        batch = next_batch()
+        step, batch.memory[:] = batch.step, 0x7F
+        batch.step = step
+        return batch
+
+    runner.next_batch = overwritten_batch
+    cuda.is_late = True
+    return LLMEngine(config, model_config, runner, tokenizer=None)
+
+
+@pytest.mark.small(ahead=[True], enforce_eager=[False])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
+    checkpoint: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+    enforce_eager: bool,
+) -> None:
+    cuda = LateCuda()
+    options = {"async_scheduling": ahead, "enforce_eager": enforce_eager}
+    engine = make_engine(checkpoint, cuda, monkeypatch, **options)
+    pending: list[int] = []
+    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    assert answers(engine) == expected
+    assert any(pending) is ahead and engine.stats.num_preemptions > 0
+    # It was late: whole steps lay in the queue, and ahead the most of two.
+    num_launched = cuda.num_run + len(cuda.queue)
+    assert cuda.longest > (1.5 if ahead else 0.9) * num_launched / engine.stats.num_steps
+    engine.close()
+    assert not cuda.queue
+
+
+def reads_ids_too_early(runner: ModelRunner) -> None:
+    runner.device.wait = lambda fetched: fetched.token_ids.tolist()
+
+
+def packs_over_what_is_not_read_yet(runner: ModelRunner) -> None:
+    runner.batches[1] = runner.batches[0]
+    runner.device.wait_until_read = lambda batch: None
+
+
+@pytest.mark.parametrize(
+    ("plant", "ahead"), [(reads_ids_too_early, False), (packs_over_what_is_not_read_yet, True)]
+)
+def test_a_planted_fault_comes_out_as_other_tokens(
+    checkpoint: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[ModelRunner], None],
+    ahead: bool,
+) -> None:
+    """Or as an error, since most of what is read then is no token at all."""
+    engine = make_engine(checkpoint, LateCuda(), monkeypatch, async_scheduling=ahead)
+    plant(engine.executor)
+    try:
+        tokens = answers(engine)
+    except (IndexError, OverflowError, RuntimeError, ValueError) as error:
+        tokens = repr(error)
+    assert tokens != expected
