@@ -24,6 +24,8 @@ _MAX_SPLITS = 64  # the merge holds all parts of a head in registers
 _MIN_TILES_PER_SPLIT = 4  # less work than this does not pay for the merge
 _PROGRAMS_PER_MULTIPROCESSOR = 2  # that at least run at once, by their shared memory
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see splits
+_SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
+_WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
 
 
 class TileConfig(NamedTuple):
@@ -35,8 +37,18 @@ class TileConfig(NamedTuple):
     num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
 
 
-def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) -> TileConfig:
-    """The largest tiles that stay within registers and shared memory, as ptxas reports them."""
+def tile_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    is_decode: bool,
+    shared_memory: int = _SHARED_MEMORY_WITHOUT_GPU,
+) -> TileConfig:
+    """The largest tiles that stay within registers and shared memory, as ptxas reports them.
+
+    `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
+    the smaller GPUs of their generations, an RTX 4090 or an L4, 99.
+    """
     wide, full_precision = head_dim > 128, dtype == torch.float32
     # The tensor cores do no full float32: its operands go through registers, in small tiles.
     if is_decode:  # as fast as the memory: what counts is the bytes under way
@@ -46,6 +58,8 @@ def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) 
         tile_n = 16 if wide else 32
         num_warps = 16 if head_dim > 64 else 8
         config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
+    elif wide and shared_memory < _WIDE_PREFILL:  # 68 KiB instead of 136
+        config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
     else:  # as fast as the tensor cores: large tiles use every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
@@ -104,7 +118,8 @@ def paged_attention(
             _launch(batch, config, parts, lse, 0, num_decode_rows, is_decode=True)
             _merge_splits(out, parts, lse, context_lens, sliding_window, config.tile_n)
     if num_chunks > 0:
-        config = tile_config(head_dim, q.dtype, group, is_decode=False)
+        shared_memory = _shared_memory(q.device)
+        config = tile_config(head_dim, q.dtype, group, False, shared_memory)
         _launch(batch, config, out, None, num_decode_rows, num_chunks, is_decode=False)
     return out
 
@@ -162,6 +177,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _MULTIPROCESSORS_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have, of what its multiprocessor shares among its programs."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _launch(

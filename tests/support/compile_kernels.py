@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
+import nanoserve.kernels.paged_attention
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -32,6 +33,10 @@ from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
+
+# Compute capability -> KiB of shared memory that one program may have. A100 (80), RTX 30 and A10
+# (86), RTX 40 and L4 (89), H100 (90), B200 (100), RTX 50 (120).
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def _attention(
@@ -203,6 +208,8 @@ def compile_cases(capability: int, wanted: str) -> None:
         return kernel
 
     triton.runtime.driver.set_active(_AbsentGPU(capability))
+    # What the launchers ask a GPU for, they take from here for one that is not there.
+    nanoserve.kernels.paged_attention._SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     JITFunction.run = compile_only
     for label, call in CASES:
