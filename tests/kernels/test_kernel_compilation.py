@@ -23,6 +23,8 @@ SCRIPT = compile_kernels.__file__
 USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
 # Where there is less shared memory, also those that take the most of it.
 LARGE = rf"{USUAL}|attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
+# Up to so many bytes are spilled there: by the merge of splits, and by prefill with a window.
+SPILLS = {86: 8, 89: 8, 120: 88}
 WANTED = {80: USUAL, 86: LARGE, 89: LARGE, 90: "", 100: USUAL, 120: LARGE}
 # At the small size, a case or two for each kernel.
 EACH = "|".join(
@@ -94,4 +96,4 @@ def test_kernels_fit_into_registers_and_shared_memory(
     for record in compiled:
         assert record["shared_bytes"] <= SHARED_KIB[capability] * 1024, record
         if "head_dim=256" not in record["case"]:  # there, half as many rows would cost more
-            assert record["spill_bytes"] == 0, record
+            assert record["spill_bytes"] <= SPILLS.get(capability, 0), record
