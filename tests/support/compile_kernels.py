@@ -1,6 +1,7 @@
 """Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
 
-    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
+    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"
+        ["and for those of which the instructions are counted"]]
 
 Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
 compute capability. A launch then ends after compilation, so what is compiled is what would run:
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from sass import disassemble
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
@@ -195,9 +197,10 @@ class _AbsentGPU(DriverBase):
         raise NotImplementedError("there is no GPU to measure")
 
 
-def compile_cases(capability: int, wanted: str) -> None:
+def compile_cases(capability: int, wanted: str, disassembled: str | None = None) -> None:
     launch, compiled = JITFunction.run, []
     logs: dict[int, str] = {}  # kernel -> what ptxas said; cases may share a kernel
+    codes: dict[int, Any] = {}  # kernel -> its instructions
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         said = io.StringIO()
@@ -222,7 +225,12 @@ def compile_cases(capability: int, wanted: str) -> None:
         except Exception as error:  # on to the next case: the table shall be complete
             print(json.dumps({**case, "error": f"{type(error).__name__}: {error}"}), flush=True)
         for kernel in compiled:
-            print(json.dumps({**case, **_resources(kernel, logs[id(kernel)])}), flush=True)
+            record = {**case, **_resources(kernel, logs[id(kernel)])}
+            if disassembled is not None and re.search(disassembled, label):
+                if id(kernel) not in codes:
+                    codes[id(kernel)] = disassemble(kernel.asm["cubin"])
+                record["instructions"] = codes[id(kernel)]
+            print(json.dumps(record), flush=True)
 
 
 def _resources(kernel: Any, log: str) -> dict[str, str | int]:
@@ -242,4 +250,4 @@ if __name__ == "__main__":
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
     with tempfile.TemporaryDirectory() as cache:  # a stale cache must not pass for a compilation
         triton.knobs.cache.dir = cache
-        compile_cases(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+        compile_cases(int(sys.argv[1]), *(sys.argv[2:] or [""]))
