@@ -57,10 +57,11 @@ SAMPLER_INSTRUCTIONS = 110  # of a token of the vocabulary, hash, noise and comp
 Records = list[dict[str, Any]]
 
 
-def compile_for(capability: int, wanted: str, *disassembled: str) -> Records:
+def compile_for(capability: int, *patterns: str) -> Records:
+    """Patterns are those of the script: the cases that are compiled, and those disassembled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, SCRIPT, str(capability), wanted, *disassembled]
+    command = [sys.executable, SCRIPT, str(capability), *patterns]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     return [json.loads(line) for line in shown.stdout.splitlines()]
@@ -74,15 +75,13 @@ def wanted(full_size: bool) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def records(wanted: dict[int, str]) -> dict[int, Records]:
+    arguments = {capability: [cases] for capability, cases in wanted.items()}
+    if disassembler() is not None:
+        arguments[90].append(EACH)
     with ThreadPoolExecutor(max_workers=2) as processes:
         compiled = {
-            capability: processes.submit(
-                compile_for,
-                capability,
-                cases,
-                *([EACH] if capability == 90 and disassembler() else []),
-            )
-            for capability, cases in wanted.items()
+            capability: processes.submit(compile_for, capability, *patterns)
+            for capability, patterns in arguments.items()
         }
         return {capability: process.result() for capability, process in compiled.items()}
 
