@@ -27,7 +27,7 @@ LARGE = rf"{USUAL}|attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 he
 # Up to so many bytes are spilled there: by the merge of splits, and by prefill with a window.
 SPILLS = {86: 8, 89: 8, 120: 88}
 WANTED = {80: USUAL, 86: LARGE, 89: LARGE, 90: "", 100: USUAL, 120: LARGE}
-# At the small size, a case or two for each kernel.
+# At the small size, a case or two for each kernel, and the largest where there is least room.
 EACH = "|".join(
     [
         r"attention bfloat16 head_dim=128 heads=8:1",
@@ -38,7 +38,6 @@ EACH = "|".join(
         r"bfloat16 vocab=151936 filtered=True",
     ]
 )
-
 LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill"
 
 # What the machine code for an H100 must be, of the cases in EACH. All loads of K and V are as wide
