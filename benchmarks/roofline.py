@@ -83,7 +83,7 @@ class Need:
         if self.config.moe is not None:
             per_token += self.num_moe_layers * self.config.moe.num_experts_per_tok * self.expert
         pairs = sum(
-            num_layers * int(_pairs_seen(step.query_lens, step.context_lens, window).sum())
+            num_layers * int(pairs_seen(step.query_lens, step.context_lens, window).sum())
             for window, num_layers in self.windows.items()
         )
         attention = 2 * pairs * self.config.num_attention_heads * self.config.head_dim
@@ -97,7 +97,7 @@ class Need:
         return self.num_moe_layers * self.config.moe.num_experts * (1 - (1 - share) ** num_tokens)
 
 
-def _pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:
+def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:
     """Query-key pairs of each row: a query sees itself and at most `window - 1` before it."""
 
     def up_to(n: np.ndarray) -> np.ndarray:

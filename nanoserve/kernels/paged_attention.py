@@ -24,6 +24,8 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
+_SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
+_WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
 
 
 class TileConfig(NamedTuple):
@@ -36,8 +38,18 @@ class TileConfig(NamedTuple):
     num_programs: int = 1  # of decoding, that a multiprocessor has room for at once
 
 
-def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) -> TileConfig:
-    """The largest tiles that stay within registers and shared memory, as ptxas reports them."""
+def tile_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    is_decode: bool,
+    shared_memory: int = _SHARED_MEMORY_WITHOUT_GPU,
+) -> TileConfig:
+    """The largest tiles that stay within registers and shared memory, as ptxas reports them.
+
+    `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
+    the smaller GPUs of their generations, an RTX 4090 or an L4, 99.
+    """
     wide, full_precision = head_dim > 128, dtype == torch.float32
     # The tensor cores do no full float32: its operands go through registers, in small tiles.
     if is_decode:  # as fast as the memory: what counts is the bytes under way
@@ -51,6 +63,8 @@ def tile_config(head_dim: int, dtype: torch.dtype, group: int, is_decode: bool) 
         tile_n = 16 if wide else 32
         num_warps = 16 if head_dim > 64 else 8
         config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
+    elif wide and shared_memory < _WIDE_PREFILL:  # 68 KiB instead of 136
+        config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
     else:  # as fast as the tensor cores: large tiles use every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
@@ -104,7 +118,8 @@ def paged_attention(
             num_shares = max(1, min(at_once, most))
         _decode(batch, config, out, num_decode_rows, num_shares)
     if num_chunks > 0:
-        config = tile_config(head_dim, q.dtype, group, is_decode=False)
+        shared_memory = _shared_memory(q.device)
+        config = tile_config(head_dim, q.dtype, group, False, shared_memory)
         _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
     return out
 
@@ -154,6 +169,14 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _MULTIPROCESSORS_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have, of what its multiprocessor shares among its programs."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _decode(

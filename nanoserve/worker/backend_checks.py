@@ -7,6 +7,9 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 
+# Ampere: from here on, tensor cores take bfloat16, and copies to shared memory run on their own.
+_FIRST_CAPABILITY = (8, 0)
+
 
 def check_attention_backend(
     name: str, block_size: int, model_config: ModelConfig, device: torch.device
@@ -27,8 +30,21 @@ def check_attention_backend(
         )
     if name in ("triton", "flash_attn") and find_spec("triton") is None:
         raise ValueError(f"attention_backend={name!r} needs the package triton")
+    if name in ("triton", "flash_attn") and device.type == "cuda":
+        _check_capability(name, device)
     if name == "flash_attn":
         from nanoserve.attention.flash import check_flash_attention
 
         dtype = getattr(torch, model_config.dtype)
         check_flash_attention(block_size, model_config.head_dim, dtype, device)
+
+
+def _check_capability(name: str, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_CAPABILITY:
+        found, first = (".".join(map(str, pair)) for pair in (capability, _FIRST_CAPABILITY))
+        raise ValueError(
+            f"attention_backend={name!r} needs a GPU of compute capability {first} (Ampere) or "
+            f"newer; {torch.cuda.get_device_name(device)} has {found}. It can run "
+            f"attention_backend='torch', which is slower"
+        )

@@ -1,6 +1,7 @@
 """Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
 
-    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"]
+    python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"
+        ["and for those of which the instructions are counted"]]
 
 Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
 compute capability. A launch then ends after compilation, so what is compiled is what would run:
@@ -21,10 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from sass import disassemble
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
+import nanoserve.kernels.paged_attention
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -32,6 +35,10 @@ from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
+
+# Compute capability -> KiB of shared memory that one program may have. A100 (80), RTX 30 and A10
+# (86), RTX 40 and L4 (89), H100 (90), B200 (100), RTX 50 (120).
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def _attention(
@@ -185,9 +192,10 @@ class _AbsentGPU(DriverBase):
         raise NotImplementedError("there is no GPU to measure")
 
 
-def compile_cases(capability: int, wanted: str) -> None:
+def compile_cases(capability: int, wanted: str, disassembled: str | None = None) -> None:
     launch, compiled = JITFunction.run, []
     logs: dict[int, str] = {}  # kernel -> what ptxas said; cases may share a kernel
+    codes: dict[int, Any] = {}  # kernel -> its instructions
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         said = io.StringIO()
@@ -198,6 +206,8 @@ def compile_cases(capability: int, wanted: str) -> None:
         return kernel
 
     triton.runtime.driver.set_active(_AbsentGPU(capability))
+    # What the launchers ask a GPU for, they take from here for one that is not there.
+    nanoserve.kernels.paged_attention._SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     JITFunction.run = compile_only
     for label, call in CASES:
@@ -210,7 +220,12 @@ def compile_cases(capability: int, wanted: str) -> None:
         except Exception as error:  # on to the next case: the table shall be complete
             print(json.dumps({**case, "error": f"{type(error).__name__}: {error}"}), flush=True)
         for kernel in compiled:
-            print(json.dumps({**case, **_resources(kernel, logs[id(kernel)])}), flush=True)
+            record = {**case, **_resources(kernel, logs[id(kernel)])}
+            if disassembled is not None and re.search(disassembled, label):
+                if id(kernel) not in codes:
+                    codes[id(kernel)] = disassemble(kernel.asm["cubin"])
+                record["instructions"] = codes[id(kernel)]
+            print(json.dumps(record), flush=True)
 
 
 def _resources(kernel: Any, log: str) -> dict[str, str | int]:
@@ -230,4 +245,4 @@ if __name__ == "__main__":
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
     with tempfile.TemporaryDirectory() as cache:  # a stale cache must not pass for a compilation
         triton.knobs.cache.dir = cache
-        compile_cases(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+        compile_cases(int(sys.argv[1]), *(sys.argv[2:] or [""]))

@@ -21,6 +21,12 @@ CPU_DEFAULT = "numba" if find_spec("numba") else "torch"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    be_a_gpu(monkeypatch, "NVIDIA A100", (8, 0))
+
+
+def be_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
 
 
 def test_auto_takes_the_gpu_that_is_there() -> None:
@@ -35,6 +41,7 @@ def test_it_is_the_callers_current_one() -> None:
     assert choose_device("cpu") == CPU
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("asked", "device", "chosen"),
     [
@@ -52,6 +59,27 @@ def test_each_device_has_its_default(
     config = EngineConfig("m", attention_backend=asked)
     model_config = ModelConfig.from_checkpoint(checkpoint)
     assert choose_attention_backend(config, model_config, device) == chosen
+
+
+@pytest.mark.parametrize("asked", ["triton", "flash_attn"])
+def test_a_gpu_before_ampere_is_refused_by_name(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    be_a_gpu(monkeypatch, "Tesla T4", (7, 5))
+    config = EngineConfig("m", attention_backend=asked)
+    model_config = ModelConfig.from_checkpoint(checkpoint)
+    message = f"'{asked}' needs .* 8.0 .* Tesla T4 has 7.5.* attention_backend='torch'"
+    with pytest.raises(ValueError, match=message):
+        choose_attention_backend(config, model_config, CUDA)
+
+
+def test_one_before_ampere_runs_the_torch_backend(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_a_gpu(monkeypatch, "Tesla T4", (7, 5))
+    config = EngineConfig("m", attention_backend="torch")
+    model_config = ModelConfig.from_checkpoint(checkpoint)
+    assert choose_attention_backend(config, model_config, CUDA) == "torch"
 
 
 @pytest.mark.parametrize(

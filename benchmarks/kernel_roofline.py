@@ -1,0 +1,304 @@
+"""What the kernels of a step would take at the very least, one by one, on a GPU that is not here.
+
+    python benchmarks/kernel_roofline.py
+    python benchmarks/kernel_roofline.py --gpu h200 --launch-us 1.5
+
+`roofline.py` counts what a model needs; this counts what nanoserve's launches do: each reads its
+inputs from memory and writes its outputs there, and takes a place in the graph. A step is run on
+torch's "meta" device, where tensors have shapes and no memory, and each launch is told by its
+arguments. It takes as long as the slowest of its bytes, its matrix products and its instructions
+at the GPU's best, and `--launch-us` more.
+
+So this is a limit too, and what lies between it and the one of `roofline.py` is lost even if every
+kernel is perfect. Left out are block tables, what the host does between two steps, and how evenly
+programs share their work (`load_balance.py`). Steps with prompts count as if they were graphs too.
+"""
+
+import functools
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from load_balance import nano_vllm_steps
+from roofline import Need, Step, pairs_seen
+from shapes import SHAPES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
+
+from nanoserve.attention.triton import TritonAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
+from nanoserve.kernels import paged_attention
+from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens
+from nanoserve.kernels.ops import TritonOps
+from nanoserve.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cuda_graphs import graph_sizes
+
+_META = torch.device("meta")
+_BLOCK_SIZE, _MAX_ROWS, _NO_WINDOW = 16, 256, 2**31 - 1
+# Of a thread for each value of its first argument; the other kernels have few for their bytes. As
+# `tests/support/compile_kernels.py` counts them.
+_INSTRUCTIONS = {"_best_of_parts": 99}
+
+
+class GPU(NamedTuple):
+    """What it reaches at best, per second: bytes of a copy, operations, a thread's instructions."""
+
+    num_sms: int
+    bandwidth: float
+    matmul_rate: float
+    issue_rate: float
+
+
+# Four schedulers in each multiprocessor issue an instruction of 32 threads a clock, at 1.755 GHz.
+GPUS = {
+    "h100": GPU(132, 3.0e12, 790e12, 132 * 4 * 32 * 1.755e9),
+    "h200": GPU(132, 4.3e12, 790e12, 132 * 4 * 32 * 1.755e9),
+}
+
+
+class Launch(NamedTuple):
+    """`layer`: whose keys and values it is the first to read; how many depends on the contexts."""
+
+    name: str
+    num_bytes: int
+    num_operations: int = 0
+    num_instructions: int = 0
+    layer: int | None = None
+
+
+class _Recorder(TorchDispatchMode):
+    """Lists the launches of what runs within, torch's operations and Triton's kernels.
+
+    Tensors in the storages `left_out` take no bytes.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor, num_tokens: int, left_out: set[int]) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self._kv_cache, self._num_tokens, self._left_out = kv_cache, num_tokens, left_out
+        self._layers_read: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name, read, written = func._schema.name, _tensors((args, kwargs)), _tensors(out)
+        storages = {_storage(tensor) for tensor in read}
+        is_view = all(_storage(tensor) in storages for tensor in written)
+        if "empty" in name or (is_view and not name.endswith("_")):
+            return out
+        if name == "aten::embedding":  # reads a row for each token
+            read = [args[1], out]
+        operations = 2 * args[0].numel() * args[1].shape[0] if name == "aten::linear" else 0
+        num_bytes = sum(tensor.nbytes for tensor in [*read, *written])
+        self.launches.append(Launch(name.removeprefix("aten::"), num_bytes, operations))
+        return out
+
+    def add_kernel(self, name: str, arguments: Iterable[Any]) -> None:
+        tensors = [t for t in _tensors(list(arguments)) if _storage(t) not in self._left_out]
+        in_pool = [t for t in tensors if _storage(t) == _storage(self._kv_cache)]
+        num_bytes = sum(t.nbytes for t in tensors if _storage(t) != _storage(self._kv_cache))
+        layer = None
+        if in_pool and name == "_store_kv":
+            _, _, num_kv_heads, _, head_dim = in_pool[0].shape
+            num_bytes += 2 * self._num_tokens * num_kv_heads * head_dim * in_pool[0].itemsize
+        elif in_pool:  # several kernels may share the keys of a layer; the first one counts
+            index = in_pool[0].storage_offset() // self._kv_cache.stride(0)
+            layer = None if index in self._layers_read else index
+            self._layers_read.add(index)
+        instructions = _INSTRUCTIONS.get(name, 0) * tensors[0].numel()
+        self.launches.append(Launch(name, num_bytes, 0, instructions, layer))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if torch.is_tensor(value)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
+    """Within, kernels for so many multiprocessors are recorded instead of being launched."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = self.__name__ if isinstance(self, JITFunction) else self.fn.__name__
+        recorder.add_kernel(name, [*args, *kwargs.values()])
+
+    # How decode attention is cut depends on the GPU; the meta device cannot say which it is.
+    with (
+        recorder,
+        patch.object(JITFunction, "run", run),
+        patch.object(GridExecutor, "__call__", run),
+        patch.object(paged_attention, "_num_multiprocessors", lambda device: num_sms),
+    ):
+        yield
+
+
+class Predictor:
+    """Launches of a model's steps, and the seconds that they take on `gpu`."""
+
+    def __init__(
+        self, config: ModelConfig, gpu: GPU, launch_seconds: float, max_num_tokens: int = 8192
+    ) -> None:
+        self.config, self.gpu, self.launch_seconds = config, gpu, launch_seconds
+        context = LayerContext(
+            getattr(torch, config.dtype), _META, attention=TritonAttention(), ops=TritonOps()
+        )
+        self._model = model_class(config.architecture)(config, context)
+        blocks = -(-config.max_position_embeddings // _BLOCK_SIZE)
+        layout = BatchLayout(max(max_num_tokens, _MAX_ROWS), _MAX_ROWS, blocks)
+        memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=_META)
+        self._tensors = BatchTensors(layout, memory)
+        self._tables = torch.zeros(_MAX_ROWS, blocks, dtype=torch.int32, device=_META)
+        block = (config.num_key_value_heads, _BLOCK_SIZE, config.head_dim)
+        self._kv_cache = torch.zeros(
+            config.num_hidden_layers, 2, 2, *block, dtype=context.dtype, device=_META
+        )
+        self._sizes = np.array(graph_sizes(_MAX_ROWS))
+        self.launches = functools.cache(self._launches)
+
+    def _launches(
+        self, num_tokens: int, num_rows: int, num_decode_rows: int, num_logits: int
+    ) -> list[Launch]:
+        """Model, LM head and sampler."""
+        header = BatchHeader(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_decode_rows=num_decode_rows,
+            max_query_len=1 if num_tokens == num_rows else num_tokens,
+            max_context_len=self.config.max_position_embeddings,  # what a graph is captured for
+        )
+        tensors = self._tensors
+        metadata = tensors.attention_metadata(header, self._tables[:num_rows])
+        words = SETTINGS_WORDS.value
+        settings = torch.zeros(_MAX_ROWS, words, dtype=torch.int32, device=_META)
+        rotary = [buffer for buffer in self._model.buffers() if buffer.ndim == 2]
+        left_out = {_storage(tensor) for tensor in (self._tables, settings, *rotary)}
+        recorder = _Recorder(self._kv_cache, num_tokens, left_out)
+        with torch.inference_mode(), _recorded(recorder, self.gpu.num_sms):
+            hidden = self._model(tensors.input_ids[:num_tokens], self._kv_cache, metadata)
+            if num_logits:
+                rows = tensors.output_rows[:num_logits]
+                logits = self._model.compute_logits(hidden[rows])
+                positions = tensors.positions[rows] + 1
+                choose_tokens(logits, tensors.output_slots[:num_logits], positions, settings)
+        return recorder.launches
+
+    def step(self, step: Step) -> list[tuple[Launch, float]]:
+        """Launches, attention's with all that it reads, and seconds.
+
+        A decode step is filled up with rows of one key, to a number that there is a graph for.
+        """
+        query_lens, context_lens = step.query_lens, step.context_lens
+        num_rows, num_logits = len(query_lens), step.num_logits
+        if query_lens.max() == 1:
+            size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+            padding = np.ones(size - num_rows, dtype=np.int64)
+            query_lens, context_lens = (np.append(a, padding) for a in (query_lens, context_lens))
+        decode_rows = int((query_lens == 1).sum())
+        launches = self.launches(int(query_lens.sum()), len(query_lens), decode_rows, num_logits)
+        item, heads = self._kv_cache.itemsize, self.config.num_attention_heads
+        kv_bytes = 2 * item * self.config.num_key_value_heads * self.config.head_dim
+        of_layer = []
+        for layer_window in self.config.sliding_windows:
+            window = layer_window or _NO_WINDOW
+            keys = int(np.minimum(context_lens, window + query_lens - 1).sum())
+            pairs = int(pairs_seen(query_lens, context_lens, window).sum())
+            of_layer.append((keys * kv_bytes, 4 * pairs * heads * self.config.head_dim))
+        timed = []
+        for launch in launches:
+            if launch.layer is not None:
+                num_bytes, num_operations = of_layer[launch.layer]
+                launch = launch._replace(
+                    num_bytes=launch.num_bytes + num_bytes, num_operations=num_operations
+                )
+            timed.append((launch, self._seconds(launch)))
+        return timed
+
+    def _seconds(self, launch: Launch) -> float:
+        return self.launch_seconds + max(
+            launch.num_bytes / self.gpu.bandwidth,
+            launch.num_operations / self.gpu.matmul_rate,
+            launch.num_instructions / self.gpu.issue_rate,
+        )
+
+    def limit(self, step: Step) -> float:
+        """Seconds by what the model needs, as `roofline.limit`."""
+        need = Need(self.config)
+        return max(
+            need.bytes(step) / self.gpu.bandwidth, need.operations(step) / self.gpu.matmul_rate
+        )
+
+
+def decode_step(num_rows: int, context: int) -> Step:
+    return Step(np.ones(num_rows, dtype=np.int64), np.full(num_rows, context), num_rows)
+
+
+def print_step(predictor: Predictor, num_rows: int, context: int) -> None:
+    """By kernel: launches, bytes and microseconds of a decode step."""
+    step = decode_step(num_rows, context)
+    rows: dict[str, np.ndarray] = {}
+    for launch, seconds in predictor.step(step):
+        rows.setdefault(launch.name, np.zeros(3))
+        rows[launch.name] += 1, launch.num_bytes / 1e6, seconds * 1e6
+    print(f"\n{num_rows} rows of {context} tokens\n")
+    print("| kernel | launches | MB | us |\n|---|---|---|---|")
+    for name, (launches, megabytes, us) in sorted(rows.items(), key=lambda row: -row[1][2]):
+        print(f"| {name} | {launches:.0f} | {megabytes:.1f} | {us:.0f} |")
+    launches, megabytes, us = sum(rows.values())
+    print(f"| sum | {launches:.0f} | {megabytes:.1f} | {us:.0f} |")
+    limit = predictor.limit(step) * 1e6
+    print(f"\nThe model's roofline: {limit:.0f} us, {limit / us:.0%} of the sum.")
+
+
+def share_of_roofline(predictor: Predictor, steps: Iterable[Step]) -> tuple[float, float]:
+    """(seconds by the roofline, seconds predicted) of all steps."""
+    limit = predicted = 0.0
+    for step in steps:
+        limit += predictor.limit(step)
+        predicted += sum(seconds for _, seconds in predictor.step(step))
+    return limit, predicted
+
+
+def main() -> None:
+    parser = ArgumentParser(description="The least time of each kernel of a step, predicted.")
+    add = parser.add_argument
+    add("--gpu", choices=GPUS, default="h100")
+    add("--shape", choices=SHAPES, default="qwen3-0.6b")
+    add("--rows", default="1,8,64,256", help="of a decode step (default 1,8,64,256)")
+    add("--context", type=int, default=820, help="tokens of each row (default 820)")
+    add("--launch-us", type=float, default=1.0, help="that a node of a graph takes (default 1.0)")
+    add("--max-num-batched-tokens", type=int, default=8192, help="of the workload (default 8192)")
+    add("--no-workload", action="store_true", help="only decode steps")
+    args = parser.parse_args()
+    config = ModelConfig.from_hf(SHAPES[args.shape], {}, "bfloat16")
+    gpu, budget = GPUS[args.gpu], args.max_num_batched_tokens
+    predictor = Predictor(config, gpu, args.launch_us / 1e6, budget)
+    print(f"{args.shape} on {args.gpu}: {gpu.bandwidth / 1e12:.1f} TB/s, ", end="")
+    print(f"{gpu.matmul_rate / 1e12:.0f} TFLOP/s, {args.launch_us} us a launch")
+    for num_rows in map(int, args.rows.split(",")):
+        print_step(predictor, num_rows, args.context)
+    if args.no_workload:
+        return
+    engine_config = EngineConfig("none", max_num_batched_tokens=budget)
+    steps, num_tokens = nano_vllm_steps(engine_config, config.vocab_size)
+    limit, predicted = share_of_roofline(predictor, steps)
+    print(
+        f"\nnano-vllm's workload: {predicted:.2f} s, {num_tokens / predicted:.0f} tokens/s; ",
+        end="",
+    )
+    print(f"its roofline {limit:.2f} s, {limit / predicted:.0%} of that.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""How evenly a decode launch keeps a GPU busy, by simulation, over nano-vllm's workload.
+
+    python benchmarks/load_balance.py
+
+Decode attention reads the keys and values of each row once, and rows are of different lengths. Two
+ways to cut this work into programs:
+
+    per row       a program for each row and KV head, or several where rows are few, in equal splits
+                  that are a power of two; rows follow each other on the places of the GPU
+    equal shares  as many programs as there are places; the tiles of all rows lie in one line, and
+                  every program takes an equal piece of it, cut at the borders of rows
+
+The model is a fluid. The programs under way share the bandwidth equally, but none gets more than
+`per_program`. A program waits for its first tile, and again for a little when it comes to another
+row. A launch is as long as its last program; a loss is what it takes beyond its bytes at the full
+bandwidth, before parts of rows are put together.
+"""
+
+import heapq
+import sys
+from argparse import ArgumentParser
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from roofline import Step, planned_steps
+
+from nanoserve.config import EngineConfig
+from nanoserve.worker.cuda_graphs import graph_sizes
+
+# A program: pieces of (seconds of waiting, bytes), one after the other.
+Program = list[tuple[float, float]]
+
+
+class Launch(NamedTuple):
+    """What decode attention of Qwen3-0.6B is on an H100."""
+
+    num_sms: int = 132
+    programs_per_sm: int = 3  # that run at once, by their shared memory
+    bandwidth: float = 3.0e12  # bytes per second of a large copy
+    per_program: float = 25e9  # and at most so many for one: two tiles of 32 KiB under way
+    first_tile: float = 2.5e-6  # seconds until it is there, and until a program has ended
+    next_row: float = 0.5e-6
+    num_kv_heads: int = 8
+    key_bytes: int = 2 * 128 * 2  # K and V of a token in one KV head
+    tile: int = 64  # keys
+
+    @property
+    def num_places(self) -> int:
+        return self.num_sms * self.programs_per_sm
+
+
+def per_row(launch: Launch, contexts: Sequence[int], max_context: int = 40_960) -> list[Program]:
+    """Splits are chosen for the longest context there may be, as graphs are captured."""
+    num_programs = len(contexts) * launch.num_kv_heads
+    wanted = min(2 * launch.num_sms // num_programs, max_context // (4 * launch.tile), 64)
+    num_splits = 1 << (max(1, wanted).bit_length() - 1)
+    programs: list[Program] = []
+    for split in range(num_splits):
+        for context in contexts:
+            tiles_each = -(-_num_tiles(launch, context) // num_splits)
+            first = split * tiles_each * launch.tile
+            num_keys = min(max(context - first, 0), tiles_each * launch.tile)
+            if num_keys:
+                piece = (launch.first_tile, num_keys * launch.key_bytes)
+                programs += [[piece] for _ in range(launch.num_kv_heads)]
+    return programs
+
+
+def equal_shares(launch: Launch, contexts: Sequence[int]) -> list[Program]:
+    """Shares differ by a tile at most."""
+    rows = [context for context in contexts for _ in range(launch.num_kv_heads)]
+    num_tiles = sum(_num_tiles(launch, context) for context in rows)
+    num_programs = min(launch.num_places, num_tiles)
+    borders = np.arange(num_programs + 1) * num_tiles // num_programs
+    programs: list[Program] = []
+    left = deque(rows)
+    for share in np.diff(borders).tolist():
+        program: Program = []
+        while share:
+            context = left.popleft()
+            taken = min(share, _num_tiles(launch, context))
+            num_keys = min(context, taken * launch.tile)
+            if context > num_keys:
+                left.appendleft(context - num_keys)
+            waiting = launch.next_row if program else launch.first_tile
+            program.append((waiting, num_keys * launch.key_bytes))
+            share -= taken
+        programs.append(program)
+    return programs
+
+
+def _num_tiles(launch: Launch, context: int) -> int:
+    return -(-context // launch.tile)
+
+
+def seconds(launch: Launch, programs: list[Program]) -> float:
+    """Until the last program has ended, if they start in this order wherever there is a place."""
+    time, read = 0.0, 0.0  # `read`: bytes that a program would have which has read all the time
+    waiting: list[tuple[float, int]] = []  # (until, program)
+    reading: list[tuple[float, int]] = []  # (what `read` is when its piece ends, program)
+    pieces = [deque(program) for program in programs]
+    not_started = deque(range(len(programs)))
+
+    def go_on(program: int) -> None:
+        """With its next piece, or with another program in its place."""
+        if not pieces[program]:
+            if not not_started:
+                return
+            program = not_started.popleft()
+        heapq.heappush(waiting, (time + pieces[program][0][0], program))
+
+    for _ in range(min(launch.num_places, len(programs))):
+        first = not_started.popleft()
+        heapq.heappush(waiting, (pieces[first][0][0], first))
+    while waiting or reading:
+        rate = min(launch.per_program, launch.bandwidth / max(1, len(reading)))
+        end_of_piece = time + (reading[0][0] - read) / rate if reading else np.inf
+        if waiting and waiting[0][0] <= end_of_piece:
+            until, program = heapq.heappop(waiting)
+            read += (until - time) * rate
+            time = until
+            heapq.heappush(reading, (read + pieces[program].popleft()[1], program))
+        else:
+            read, program = heapq.heappop(reading)
+            time = end_of_piece
+            go_on(program)
+    return time
+
+
+def loss(launch: Launch, programs: list[Program]) -> float:
+    """What the programs take beyond the time of their bytes, as a share of it."""
+    num_bytes = sum(piece[1] for program in programs for piece in program)
+    return seconds(launch, programs) * launch.bandwidth / num_bytes - 1
+
+
+def nano_vllm_steps(config: EngineConfig, vocab_size: int) -> tuple[Iterator[Step], int]:
+    """The steps of nano-vllm's workload, and how many tokens it generates."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # where bench.py is
+    from bench import WORKLOADS, draw_workload, length_range
+
+    workload = WORKLOADS["nano-vllm"]
+    lengths = (length_range(workload[name]) for name in ("input_len", "output_len"))
+    prompts, output_lens = draw_workload(workload["num_seqs"], *lengths, vocab_size)
+    return planned_steps(config, prompts, output_lens), sum(output_lens)
+
+
+def losses(launch: Launch, steps: Iterable[Step]) -> dict[str, float]:
+    """Over all decode steps: seconds beyond those of the bytes, as a share of them."""
+    spent, least = {"per row": 0.0, "equal shares": 0.0}, 0.0
+    sizes = graph_sizes(256)
+    for step in steps:
+        if step.query_lens.max() > 1:
+            continue
+        contexts = step.context_lens.tolist()
+        num_dummies = next(size for size in sizes if size >= len(contexts)) - len(contexts)
+        least += sum(contexts) * launch.num_kv_heads * launch.key_bytes / launch.bandwidth
+        contexts += [1] * num_dummies  # a graph has a number of rows
+        spent["per row"] += seconds(launch, per_row(launch, contexts))
+        spent["equal shares"] += seconds(launch, equal_shares(launch, contexts))
+    return {name: total / least - 1 for name, total in spent.items()}
+
+
+def main() -> None:
+    parser = ArgumentParser(description="The loss of ragged rows in decode attention, simulated.")
+    parser.add_argument("--every", type=int, default=24, help="decode step that is simulated")
+    every = parser.parse_args().every
+    config = EngineConfig("none", max_num_batched_tokens=8192)
+    steps = list(nano_vllm_steps(config, 151_936)[0])[::every]
+    print("| GB/s of a program | programs of an SM | per row | equal shares |\n|---|---|---|---|")
+    for per_program in (40e9, 25e9, 15e9):
+        for programs_per_sm in (2, 3):
+            launch = Launch(per_program=per_program, programs_per_sm=programs_per_sm)
+            cells = " | ".join(f"{share:.1%}" for share in losses(launch, steps).values())
+            print(f"| {per_program / 1e9:.0f} | {programs_per_sm} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

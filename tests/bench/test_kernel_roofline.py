@@ -1,0 +1,132 @@
+"""benchmarks/kernel_roofline.py and load_balance.py: what is predicted for a GPU without one."""
+
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import kernel_roofline
+import load_balance
+from kernel_roofline import GPUS, Predictor, decode_step, share_of_roofline
+from load_balance import Launch, equal_shares, loss, losses, per_row, seconds
+from roofline import Need, Step, planned_steps
+from shapes import SHAPES
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+
+QWEN3 = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return Predictor(QWEN3, GPUS["h100"], launch_seconds=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
+def test_the_launches_read_what_the_model_needs_and_little_more(
+    predictor: Predictor, num_rows: int
+) -> None:
+    """Activations go through memory between two kernels: 2 % at most, and parts of attention."""
+    step = decode_step(num_rows, 820)
+    launched = sum(launch.num_bytes for launch, _ in predictor.step(step))
+    needed = Need(QWEN3).bytes(step)
+    assert needed < launched < 1.04 * needed, launched / needed
+
+
+def test_the_operations_are_those_of_the_model(predictor: Predictor) -> None:
+    for step in (decode_step(8, 820), Step(np.array([1, 1, 300]), np.array([9, 50, 400]), 3)):
+        launched = sum(launch.num_operations for launch, _ in predictor.step(step))
+        assert launched == Need(QWEN3).operations(step)
+
+
+def test_every_launch_takes_its_bytes_and_a_place_in_the_graph(predictor: Predictor) -> None:
+    launches = predictor.step(decode_step(256, 820))
+    counts = Counter(launch.name for launch, _ in launches)
+    assert counts["linear"] == 4 * 28 + 1 and counts["_store_kv"] == counts["_act_and_mul"] == 28
+    (attention, attending), *_ = [pair for pair in launches if pair[0].layer is not None]
+    assert attention.num_bytes == pytest.approx(256 * 820 * 4096, rel=0.01)
+    assert attending == pytest.approx(1e-6 + attention.num_bytes / 3e12)
+    (sampler, sampling), *_ = [pair for pair in launches if pair[0].name == "_best_of_parts"]
+    assert sampler.num_bytes == pytest.approx(256 * 151_936 * 2, rel=0.01)
+    assert sampling > 1e-6 + sampler.num_bytes / 3e12  # its instructions take longer
+    free = Predictor(QWEN3, GPUS["h100"], launch_seconds=0).step(decode_step(256, 820))
+    saved = sum(s for _, s in launches) - sum(s for _, s in free)
+    assert saved == pytest.approx(len(launches) * 1e-6)
+
+
+def test_a_workload_cannot_be_faster_than_its_roofline(predictor: Predictor) -> None:
+    config = EngineConfig("none", max_num_seqs=8, max_num_batched_tokens=256)
+    prompts = [[1] * (50 + 30 * i) for i in range(12)]
+    limit, predicted = share_of_roofline(predictor, planned_steps(config, prompts, [20] * 12))
+    assert 0 < limit < predicted < 3 * limit
+
+
+def test_the_tables_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full_size: bool
+) -> None:
+    arguments = ["--shape", "tiny", "--gpu", "h200", "--rows", "1,8"]
+    arguments += [] if full_size else ["--no-workload"]
+    monkeypatch.setattr(sys, "argv", ["kernel_roofline.py", *arguments])
+    kernel_roofline.main()
+    shown = capsys.readouterr().out
+    assert "tiny on h200: 4.3 TB/s" in shown and "8 rows of 820 tokens" in shown
+    assert "| _add_rms_norm | 13 |" in shown
+    assert ("nano-vllm's workload" in shown) == full_size
+
+
+# ---------------------------------------------------------------- load balance
+
+CONTEXTS = [1, 64, 65, 700, 1900, 3, 512]
+
+
+@pytest.mark.parametrize("cut", [per_row, equal_shares])
+def test_every_key_is_read_once(cut) -> None:
+    launch = Launch(num_sms=5)
+    for contexts in (CONTEXTS, [5000], [100] * 40):
+        read = sum(num_bytes for program in cut(launch, contexts) for _, num_bytes in program)
+        assert read == sum(contexts) * launch.num_kv_heads * launch.key_bytes
+
+
+def test_shares_differ_by_a_tile_at_most_and_are_cut_at_rows() -> None:
+    launch = Launch(num_sms=5)
+    programs = equal_shares(launch, CONTEXTS)
+    tile_bytes = launch.tile * launch.key_bytes
+    num_tiles = [sum(-(-piece[1] // tile_bytes) for piece in program) for program in programs]
+    assert len(programs) == launch.num_places and max(num_tiles) - min(num_tiles) <= 1
+    longest = max(CONTEXTS) * launch.key_bytes
+    assert all(piece[1] <= longest for program in programs for piece in program)
+
+
+def test_the_simulation_is_right_where_one_can_reckon() -> None:
+    launch = Launch(num_sms=2, programs_per_sm=1, bandwidth=100.0, per_program=80.0)
+    assert seconds(launch, [[(1.0, 160.0)]]) == 1 + 160 / 80
+    assert seconds(launch, [[(1.0, 100.0)]] * 2) == 1 + 200 / 100
+    assert seconds(launch, [[(1.0, 100.0)]] * 3) == 1 + 200 / 100 + 1 + 100 / 80
+    # The second has read 80 when the first begins; both go on with 50; then 80 are left.
+    assert seconds(launch, [[(1.0, 100.0)], [(0.0, 100.0)]]) == pytest.approx(1 + 20 / 50 + 80 / 80)
+    # The second reads alone while the first waits for its next row.
+    pieces = [[(0.0, 50.0), (2.0, 0.0)], [(0.0, 130.0)]]
+    assert seconds(launch, pieces) == 1 + max(2.0, 80 / 80)
+    assert loss(launch, [[(1.0, 100.0)]] * 2) == pytest.approx(0.5)
+
+
+def test_equal_shares_lose_less_than_programs_of_one_row(full_size: bool) -> None:
+    """Over the workload of nano-vllm: how much depends on what a program alone can read."""
+    config = EngineConfig("none", max_num_batched_tokens=8192)
+    steps = list(load_balance.nano_vllm_steps(config, 151_936)[0])[:: 24 if full_size else 96]
+    for per_program, least in ((25e9, 0.04), (15e9, 0.08)):
+        found = losses(Launch(per_program=per_program), steps)
+        assert found["per row"] > max(least, 2 * found["equal shares"])
+        assert found["equal shares"] < 0.05
+
+
+def test_the_losses_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["load_balance.py", "--every", "600"])
+    load_balance.main()
+    assert capsys.readouterr().out.count("%") == 12

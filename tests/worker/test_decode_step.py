@@ -1,0 +1,195 @@
+"""What a decode step of Qwen3-0.6B launches and copies, counted on torch's "meta" device.
+
+Tensors without memory go through the runner, the model, its LM head and the sampler of a GPU. Every
+operation that would be a launch is counted, and kernels where the interpreter would begin. A value
+that the host looks at would have to be there: on this device there is none.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from packed_batches import make_sequence
+from shapes import SHAPES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+
+from triton.runtime.interpreter import GridExecutor
+
+import nanoserve.checkpoint.dummy_weights
+from nanoserve.attention.triton import TritonAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.kernels.ops import TritonOps
+from nanoserve.layers.context import LayerContext
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.model_runner import ModelRunner
+
+META = torch.device("meta")
+MAX_ROWS, CONTEXT, NUM_LAYERS = 256, 2000, 28
+# Launches of a layer: each kernel, and the products qkv, o, gate_up and down.
+PER_LAYER = {"_add_rms_norm": 2, "_store_kv": 1, "_act_and_mul": 1, "aten::linear": 4}
+MOST_ATTENTION = 2  # the attention of a layer, and the merge of its parts
+# Around the layers: embedding, an empty residual stream, the last norm.
+AROUND = {"aten::embedding": 1, "aten::zeros_like": 1, "_add_rms_norm": 1}
+# Before a replay: two copies, and what fills in the tokens that only the device knows. Behind it:
+# rows and positions are gathered, LM head, sampler, the ids are kept for the next step and fetched.
+BESIDE = {
+    "aten::copy_": 4, "aten::index": 3, "aten::lt": 1, "aten::where": 1, "aten::add": 1,
+    "aten::linear": 1, "_best_of_parts": 1, "_best_part": 1, "aten::clamp": 1, "aten::to": 1,
+    "aten::index_put_": 1,
+}  # fmt: skip
+MOST_COPIED_IN = 400_000  # bytes, of a step of 256 rows of 2,000 tokens
+
+
+class Watch(TorchDispatchMode):
+    """Counts launches, and the bytes of copies between host and device. Nothing else may mix them.
+
+    A view or an allocation launches nothing. What only the host has to do with is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.copied_in: list[int] = []
+        self.copied_out: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        if name == "aten::copy_" and (args[0].device, args[1].device) != (META, META):
+            return self._copy(*args[:2])
+        out = func(*args, **kwargs)
+        read, written = _tensors((args, kwargs)), _tensors(out)
+        if all(t.device != META for t in read + written):
+            return out
+        # A scalar may lie on the host: it travels with the launch.
+        assert all(t.device == META or t.ndim == 0 for t in read), f"{name} mixes devices"
+        storages = {t.untyped_storage()._cdata for t in read}
+        is_view = all(t.untyped_storage()._cdata in storages for t in written)
+        if "empty" not in name and (name.endswith("_") or not is_view):
+            self.launches[name] += 1
+        return out
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        self.launches["aten::copy_"] += 1
+        (self.copied_in if target.device == META else self.copied_out).append(source.nbytes)
+        return target
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if torch.is_tensor(value)]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[Counter[str]]:
+    """By name, kernels that would have been launched."""
+    launched: Counter[str] = Counter()
+
+    def count(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        launched[self.fn.__name__] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", count)
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def runner(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    path = tmp_path_factory.mktemp("qwen3")
+    (path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
+    config = EngineConfig.from_options(
+        path,
+        load_format="dummy",
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=8192,
+        num_kv_blocks=MAX_ROWS * 40_960 // 16,
+        enforce_eager=True,
+        async_scheduling=True,
+    )
+    cuda = FakeCuda(total=2**50, free=2**50)
+    cuda.device = META
+    model_config = ModelConfig.from_checkpoint(path, "bfloat16")
+    context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nanoserve.checkpoint.dummy_weights, "fill_randomly", lambda model: None)
+        return ModelRunner(config, model_config, path, context, CudaDevice(config, cuda, True))
+
+
+def pack(runner: ModelRunner, num_rows: int) -> Batch:
+    """A step of rows of `CONTEXT` tokens; of every other one only the device knows the last."""
+    rows = [
+        Row(make_sequence(CONTEXT - 1 + slot % 2, CONTEXT - 1, slot), CONTEXT - 1, 1, 1, 1)
+        for slot in range(num_rows)
+    ]
+    tables = np.zeros((MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
+    batch = runner.next_batch()
+    batch.pack(Plan(budget=0, rows=rows), tables, runner.config.block_size)
+    return batch
+
+
+def step(runner: ModelRunner, num_rows: int, changes: list[SlotChange]) -> Watch:
+    batch = pack(runner, num_rows)
+    with Watch() as watch:
+        handle = runner.forward(batch, changes)
+        runner.sample(handle)
+    return watch
+
+
+def changes(num_rows: int) -> list[SlotChange]:
+    params = SamplingParams(temperature=0.6)
+    return [SlotChange(slot, params, seed=slot) for slot in range(num_rows)]
+
+
+def split_attention(launches: Counter[str]) -> tuple[Counter[str], int]:
+    """Launches without attention's kernels, and how many these are: they may be cut differently."""
+    known = {*PER_LAYER, *AROUND, *BESIDE}
+    kernels = {name for name in launches if "::" not in name and name not in known}
+    rest = Counter({name: n for name, n in launches.items() if name not in kernels})
+    return rest, sum(launches[name] for name in kernels)
+
+
+def of_the_model() -> Counter[str]:
+    return Counter({name: NUM_LAYERS * n for name, n in PER_LAYER.items()}) + Counter(AROUND)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 256])
+def test_what_a_graph_records_is_launches_and_nothing_else(
+    runner: ModelRunner, launched: Counter[str], num_rows: int
+) -> None:
+    launched.clear()
+    with Watch() as watch, torch.inference_mode():
+        runner.device._decode(runner, num_rows, runner.max_model_len)
+    assert not watch.copied_in and not watch.copied_out
+    launches, attention = split_attention(watch.launches + launched)
+    assert launches == of_the_model()
+    assert NUM_LAYERS <= attention <= MOST_ATTENTION * NUM_LAYERS
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+def test_a_step_is_copied_in_once_and_out_once(
+    runner: ModelRunner, launched: Counter[str], num_rows: int
+) -> None:
+    step(runner, num_rows, changes(num_rows))  # settings travel when slots change
+    launched.clear()
+    watch = step(runner, num_rows, [])
+    assert len(watch.copied_in) == 1 and watch.copied_in[0] <= MOST_COPIED_IN, watch.copied_in
+    assert watch.copied_out == [8 * num_rows]
+    launches, attention = split_attention(watch.launches + launched)
+    assert launches == of_the_model() + Counter(BESIDE)
+    assert attention <= MOST_ATTENTION * NUM_LAYERS
+
+
+def test_settings_travel_when_a_slot_changes(runner: ModelRunner) -> None:
+    watch = step(runner, 16, changes(1))
+    assert watch.copied_in[1:] == [MAX_ROWS * 32]
