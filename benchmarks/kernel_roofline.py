@@ -47,7 +47,7 @@ _META = torch.device("meta")
 _BLOCK_SIZE, _MAX_ROWS, _NO_WINDOW = 16, 256, 2**31 - 1
 # Of a thread for each value of its first argument; the other kernels have few for their bytes. As
 # `tests/support/compile_kernels.py` counts them.
-_INSTRUCTIONS = {"_best_of_parts": 99}
+_INSTRUCTIONS = {"_best_of_parts": 54}
 
 
 class GPU(NamedTuple):

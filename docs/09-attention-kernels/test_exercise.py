@@ -1,4 +1,4 @@
-"""Is attention in one pass, and in splits, what a softmax over all keys gives?"""
+"""Is attention in one pass, and in parts, what a softmax over all keys gives?"""
 
 import warnings
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def test_without_a_visible_key_the_log_sum_exp_is_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_splits_merge_to_the_whole(seed: int) -> None:
+def test_parts_merge_to_the_whole(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     num_keys = int(rng.integers(1, 60))
     q, k, v = inputs(num_keys, seed, size=float(rng.choice([1.0, 1e4])))

@@ -24,7 +24,7 @@ SCRIPT = compile_kernels.__file__
 USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
 # Where there is less shared memory, also those that take the most of it.
 LARGE = rf"{USUAL}|attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
-# Up to so many bytes are spilled there: by the merge of splits, and by prefill with a window.
+# Up to so many bytes are spilled there: by the merge of parts, and by prefill with a window.
 SPILLS = {86: 8, 89: 8, 120: 88}
 WANTED = {80: USUAL, 86: LARGE, 89: LARGE, 90: "", 100: USUAL, 120: LARGE}
 # At the small size, a case or two for each kernel, and the largest where there is least room.
@@ -51,7 +51,7 @@ WIDE_LOADS = {
     "act_and_mul bfloat16 size=3072 silu": ("_act_and_mul", 2),
     "choose_tokens bfloat16 vocab=151936 filtered=True": ("_best_of_parts", 2),
 }
-SAMPLER_INSTRUCTIONS = 110  # of a token of the vocabulary, hash, noise and comparison
+SAMPLER_INSTRUCTIONS = 60  # of a token of the vocabulary, hash, noise and comparison
 
 Records = list[dict[str, Any]]
 
@@ -143,7 +143,8 @@ def test_keys_and_values_come_16_bytes_at_a_time_and_go_to_the_tensor_cores(
         loaded = bytes_loaded(loop)
         assert loaded[16] >= WIDE_SHARE * sum(loaded.values()) > 0, loop
         asynchronous = sum(n for name, n in loop.items() if re.match(r"LDGSTS.*\.128", name))
-        assert 16 * asynchronous == loaded[16], loop
+        # All but the query of a decode row, whose loop over rows is around that over keys.
+        assert loaded[16] - 16 * asynchronous == (16 if kind == "decode" else 0), loop
 
 
 @pytest.mark.parametrize("case", WIDE_LOADS)
