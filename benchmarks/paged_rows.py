@@ -1,10 +1,15 @@
 """Rows with paged caches full of random keys and values, for whoever times attention."""
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from nanoserve.kernels.paged_attention import paged_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench import draw_workload
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16
@@ -80,3 +85,17 @@ def make_rows(
 
 def randn(*shape: int, device: str) -> torch.Tensor:
     return torch.randn(shape, dtype=DTYPE, device=device)
+
+
+def decode_cases(is_tiny: bool) -> dict[str, list[int]]:
+    """Contexts of decode steps: alike, and as nano-vllm's workload has them at some steps."""
+    if is_tiny:
+        return {"2x20": [20, 20], "ragged": [7, 40, 21]}
+    prompts, output_lens = draw_workload(256, (100, 1024), (100, 1024), 151_936)
+    cases = {"256x1000": [1000] * 256}
+    for step in (300, 600, 900):
+        rows = zip(prompts, output_lens, strict=True)
+        cases[f"ragged {step}"] = [len(prompt) + step for prompt, n in rows if n > step]
+    for num_rows, context in ((64, 1000), (32, 1000), (8, 1000), (64, 8000), (1, 8000)):
+        cases[f"{num_rows}x{context}"] = [context] * num_rows
+    return cases
