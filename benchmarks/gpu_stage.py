@@ -35,23 +35,29 @@ MODULES = {
 
 
 def run(stage: str, job: Job, file: Path) -> bool:
-    """Whether no measurement has raised."""
+    """Whether nothing has raised."""
     result: dict[str, Any] = {}
-    is_good = True
-    for name, measure in getattr(import_module(MODULES[stage]), stage)(job):
-        start = time.perf_counter()
-        try:
-            result[name] = measure()
-        except Exception as error:
-            traceback.print_exc()
-            result[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            is_good = False
+    try:
+        for name, measure in getattr(import_module(MODULES[stage]), stage)(job):
+            start = time.perf_counter()
+            try:
+                result[name] = measure()
+            except Exception as error:
+                result[name] = _told(error)
+            write_json(file, result)
+            print(f"{name} [{time.perf_counter() - start:.1f} s]: {result[name]}", flush=True)
+            gc.collect()
+            if job.device == "cuda":
+                torch.cuda.empty_cache()
+    except Exception as error:  # between two measurements, or before the first
+        result["what comes next"] = _told(error)
         write_json(file, result)
-        print(f"{name} [{time.perf_counter() - start:.1f} s]: {result[name]}", flush=True)
-        gc.collect()
-        if job.device == "cuda":
-            torch.cuda.empty_cache()
-    return is_good
+    return not any(isinstance(value, dict) and "error" in value for value in result.values())
+
+
+def _told(error: Exception) -> dict[str, str]:
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def main() -> int:
