@@ -51,10 +51,13 @@ class Program:
             env=os.environ | variables,
         )
 
-    def wait(self) -> tuple[int, str]:
-        """Its exit status and what it said; when the time is nearly up, it is interrupted."""
+    def wait(self, share: float = 1.0) -> tuple[int, str]:
+        """Its exit status and what it said.
+
+        When `share` of the time is nearly up, it is interrupted.
+        """
         try:
-            rc = self._process.wait(max(0.0, self._job.left - _LAST_WORDS - 2))
+            rc = self._process.wait(max(0.0, share * self._job.left - _LAST_WORDS - 2))
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGINT)
             try:

@@ -113,17 +113,17 @@ def sanitize(job: Job) -> Measurements:
     """What NVIDIA's tools find in some kernel tests, and say about the attention kernels."""
     tests = python("-m", "pytest", _GPU_TESTS, "-m", "gpu", "-n", "0", "-q", *_NO_PLUGINS)
     tests += ["-k", _SANITIZED]
-    for tool in ("memcheck", "racecheck"):
+    for tool, share in (("memcheck", 1 / 3), ("racecheck", 1 / 2)):
         command = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "9", *tests]
-        yield tool, partial(_tool, job, "compute-sanitizer", tool, command)
+        yield tool, partial(_tool, job, "compute-sanitizer", tool, command, share)
     command = ["--set", "basic", "--clock-control", "none", "-k", "regex:attention", "-c", "3"]
     command += python("benchmarks/attention.py", "--device", job.device)
-    yield "ncu", partial(_tool, job, "ncu", "ncu", command)
+    yield "ncu", partial(_tool, job, "ncu", "ncu", command, 1.0)
 
 
-def _tool(job: Job, program: str, name: str, arguments: list[str]) -> dict[str, Any]:
+def _tool(job: Job, program: str, name: str, arguments: list[str], share: float) -> dict[str, Any]:
     path = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if path is None:
         return {"left out": f"{program} is not installed"}
-    rc, said = Program([path, *arguments], job, name).wait()
+    rc, said = Program([path, *arguments], job, name).wait(share)
     return {"rc": rc, "said": said.splitlines()[-60 if name == "ncu" else -5 :]}

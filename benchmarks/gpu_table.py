@@ -10,6 +10,7 @@ _AIMS = {
     "bench": "aim: 60 % of the roofline",
     "busy": "aim: 90 % busy",
 }
+_SHOWN_VERSIONS = ("Python", "CUDA", "torch", "triton", "transformers")
 Result = dict[str, Any]
 
 
@@ -66,6 +67,7 @@ def _wrapped(title: str, cells: list[str]) -> list[str]:
     for i, cell in enumerate(cells):
         cell += " | " if i < len(cells) - 1 else ""
         if len(lines[-1]) + len(cell) > MAX_WIDTH:
+            lines[-1] = lines[-1].removesuffix(" | ")
             lines.append("  ")
         lines[-1] += cell
     return lines if cells else []
@@ -82,7 +84,10 @@ def _flat(values: Result) -> list[str]:
 def _facts(result: Result) -> Iterator[str]:
     cells = []
     for name, value in result.items():
-        cells += _flat(value) if isinstance(value, dict) else _flat({name: value})
+        values = value if isinstance(value, dict) else {name: value}
+        if name == "versions":
+            values = {package: values[package] for package in _SHOWN_VERSIONS}
+        cells += _flat(values)
     yield from _wrapped("facts", cells)
 
 
@@ -115,50 +120,61 @@ def _bench(result: Result) -> Iterator[str]:
 
 
 def _profile(result: Result) -> Iterator[str]:
-    yield f"steps, us ({_AIMS['busy']})"
+    yield f"steps, us ({_AIMS['busy']}); the largest gap; launches a layer; shares of the time"
     for name, found in result.items():
         line = f"  {name:26} wall {found['wall us']:6.0f}"
         if "busy us" in found:
             shares = ", ".join(f"{k} {v:.0%}" for k, v in found["shares"].items() if v >= 0.005)
             line += f"  busy {found['busy us']:6.0f} {found['busy share']:4.0%}  "
-            line += f"largest gap {found['largest gap us']:5.0f}  "
-            line += f"{found['launches per layer']:4.1f} launches a layer  {shares}"
+            line += f"gap {found['largest gap us']:4.0f}  "
+            line += f"{found['launches per layer']:4.1f} a layer  {shares}"
         yield line
 
 
 def _kernels(result: Result) -> Iterator[str]:
-    decode = {k: v for k, v in result.items() if k.startswith("decode")}
     cells = [
-        f"{name.removeprefix('decode').strip(' ,')} {v['us']:.1f} us {_share(v['of a copy'])}"
-        for name, v in decode.items()
+        f"{name.removeprefix('decode').strip(' ,')} {_byte_rate(row)}"
+        for name, row in result.items()
+        if name.startswith("decode")
     ]
-    yield from _wrapped(f"decode ({_AIMS['decode']})", cells)
-    rows = result.get("Decode attention", [])
-    cells = [
-        f"{r['shape']} {r['batch']}x{r['context']} {r['us']:.0f} us {_share(r['of a copy'])}"
-        for r in rows
-    ]
-    yield from _wrapped("  attention.py", cells)
-    cells = [
-        f"{r['shape']} {r['tokens']} {r['ms']:.2f} ms {r['TFLOP/s']:.0f} TFLOP/s "
-        f"{_share(r['of a matrix product'])}"
-        for r in result.get("Prefill attention", [])
-    ]
-    yield from _wrapped(f"prefill ({_AIMS['prefill']})", cells)
-    cells = [
-        f"{r['shape']} {r['kernel']} {r['tokens']} {r['us']:.1f} us {_share(r['of a copy'])}"
-        for r in result.get("Small kernels", [])
-    ]
-    yield from _wrapped("small", cells)
-    sampling = {k: v for k, v in result.items() if k.startswith(("filter", "choose"))}
-    yield from _wrapped("sampling", [f"{k} {v['us']:.0f} us" for k, v in sampling.items()])
+    yield from _wrapped(f"decode, us ({_AIMS['decode']})", cells)
+    yield from _by_shape(
+        result.get("Decode attention", []),
+        lambda row: f"{row['batch']}x{row['context']} {_byte_rate(row)}",
+    )
+    prefills = result.get("Prefill attention", [])
+    if prefills:
+        yield f"prefill, ms and TFLOP/s ({_AIMS['prefill']})"
+    yield from _by_shape(
+        prefills,
+        lambda row: (
+            f"{row['tokens'].replace(' ', '')} {row['ms']:.3f} {row['TFLOP/s']:.0f} "
+            f"{_share(row['of a matrix product'])}"
+        ),
+    )
+    yield from _by_shape(
+        [row for row in result.get("Small kernels", []) if row["kernel"] != "choose_tokens"],
+        lambda row: f"{row['kernel']} {row['tokens']} {_byte_rate(row)}",
+    )
+    for kernel in ("filter_borders", "choose_tokens"):
+        told = {name: row for name, row in result.items() if name.startswith(kernel)}
+        cells = [f"{name.split(' ', 1)[1]} {row['us']:.0f}" for name, row in told.items()]
+        yield from _wrapped(f"{kernel}, us", cells)
     for name, rates in result.items():
         if name.startswith("product"):
-            cells = [
-                f"{m}: {r['us']:.1f} us {r['GB/s']:.0f} GB/s {r['TFLOP/s']:.0f} TF"
-                for m, r in rates.items()
-            ]
-            yield from _wrapped(name, cells)
+            cells = [f"{m}: {r['us']:.1f} {r['TFLOP/s']:.0f}" for m, r in rates.items()]
+            yield from _wrapped(f"{name}, us and TFLOP/s", cells)
+
+
+def _byte_rate(row: Result) -> str:
+    us = row["us"]
+    return f"{us:.{1 if us < 100 else 0}f} {_share(row['of a copy'])}"
+
+
+def _by_shape(rows: list[Result], told: Callable[[Result], str]) -> Iterator[str]:
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        cells = [told(row) for row in rows if row["shape"] == shape]
+        yield from _wrapped(f"  {shape}", cells)
 
 
 def _peers(result: Result) -> Iterator[str]:
@@ -172,28 +188,41 @@ def _peers(result: Result) -> Iterator[str]:
 
 
 def _fa3(result: Result) -> Iterator[str]:
-    yield "FlashAttention 3 (aim: its time over ours above 0.9)"
-    for name, found in result.items():
-        line = f"  {name:30} ours {found['ours us']:8.1f} us {found['ours of peak']:4.0%}  "
-        line += f"theirs {found['theirs us']:8.1f} us {found['theirs of peak']:4.0%}  "
-        line += f"theirs over ours {found['theirs over ours']:.2f}  "
-        line += "same" if found["same"] else f"OTHER by {found['largest difference']:.3f}"
-        yield line
+    """A line for each case, with all sizes of blocks."""
+    yield "FlashAttention 3: us of ours / theirs, shares of the peak, theirs over ours (aim: 0.9)"
+    for case in dict.fromkeys(name.partition(",")[0] for name in result):
+        cells = []
+        for name, found in result.items():
+            if name.partition(",")[0] == case:
+                size = name.partition(", ")[2]
+                cell = f"{size} {found['ours us']:.1f} / {found['theirs us']:.1f} us, "
+                cell += f"{found['ours of peak']:.0%} / {found['theirs of peak']:.0%}, "
+                cell += f"{found['theirs over ours']:.2f} "
+                cell += "same" if found["same"] else f"OTHER {found['largest difference']:.3f}"
+                cells.append(cell.strip())
+        yield from _wrapped(f"  {case}", cells)
 
 
 def _sweep(result: Result) -> Iterator[str]:
+    """Now and best, with the values of the fields that were varied."""
+    shapes: dict[str, list[str]] = {}
     for name, found in result.items():
-        if "best" not in found:
-            if found:
-                yield f"sweep, {name}: {len(found)} configurations"
-            continue
-        points = [("now", found["current"]), *(("best", best) for best in found["best"][:3])]
-        cells = []
-        for told, point in points:
-            values = " ".join(str(n) for n in list(point.values())[2:])
-            us = "-" if point["us"] is None else f"{point['us']:.1f} us"
-            cells.append(f"{told} {us} {_share(point['of a copy'])} ({values})")
-        yield from _wrapped(f"sweep, {name}", cells)
+        shape, _, case = name.partition(": ")
+        cells = shapes.setdefault(shape, [])
+        if "best" in found:
+            points = [found["current"], *found["best"][:1]]
+            cells.append(f"{case} " + " -> ".join(map(_point, points)))
+        elif found:
+            cells.append(f"{case} {len(found)}")
+    for shape, cells in shapes.items():
+        yield from _wrapped(f"sweep, {shape}", cells)
+
+
+def _point(point: Result) -> str:
+    if point["us"] is None:
+        return "does not run"
+    values = " ".join(str(n) for n in list(point.values())[2:])
+    return f"{point['us']:.1f} us {_share(point['of a copy'])} ({values})"
 
 
 def _sanitize(result: Result) -> Iterator[str]:

@@ -24,7 +24,7 @@ import torch
 from attention import SIZES, Peaks, decode_bytes, in_turns, measure_peaks, num_turns
 from gpu_job import Job, Measurements
 from hardware import choose_device, describe
-from paged_rows import DTYPE, Rows, Shape, decode_cases, make_rows
+from paged_rows import Rows, Shape, decode_cases, make_rows
 
 from nanoserve.kernels import paged_attention
 
@@ -53,22 +53,23 @@ def points(grid: Grid) -> list[Values]:
 
 
 @contextmanager
-def tiles(values: Values) -> Iterator[None]:
-    """Everything that attends meanwhile does it with these values."""
-    original = paged_attention.tile_config
+def tiles(values: Values) -> Iterator[list[paged_attention.TileConfig]]:
+    """Everything that attends meanwhile does it with these values; its configurations."""
+    original, made = paged_attention.tile_config, []
 
     def chosen(*args: Any, **kwargs: Any) -> paged_attention.TileConfig:
-        return original(*args, **kwargs)._replace(**values)
+        made.append(original(*args, **kwargs)._replace(**values))
+        return made[-1]
 
     with mock.patch.object(paged_attention, "tile_config", chosen):
-        yield
+        yield made
 
 
-def current(shape: Shape, grid: Grid) -> Values:
+def current(rows: Rows, grid: Grid) -> Values:
     """What is chosen today, of the fields that the grid varies."""
-    group = shape.num_heads // shape.num_kv_heads
-    config = paged_attention.tile_config(shape.head_dim, DTYPE, group, is_decode=True)
-    return {name: getattr(config, name) for name in grid}
+    with tiles({}) as made:
+        rows.attend(0)
+    return {name: getattr(made[0], name) for name in grid}
 
 
 def compile_all(shape: Shape, grid: Grid, device: str) -> dict[str, str]:
@@ -103,7 +104,7 @@ def sweep_case(shape: Shape, grid: Grid, contexts: list[int], peaks: Peaks) -> d
         if (us := _microseconds(rows, values, layers, peaks.device)) is not None:
             found.append((us, values))
     found.sort(key=lambda item: item[0])
-    now = current(shape, grid)
+    now = current(rows, grid)
 
     def told(us: float | None, values: Values) -> dict[str, Any]:
         share = us and peaks.share(num_bytes / (us / 1e6), peaks.bandwidth)

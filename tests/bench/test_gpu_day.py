@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 import gpu_day
 import tune
 from gpu_table import MAX_LINES, MAX_WIDTH, table
-
-from nanoserve.kernels import paged_attention
+from paged_rows import Shape, make_rows
 
 SCRIPT = Path(gpu_day.__file__)
 RATE = {"us": 12.3, "GB/s": 2500.0, "of a copy": 0.84}
@@ -133,14 +132,13 @@ def test_the_table_fits_on_a_screen() -> None:
 
 
 def test_tiles_are_replaced_while_they_are_tried() -> None:
-    def tile_n() -> int:
-        shape = (128, tune.DTYPE, 2)
-        return paged_attention.tile_config(*shape, is_decode=True).tile_n
-
-    before = tile_n()
-    with tune.tiles({"tile_n": 2 * before}):
-        assert tile_n() == 2 * before
-    assert tile_n() == before
+    shape = Shape("tiny", 2, 1, 16, 0, 0, 0)
+    rows, grid = make_rows(shape, [5, 20], 1, 1, "cpu"), {"tile_n": [16, 32]}
+    before = tune.current(rows, grid)["tile_n"]
+    with tune.tiles({"tile_n": 2 * before}) as made:
+        rows.attend(0)
+    assert [config.tile_n for config in made] == [2 * before]
+    assert tune.current(rows, grid) == {"tile_n": before}
     assert tune.points({"tile_n": [16, 32], "num_warps": [4]})[1] == {"tile_n": 32, "num_warps": 4}
     with pytest.raises(SystemExit, match="has no width; it has block_m, tile_n"):
         tune.parse_grid(["width=1,2"], "cpu")
