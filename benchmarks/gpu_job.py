@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-_LAST_WORDS = 10.0  # seconds for a program that is told to end: pytest writes its report
+_LAST_WORDS = 20.0  # seconds for a program that is told to end: pytest writes its report
 
 
 class Job(NamedTuple):

@@ -25,7 +25,7 @@ _MIXED_ROWS = 64
 _NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
 _TIMED, _PROFILED = 20, 5  # steps
 _KINDS = {
-    "attention": r"attention|merge_splits|flash",
+    "attention": r"attention|merge_|flash",
     "sampling": r"best_of|choose|filter|argmax",
     "products": r"nvjet|gemm|cutlass|splitk|cublas",
     "copies": r"memcpy|memset|copy_kernel",
