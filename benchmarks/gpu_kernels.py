@@ -167,6 +167,7 @@ def _beside_ours(
     difference = (ours.float() - theirs.float()).abs()
     is_same = bool((difference <= 2e-2 * (1 + ours.float().abs())).all())
     result: dict[str, Any] = {"largest difference": float(difference.max()), "same": is_same}
+    result["bad"] = not is_same
     attends = {"ours": rows.attend, "theirs": partial(_flash_attention, rows)}
     for name, attend in attends.items():
         s = in_turns(attend, layers, peaks.device)

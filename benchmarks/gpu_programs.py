@@ -67,6 +67,7 @@ def _told_tests(program: Program, report: Path) -> dict[str, Any]:
     ]
     result: dict[str, Any] = {"passed": total - failed - errors - skipped}
     result |= {"failed": failed + errors, "skipped": skipped, "names": names[:40], "rc": rc}
+    result["bad"] = rc != 0
     if collected := re.search(r"^(\d+)(?:/\d+)? tests collected", said, re.M):
         result["collected"] = int(collected[1])
     return result

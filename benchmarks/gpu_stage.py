@@ -35,7 +35,7 @@ MODULES = {
 
 
 def run(stage: str, job: Job, file: Path) -> bool:
-    """Whether nothing has raised."""
+    """Whether nothing has raised, and no measurement calls its own result "bad"."""
     result: dict[str, Any] = {}
     try:
         for name, measure in getattr(import_module(MODULES[stage]), stage)(job):
@@ -52,7 +52,8 @@ def run(stage: str, job: Job, file: Path) -> bool:
     except Exception as error:  # between two measurements, or before the first
         result["what comes next"] = _told(error)
         write_json(file, result)
-    return not any(isinstance(value, dict) and "error" in value for value in result.values())
+    found = [value for value in result.values() if isinstance(value, dict)]
+    return not any("error" in value or value.get("bad") for value in found)
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -13,7 +13,10 @@ import pytest
 pytest.importorskip("triton")
 
 import gpu_day
+import gpu_programs
+import gpu_stage
 import tune
+from gpu_job import Job
 from gpu_table import MAX_LINES, MAX_WIDTH, table
 from paged_rows import Shape, make_rows
 
@@ -60,6 +63,18 @@ def test_no_stage_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "fa3 FAILED (1)" in first and "smoke CUT OFF" in first and "kernels SKIPPED" in first
     assert any("NVIDIA GPUs only" in line for line in others)
     assert "ValueError" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_good"), [({"rc": 0}, True), ({"bad": True}, False), ({"error": "no"}, False)]
+)
+def test_a_stage_is_as_good_as_its_results(
+    value: dict[str, Any], is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job("cpu", 0.0, tmp_path, None)
+    monkeypatch.setattr(gpu_programs, "tests", lambda job: iter([("some", lambda: value)]))
+    assert gpu_stage.run("tests", job, tmp_path / "result.json") is is_good
+    assert json.loads((tmp_path / "result.json").read_text()) == {"some": value}
 
 
 def test_what_a_stage_has_started_ends_with_it() -> None:
