@@ -1,6 +1,6 @@
 """How close the kernels come to what their GPU can do, as Markdown for docs/benchmarks.md.
 
-    python benchmarks/attention.py
+    python benchmarks/attention.py [--json FILE]
     TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu      tiny: does it run at all?
 
 Decode attention and the small kernels move bytes: their measure is the bandwidth of a large copy.
@@ -9,40 +9,28 @@ a CUDA graph, as a decode step runs them: launching from Python would be most of
 """
 
 import itertools
+import json
 import math
 import statistics
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from hardware import choose_device, copy_bandwidth, describe
+from paged_rows import BLOCK_SIZE, DTYPE, Shape, make_rows, randn
 
 from nanoserve.kernels.act_and_mul import act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
 
-_DTYPE = torch.bfloat16
-_ITEM = _DTYPE.itemsize
-_BLOCK_SIZE = 16
+_ITEM = DTYPE.itemsize
 _MAX_ROTATION = 64
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the kernels see of a model."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -92,8 +80,8 @@ class Peaks:
     bandwidth: float  # bytes per second
     matmul: float  # FLOP per second
 
-    def share(self, rate: float, peak: float) -> str:
-        return f"{rate / peak:.0%}" if self.device == "cuda" else "-"
+    def share(self, rate: float, peak: float) -> float | None:
+        return rate / peak if self.device == "cuda" else None
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -132,63 +120,49 @@ def num_turns(bytes_each: int, sizes: Sizes) -> int:
     return max(2, min(_MAX_ROTATION, math.ceil(sizes.rotation_bytes / bytes_each)))
 
 
-def randn(*shape: int, device: str) -> torch.Tensor:
-    return torch.randn(shape, dtype=_DTYPE, device=device)
-
-
 def matmul_rate(n: int, device: str) -> float:
     a, b = randn(n, n, device=device), randn(n, n, device=device)
     return 2 * n**3 / seconds(lambda: a @ b, device)
 
 
-def attention(
-    shape: Shape, batch: int, context: int, query_len: int, num_layers: int, device: str
-) -> Callable[[int], torch.Tensor]:
-    """Attention of `batch` rows in one of `num_layers` caches; blocks are scattered."""
-    blocks_per_row = -(-context // _BLOCK_SIZE)
-    num_blocks = batch * blocks_per_row + 1
-    block = (shape.num_kv_heads, _BLOCK_SIZE, shape.head_dim)
-    kv_caches = [randn(2, num_blocks, *block, device=device) for _ in range(num_layers)]
-    tables = 1 + torch.randperm(num_blocks - 1, device=device).int().view(batch, blocks_per_row)
-    q = randn(batch * query_len, shape.num_heads, shape.head_dim, device=device)
-    cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * query_len
-    context_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
-
-    def run(layer: int) -> torch.Tensor:
-        return paged_attention(
-            q,
-            kv_caches[layer],
-            cu_seqlens_q,
-            context_lens,
-            tables,
-            scale=shape.head_dim**-0.5,
-            num_decode_rows=batch if query_len == 1 else 0,
-            max_context_len=context,
-        )
-
-    return run
+Row = dict[str, Any]
 
 
-def measure_decode(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+def decode_bytes(shape: Shape, contexts: list[int]) -> tuple[int, int]:
+    """K and V of all contexts; and with queries and outputs."""
+    kv = 2 * sum(contexts) * shape.num_kv_heads * shape.head_dim * _ITEM
+    return kv, kv + 2 * len(contexts) * shape.num_heads * shape.head_dim * _ITEM
+
+
+def decode_rate(shape: Shape, contexts: list[int], sizes: Sizes, peaks: Peaks, **cache: int) -> Row:
+    """`cache` is what `make_rows` takes."""
+    kv, num_bytes = decode_bytes(shape, contexts)
+    layers = cache.pop("num_layers", None) or num_turns(kv, sizes)
+    rows = make_rows(shape, contexts, 1, layers, peaks.device, **cache)
+    return byte_rate(in_turns(rows.attend, layers, peaks.device), num_bytes, peaks)
+
+
+def byte_rate(s: float, num_bytes: int, peaks: Peaks) -> Row:
+    share = peaks.share(num_bytes / s, peaks.bandwidth)
+    return {"us": s * 1e6, "GB/s": num_bytes / s / 1e9, "of a copy": share}
+
+
+def measure_decode(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[Row]:
     """Bytes: K and V of all contexts once, queries, and outputs."""
     for batch, context in sizes.decodes:
-        kv = 2 * batch * context * shape.num_kv_heads * shape.head_dim * _ITEM
-        num_bytes = kv + 2 * batch * shape.num_heads * shape.head_dim * _ITEM
-        layers = num_turns(kv, sizes)
-        run = attention(shape, batch, context, 1, layers, peaks.device)
-        s = in_turns(run, layers, peaks.device)
-        share = peaks.share(num_bytes / s, peaks.bandwidth)
-        yield [shape.name, batch, context, f"{s * 1e6:.1f}", f"{num_bytes / s / 1e9:.0f}", share]
+        rate = decode_rate(shape, [context] * batch, sizes, peaks)
+        yield {"shape": shape.name, "batch": batch, "context": context} | rate
 
 
-def measure_prefill(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+def measure_prefill(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[Row]:
     """FLOP: 4 x heads x head_dim for each pair of a query and a key that it sees."""
     for batch, n in sizes.prefills:
         flop = 4 * shape.num_heads * shape.head_dim * batch * n * (n + 1) // 2
-        run = attention(shape, batch, n, n, 1, peaks.device)
-        s = in_turns(run, 1, peaks.device)
+        rows = make_rows(shape, [n] * batch, n, 1, peaks.device)
+        s = in_turns(rows.attend, 1, peaks.device)
         share = peaks.share(flop / s, peaks.matmul)
-        yield [shape.name, f"{batch} x {n}", f"{s * 1e3:.3f}", f"{flop / s / 1e12:.1f}", share]
+        rate = {"ms": s * 1e3, "TFLOP/s": flop / s / 1e12, "of a matrix product": share}
+        yield {"shape": shape.name, "tokens": f"{batch} x {n}"} | rate
 
 
 Case = tuple[str, int, int, Callable[[], Callable[[], object]]]
@@ -213,10 +187,10 @@ def small_kernels(shape: Shape, sizes: Sizes, device: str) -> Iterator[Case]:
         positions = torch.arange(n, dtype=torch.int32, device=device)
         cos, sin = randn(n, head_dim // 2, device=device), randn(n, head_dim // 2, device=device)
         q_weight, k_weight = randn(head_dim, device=device), randn(head_dim, device=device)
-        num_blocks = -(-n // _BLOCK_SIZE) + 1
-        block = (shape.num_kv_heads, _BLOCK_SIZE, head_dim)
-        cache = torch.zeros(2, num_blocks, *block, dtype=_DTYPE, device=device)
-        norms, slots = (q_weight, k_weight, 1e-6), positions + _BLOCK_SIZE
+        num_blocks = -(-n // BLOCK_SIZE) + 1
+        block = (shape.num_kv_heads, BLOCK_SIZE, head_dim)
+        cache = torch.zeros(2, num_blocks, *block, dtype=DTYPE, device=device)
+        norms, slots = (q_weight, k_weight, 1e-6), positions + BLOCK_SIZE
         return lambda: store_kv(heads, positions, cos, sin, *norms, cache, slots)
 
     def make_choose(n: int) -> Callable[[], object]:
@@ -235,53 +209,72 @@ def small_kernels(shape: Shape, sizes: Sizes, device: str) -> Iterator[Case]:
         yield "choose_tokens", n, n * shape.vocab_size * _ITEM, lambda n=n: make_choose(n)
 
 
-def measure_small(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[list[object]]:
+def measure_small(shape: Shape, sizes: Sizes, peaks: Peaks) -> Iterator[Row]:
     """Bytes: inputs and outputs once. Inputs alternate, so that a cache does not help."""
     for name, n, num_bytes, make in small_kernels(shape, sizes, peaks.device):
         calls = [make() for _ in range(num_turns(num_bytes, sizes))]
         s = in_turns(lambda i, calls=calls: calls[i](), len(calls), peaks.device)
-        share = peaks.share(num_bytes / s, peaks.bandwidth)
-        yield [shape.name, name, n, f"{s * 1e6:.1f}", f"{num_bytes / s / 1e9:.0f}", share]
+        rate = byte_rate(s, num_bytes, peaks)
+        yield {"shape": shape.name, "kernel": name, "tokens": n} | rate
 
 
 TABLES = {
-    "Decode attention": (
-        ["shape", "batch", "context", "us", "GB/s", "of a copy"],
-        measure_decode,
-    ),
-    "Prefill attention": (
-        ["shape", "tokens", "ms", "TFLOP/s", "of a matrix product"],
-        measure_prefill,
-    ),
-    "Small kernels": (
-        ["shape", "kernel", "tokens", "us", "GB/s", "of a copy"],
-        measure_small,
-    ),
+    "Decode attention": measure_decode,
+    "Prefill attention": measure_prefill,
+    "Small kernels": measure_small,
 }
+_FORMATS = {"us": ".1f", "ms": ".3f", "GB/s": ".0f", "TFLOP/s": ".1f"}
+_FORMATS |= {"of a copy": ".0%", "of a matrix product": ".0%"}
+
+
+def measure_peaks(sizes: Sizes, device: str) -> Peaks:
+    bandwidth = copy_bandwidth(device, sizes.copy_bytes)
+    return Peaks(device, bandwidth, matmul_rate(sizes.matmul, device))
+
+
+def measure_table(title: str, sizes: Sizes, peaks: Peaks) -> Iterator[Row]:
+    for shape in sizes.shapes:
+        for row in TABLES[title](shape, sizes, peaks):
+            yield row
+            if peaks.device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def print_row(row: Row) -> None:
+    cells = ["-" if v is None else format(v, _FORMATS.get(name, "")) for name, v in row.items()]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     parser = ArgumentParser(description="Speed of the kernels, as Markdown tables.")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    device = choose_device(parser.parse_args().device)
+    parser.add_argument("--json", metavar="FILE", help="every row of every table")
+    args = parser.parse_args()
+    device = choose_device(args.device)
     sizes = SIZES[device]
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth(device, sizes.copy_bytes)
-    peaks = Peaks(device, bandwidth, matmul_rate(sizes.matmul, device))
+    peaks = measure_peaks(sizes, device)
     print(f"{describe(device)}, torch {torch.__version__}, triton {triton.__version__}.")
-    print(f"bfloat16, KV blocks of {_BLOCK_SIZE} tokens, each time for one layer.")
-    print(f"A copy of {sizes.copy_bytes / 2**20:.0f} MiB: {bandwidth / 1e9:.0f} GB/s. ", end="")
+    print(f"bfloat16, KV blocks of {BLOCK_SIZE} tokens, each time for one layer.")
+    print(
+        f"A copy of {sizes.copy_bytes / 2**20:.0f} MiB: {peaks.bandwidth / 1e9:.0f} GB/s. ", end=""
+    )
     print(f"A matrix product of {sizes.matmul}^3: {peaks.matmul / 1e12:.1f} TFLOP/s.")
     if device == "cpu":
         print("In the interpreter these numbers say nothing.")
-    for title, (columns, measure_shape) in TABLES.items():
-        print(f"\n{title}. {measure_shape.__doc__}")
-        print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-        for shape in sizes.shapes:
-            for row in measure_shape(shape, sizes, peaks):
-                print(f"| {' | '.join(map(str, row))} |", flush=True)
-                if device == "cuda":
-                    torch.cuda.empty_cache()
+    tables: dict[str, list[Row]] = {}
+    for title, measure_shape in TABLES.items():
+        print(f"\n{title}. {measure_shape.__doc__}\n")
+        tables[title] = []
+        for row in measure_table(title, sizes, peaks):
+            if not tables[title]:
+                print(f"| {' | '.join(row)} |\n{'|---' * len(row)}|")
+            print_row(row)
+            tables[title].append(row)
+    if args.json:
+        measured = {"device": describe(device), "bandwidth": peaks.bandwidth}
+        measured |= {"matmul_rate": peaks.matmul, "tables": tables}
+        Path(args.json).write_text(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """benchmarks/attention.py runs to its end, at sizes that the interpreter can do."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention.py"
 
 
-def test_it_prints_all_tables() -> None:
+def test_it_prints_all_tables(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), "--device", "cpu"]
+    file = tmp_path / "tables.json"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--json", str(file)]
     shown = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
     cells = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines() if "|" in line]
@@ -26,3 +28,7 @@ def test_it_prints_all_tables() -> None:
     rates = [float(row[-2]) for row in cells if row[0] == "tiny"]
     assert len(rates) == 8 and min(rates) >= 0
     assert {row[-1] for row in cells if row[0] == "tiny"} == {"-"}  # shares say nothing there
+    tables = json.loads(file.read_text())["tables"]
+    assert [title for title in titles if tables[title]] == list(titles)
+    assert sum(map(len, tables.values())) == 8
+    assert all(row["of a copy"] is None and row["us"] > 0 for row in tables["Small kernels"])

@@ -1,0 +1,157 @@
+"""Everything that a GPU has to show, in one command and within a budget of seconds.
+
+    python benchmarks/gpu_day.py --out FOLDER --budget 570
+    python benchmarks/gpu_day.py --out FOLDER --stages facts,bench
+    python benchmarks/gpu_day.py --out FOLDER --device cpu          tiny: does everything run?
+
+A stage is a process of its own with a limit of its own, cut to what is left of the budget. One that
+fails, or is ended because its time is up, is told, and the next one begins. FOLDER/gpu_day.json has
+what each has measured, also while the day goes on, and FOLDER/log.txt what each has printed. The
+table of it all comes last.
+
+`sanitize` (NVIDIA's compute-sanitizer and ncu, where they are installed) runs only if it is asked
+for, `fa3` only with a folder that has the library of FlashAttention 3.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from gpu_job import write_json
+from gpu_table import print_table
+
+_HERE = Path(__file__).resolve().parent
+# Seconds of each stage at the most, on a machine whose processor is slow; what matters most first.
+LIMITS = {
+    "facts": 40,
+    "smoke": 80,
+    "tests": 180,
+    "bench": 140,
+    "profile": 80,
+    "kernels": 100,
+    "tp": 60,
+    "peers": 180,
+    "fa3": 80,
+    "sweep": 150,
+    "sanitize": 400,
+}
+_LEAST = 5.0  # seconds: in less, a stage cannot even import torch
+TIMED_OUT = 124  # the exit status of a stage that was ended, as of `timeout`
+
+Record = dict[str, Any]
+
+
+class Day:
+    """Runs stages, and keeps what they have found in files."""
+
+    def __init__(self, folder: Path, budget: float, device: str, fa3: Path | None = None) -> None:
+        self.folder, self.device, self.fa3 = folder, device, fa3
+        self.records: list[Record] = []
+        self._end = time.monotonic() + budget
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").write_text("")
+
+    def run(self, stage: str, limit: float) -> Record:
+        """`limit` in seconds. The record is in the file when this returns."""
+        limit = min(limit, self._end - time.monotonic())
+        if limit < _LEAST:
+            record = {"stage": stage, "rc": None, "seconds": 0.0, "result": {}}
+            record["skipped"] = f"{max(0.0, limit):.0f} s of the budget are left"
+        else:
+            record = self._run(stage, limit)
+        self.records.append(record)
+        write_json(self.folder / "gpu_day.json", self.records)
+        return record
+
+    def _run(self, stage: str, limit: float) -> Record:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as scratch, (self.folder / "log.txt").open("ab") as log:
+            log.write(f"\n===== {stage}, {limit:.0f} s\n".encode())
+            log.flush()
+            file = Path(scratch) / "result.json"
+            command = [sys.executable, str(_HERE / "gpu_stage.py"), stage, "--device", self.device]
+            command += ["--deadline", str(start + limit), "--result", str(file)]
+            command += ["--fa3", str(self.fa3)] if self.fa3 else []
+            rc = _run_in_group(command, limit, self._environment(), log)
+            result = json.loads(file.read_text()) if file.is_file() else {}
+        seconds = time.monotonic() - start
+        return {"stage": stage, "rc": rc, "seconds": round(seconds, 1), "result": result}
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        variables["TQDM_DISABLE"] = "1"
+        if self.device == "cpu":
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        return os.environ | variables
+
+
+def _run_in_group(command: list[str], limit: float, environment: dict[str, str], log: Any) -> int:
+    """Exit status. Whatever the process has started, and whoever that has, ends with it."""
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def parse_args() -> Namespace:
+    parser = ArgumentParser(description="All measurements and tests that need a GPU.")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FOLDER", help="gets the results")
+    add("--budget", type=float, default=570, metavar="SECONDS", help="in all (%(default)s)")
+    add("--stages", help=f"some of {','.join(LIMITS)}; not given: all but sanitize")
+    add("--sanitize", action="store_true", help="the stage sanitize, too, after all others")
+    add("--fa3", type=Path, metavar="FOLDER", help="has _vllm_fa3_C.abi3.so, or it as fa3.xz")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
+    args = parser.parse_args()
+    if args.fa3 and not args.fa3.is_dir():
+        parser.error(f"--fa3 {args.fa3} is no folder")
+    if args.stages:
+        named = args.stages.split(",")
+        if unknown := [name for name in named if name not in LIMITS]:
+            parser.error(f"--stages: no {', '.join(unknown)}; known are {', '.join(LIMITS)}")
+        if "fa3" in named and not args.fa3:
+            parser.error("--stages fa3 needs --fa3 FOLDER, which has the library")
+    else:
+        named = [name for name in LIMITS if name != "sanitize" and (name != "fa3" or args.fa3)]
+    named += ["sanitize"] if args.sanitize else []
+    args.stages = [name for name in LIMITS if name in named]  # what matters most first
+    return args
+
+
+def _end_by_signal(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, _end_by_signal)  # so that the running stage ends, too
+    day = Day(args.out, args.budget, args.device, args.fa3)
+    try:
+        for stage in args.stages:
+            record = day.run(stage, LIMITS[stage])
+            print(
+                f"{stage}: {record.get('skipped', record['rc'])}, {record['seconds']} s", flush=True
+            )
+    finally:
+        print_table(day.records)
+    return 0 if all(record["rc"] == 0 for record in day.records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Stages of gpu_day.py that run the engine in this process: `smoke`, `bench` and `tp`.
+
+Weights are random and made on the device: that takes a second, and changes no time.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from attention import SIZES, measure_peaks
+from gpu_job import ROOT, Job, Measurements
+from roofline import limit, planned_steps
+from shapes import SHAPES
+
+import nanoserve.worker.device
+from nanoserve import LLM, SamplingParams
+from nanoserve.config import EngineConfig
+from nanoserve.layers.tensor_parallel import TensorParallel
+
+sys.path.insert(0, str(ROOT))
+from bench import WORKLOADS, draw_workload, length_range
+
+_QUESTIONS = [
+    "What is a KV cache?",
+    "What is a block table?",
+    "What is chunked prefill?",
+    "What is continuous batching?",
+    "What is a prefix cache?",
+    "12 + 30 =",
+    "What is preemption?",
+    "Who are you?",
+]
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no step ahead": {"async_scheduling": False},
+    "2048 tokens a step": {"max_num_batched_tokens": 2048},
+    "max_model_len 2048": {"max_model_len": 2048},
+    "no graphs": {"enforce_eager": True},
+}
+
+
+# ---------------------------------------------------------------- smoke
+
+
+def smoke(job: Job) -> Measurements:
+    """Every way of running answers as a CPU does, in float32."""
+    ways: dict[str, dict[str, Any]] = {
+        "graphs": {},
+        "eager": {"enforce_eager": True},
+        "blocks of 256": {"block_size": 256},
+    }
+    expected: list[list[int]] = []
+    yield "cpu", lambda: expected.extend(_answers(job, device="cpu")) or len(expected)
+    for name, options in ways.items():
+        yield name, partial(_same_answers, job, expected, options)
+
+
+def _answers(job: Job, **options: Any) -> list[list[int]]:
+    asked = [[{"role": "user", "content": question}] for question in _QUESTIONS]
+    greedy = SamplingParams(temperature=0, max_tokens=8 if job.is_tiny else 60)
+    with LLM("tiny-qwen3", dtype="float32", num_kv_blocks=200, **options) as llm:
+        answers = llm.chat(asked, greedy, use_tqdm=False)
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
+def _same_answers(job: Job, expected: list[list[int]], options: dict[str, Any]) -> str:
+    answers = _answers(job, device=job.device, **options)
+    same = sum(a == b for a, b in zip(answers, expected, strict=True))
+    if same < len(_QUESTIONS):
+        raise AssertionError(f"{same} of {len(_QUESTIONS)} answers are those of the CPU")
+    return f"{same} of {len(_QUESTIONS)} answers are those of the CPU"
+
+
+# ---------------------------------------------------------------- bench
+
+
+def open_engine(job: Job, **options: Any) -> LLM:
+    """Qwen3-0.6B's shape, or a tiny one, with random weights."""
+    (job.scratch / "config.json").write_text(json.dumps(SHAPES[shape_name(job)]))
+    common = {"device": job.device, "load_format": "dummy", "skip_tokenizer_init": True}
+    common |= {"num_kv_blocks": 500} if job.is_tiny else {}
+    dtype = "float32" if job.is_tiny else "bfloat16"
+    return LLM(job.scratch, dtype=dtype, **common | options)
+
+
+def shape_name(job: Job) -> str:
+    return "tiny" if job.is_tiny else "qwen3-0.6b"
+
+
+def bench(job: Job) -> Measurements:
+    """nano-vllm's workload; what is not the default has one run, as long as there is time."""
+    limits = _Limits(job)
+    longest = 0.0
+    for number, (name, options) in enumerate(_VARIANTS.items()):
+        if job.left < 1.3 * longest:
+            yield name, lambda left=job.left: {"left out": f"{left:.0f} s are left"}
+            continue
+        start = time.monotonic()
+        yield name, partial(_run_variant, job, limits, options, is_first=number == 0)
+        longest = max(longest, time.monotonic() - start)
+
+
+class _Limits:
+    """The workload, and the least time that it can take here."""
+
+    def __init__(self, job: Job) -> None:
+        workload = WORKLOADS["nano-vllm"]
+        asked: tuple[Any, ...] = (4, (5, 20), (4, 8))
+        if not job.is_tiny:
+            lengths = (length_range(workload[name]) for name in ("input_len", "output_len"))
+            asked = (workload["num_seqs"], *lengths)
+        vocab_size = SHAPES[shape_name(job)]["vocab_size"]
+        self.prompts, self.output_lens = draw_workload(*asked, vocab_size)
+        self.params = [
+            SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True) for n in self.output_lens
+        ]
+        self._peaks = measure_peaks(SIZES[job.device], job.device)
+        self._seconds: dict[int, float] = {}
+
+    def seconds(self, llm: LLM) -> float:
+        """At the rate of a large copy; steps as this engine is allowed to make them."""
+        config: EngineConfig = llm.engine.config
+        budget = config.max_num_batched_tokens
+        if budget not in self._seconds:
+            steps = planned_steps(config, self.prompts, self.output_lens)
+            rates = (self._peaks.bandwidth, self._peaks.matmul)
+            self._seconds[budget] = limit(llm.engine.model_config, steps, *rates).seconds
+        return self._seconds[budget]
+
+    def prompts_of_run(self, number: int) -> list[list[int]]:
+        """As long as ever, but in no prefix cache."""
+        return [[(token + number) % 2000 for token in prompt] for prompt in self.prompts]
+
+
+def _run_variant(
+    job: Job, limits: _Limits, options: dict[str, Any], is_first: bool
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    with open_engine(job, **options) as llm:
+        started = time.perf_counter() - start
+        warm_up = SamplingParams(max_tokens=4, temperature=0.6, ignore_eos=True)
+        llm.generate(limits.prompts[:4], warm_up, use_tqdm=False)
+        seconds = [_timed(llm, limits, number) for number in (1, 2)[: 2 if is_first else 1]]
+        num_tokens, best = sum(limits.output_lens), min(seconds)
+        result = {
+            "seconds": seconds,
+            "tok/s": num_tokens / best,
+            "of roofline": limits.seconds(llm) / best,
+            "start s": started,
+            "KV blocks": llm.engine.executor.num_kv_blocks,
+            "preemptions": llm.stats.num_preemptions,
+            "steps": llm.stats.num_steps,
+        }
+        if is_first:
+            result["single stream tok/s"] = _single_stream(job, llm)
+    return result
+
+
+def _timed(llm: LLM, limits: _Limits, number: int) -> float:
+    prompts = limits.prompts_of_run(number)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, limits.params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    lens = [len(output.outputs[0].token_ids) for output in outputs]
+    if lens != limits.output_lens:
+        raise AssertionError("an output has not the length that was asked for")
+    return seconds
+
+
+def _single_stream(job: Job, llm: LLM) -> float:
+    """128 tokens in and 256 out; the time of the first token is taken out."""
+    num_in, num_out = (8, 4) if job.is_tiny else (128, 256)
+
+    def generate(first: int, n: int) -> float:
+        params = SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True)
+        start = time.perf_counter()
+        llm.generate([[first + i for i in range(num_in)]], params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    to_first = statistics.median(generate(10 * i, 1) for i in range(3))
+    return (num_out - 1) / (generate(100, num_out) - to_first)
+
+
+# ---------------------------------------------------------------- tp, on one device
+
+
+def tp(job: Job) -> Measurements:
+    """With two GPUs, the tests of tensor parallelism; with one, a group that has one rank."""
+    if torch.cuda.device_count() >= 2 and not job.is_tiny:
+        from gpu_programs import tensor_parallel_tests
+
+        yield from tensor_parallel_tests(job)
+        return
+    from nanoserve.worker.process_group import join_group, serve_store
+
+    device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
+    group = join_group(0, 1, serve_store(1), device, timeout=60)
+    ranks = TensorParallel(0, 1, group)
+    x = torch.ones(256, 1024, device=device, dtype=torch.bfloat16)
+    yield "all-reduce", lambda: _is_the_same(ranks.all_reduce(x.clone()), x)
+    yield "gather", lambda: _is_the_same(ranks.gather(x), x)
+    yield "smallest", lambda: ranks.smallest(7)
+    if job.device == "cuda":
+        yield "all-reduce in a graph us", lambda: _captured(lambda: ranks.all_reduce(x), x)
+        yield "gather in a graph us", lambda: _captured(lambda: ranks.gather(x), x)
+    yield "an engine over it", lambda: _engine_over(job, ranks)
+    yield "abort", lambda: group.abort() or group.close() or "returns"
+
+
+def _is_the_same(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if not torch.equal(found, expected):
+        raise AssertionError("one rank's sum is what it had, and it is not")
+    return "right"
+
+
+def _captured(collective: Callable[[], torch.Tensor], x: torch.Tensor) -> float:
+    """Microseconds of one of many in a CUDA graph, captured as the engine does it."""
+    from nanoserve.worker.cuda import Cuda
+
+    cuda, repeats = Cuda(x.device), 50
+    pool = cuda.graph_pool()
+    replay, found = cuda.capture(lambda: [collective() for _ in range(repeats)][-1], pool)
+    replay()
+    cuda.synchronize()
+    start = time.perf_counter()
+    replay()
+    cuda.synchronize()
+    seconds = time.perf_counter() - start
+    _is_the_same(found, x)
+    return seconds / repeats * 1e6
+
+
+def _engine_over(job: Job, ranks: TensorParallel) -> str:
+    """Its layers reduce and gather over the group, in graphs where there are any."""
+    alone = _answers(job, device=job.device)
+    with mock.patch.object(nanoserve.worker.device, "TensorParallel", lambda: ranks):
+        together = _answers(job, device=job.device)
+    if together != alone:
+        raise AssertionError("its answers are others than without the group")
+    return "same answers"

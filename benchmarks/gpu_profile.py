@@ -1,0 +1,147 @@
+"""The stage `profile` of gpu_day.py: what a step launches, and how long the GPU has nothing to do.
+
+Every kind of step is run in turn and with a step ahead: first timed, then under torch.profiler,
+which slows the host down but not what the kernels take.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from gpu_engine import open_engine
+from gpu_job import Job, Measurements
+from torch.profiler import ProfilerActivity
+
+from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve.engine.llm_engine import LLMEngine
+
+_CONTEXT = 800  # tokens of every sequence's prompt
+_MIXED_ROWS = 64
+_NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
+_TIMED, _PROFILED = 20, 5  # steps
+_KINDS = {
+    "attention": r"attention|merge_|flash",
+    "sampling": r"best_of|choose|filter|argmax",
+    "products": r"nvjet|gemm|cutlass|splitk|cublas",
+    "copies": r"memcpy|memset|copy_kernel",
+}
+
+
+def profile(job: Job) -> Measurements:
+    rows = (4, 1) if job.is_tiny else (256, 64, 8, 1)
+    for is_ahead, told in ((False, "in turn"), (True, "one step ahead")):
+        options = {"max_model_len": 4096, "async_scheduling": is_ahead}
+        with open_engine(job, **options) as llm:
+            for n in rows:
+                yield f"{n} rows, {told}", partial(_profile, job, llm.engine, n, 0)
+            new_prompt = 50 if job.is_tiny else _NEW_PROMPT
+            n = 4 if job.is_tiny else _MIXED_ROWS
+            yield f"mixed, {told}", partial(_profile, job, llm.engine, n, new_prompt)
+
+
+def _profile(job: Job, engine: LLMEngine, num_rows: int, new_prompt: int) -> dict[str, Any]:
+    """Decode steps of so many rows; with `new_prompt`, each gets one of so many tokens beside."""
+    params = SamplingParams(
+        max_tokens=None,
+        temperature=0.6,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    vocab_size, names = engine.model_config.vocab_size, count()
+
+    def add(num_tokens: int) -> None:
+        i = next(names)
+        prompt = [(i * i + 3 * i + new_prompt + j) % vocab_size for j in range(num_tokens)]
+        engine.add_request(f"profile-{i}", prompt, params)
+
+    def step() -> None:
+        if new_prompt:
+            add(new_prompt)
+        engine.step()
+
+    for _ in range(num_rows):
+        add(20 if job.is_tiny else _CONTEXT)
+    _until_all_decode(engine, num_rows)
+    result = _timed(job, step) | _profiled(job, engine, step)
+    for request_id in list(engine.output_processor.requests):
+        engine.abort_request(request_id)
+    while engine.has_unfinished_requests():
+        engine.step()
+    if "busy us" in result:
+        result["busy share"] = result["busy us"] / result["wall us"]
+    return result
+
+
+def _until_all_decode(engine: LLMEngine, num_rows: int) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def observe(plan: Any, batch: Any, times: Any) -> None:
+        seen.append((batch.header.num_rows, batch.header.max_query_len))
+
+    engine.observers.append(observe)
+    while not seen or seen[-1] != (num_rows, 1):
+        engine.step()
+    engine.observers.remove(observe)
+
+
+def _timed(job: Job, step: Callable[[], None]) -> dict[str, Any]:
+    times = []
+    for _ in range(3 if job.is_tiny else _TIMED):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return {"wall us": statistics.median(times) * 1e6}
+
+
+def _profiled(job: Job, engine: LLMEngine, step: Callable[[], None]) -> dict[str, Any]:
+    """Per step; with a step ahead, the one that was under way before is waited for."""
+    activities, kind = [ProfilerActivity.CPU], torch.autograd.DeviceType.CPU
+    if job.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        kind = torch.autograd.DeviceType.CUDA
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(_PROFILED):
+            step()
+        if job.device == "cuda":
+            torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == kind]
+    if not events:
+        return {"kernels": []}
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    busy, gaps, last = 0.0, [0.0], spans[0][0]
+    for start, end in spans:
+        gaps.append(start - last)
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        kernels.setdefault(event.name[:100], []).append(
+            event.time_range.end - event.time_range.start
+        )
+    total = sum(map(sum, kernels.values()))
+    return {
+        "busy us": busy / _PROFILED,
+        "profiled wall us": (last - spans[0][0]) / _PROFILED,
+        "largest gap us": max(gaps),
+        "launches": len(events) / _PROFILED,
+        "launches per layer": len(events) / _PROFILED / engine.model_config.num_hidden_layers,
+        "shares": {name: us / total for name, us in _by_kind(kernels).items()},
+        "kernels": [
+            {"name": name, "count": len(us) / _PROFILED, "us": sum(us) / _PROFILED}
+            for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        ][:40],
+    }
+
+
+def _by_kind(kernels: dict[str, list[float]]) -> dict[str, float]:
+    sums = dict.fromkeys([*_KINDS, "other"], 0.0)
+    for name, us in kernels.items():
+        matches = (kind for kind, pattern in _KINDS.items() if re.search(pattern, name, re.I))
+        sums[next(matches, "other")] += sum(us)
+    return sums

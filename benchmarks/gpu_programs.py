@@ -1,0 +1,130 @@
+"""Stages of gpu_day.py that run other programs: `tests`, `peers` and `sanitize`."""
+
+import os
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_job import Job, Measurements, Program, python
+
+_GPU_TESTS = "tests/gpu/test_gpu.py"
+# Tests that run whole engines, and measure memory, need a process for themselves; all others
+# mostly wait for the compiler, which can run many times at once.
+_ENGINES = "((tokens and not choose) or engines or memory or launched or generates)"
+_COMPILERS = 12
+# Plugins that others bring along, and that do not survive being in many processes.
+_NO_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
+_PEER = ("nanoserve", "transformers-cb")
+_SANITIZED = (
+    "ragged and bfloat16-128 or decode_rows and all-3-exact or store_kv and bfloat16 and -65-"
+)
+
+
+# ---------------------------------------------------------------- tests
+
+
+def tests(job: Job) -> Measurements:
+    """Both halves at the same time; each is told when it has ended."""
+    num_processes = str(max(1, min(_COMPILERS, (os.cpu_count() or 1) - 2)))
+    halves = {
+        "engine tests": ("-n", "0", "-k", _ENGINES),
+        "kernel tests": ("-n", num_processes, "--dist", "worksteal", "-k", f"not {_ENGINES}"),
+    }
+    running = {
+        name: _start_tests(job, name, _GPU_TESTS, *options) for name, options in halves.items()
+    }
+    for name in reversed(halves):
+        yield name, partial(_told_tests, running[name], job.scratch / f"{name}.xml")
+
+
+def tensor_parallel_tests(job: Job) -> Measurements:
+    name = "tests of two ranks"
+    program = _start_tests(job, name, "tests/worker/test_tensor_parallel.py", "-n", "0")
+    yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
+
+
+def _start_tests(job: Job, name: str, file: str, *options: str) -> Program:
+    command = python("-m", "pytest", file, "-m", "gpu", "-q", *_NO_PLUGINS, *options)
+    command += ["--collect-only"] if job.is_tiny else []
+    return Program([*command, f"--junitxml={job.scratch / name}.xml"], job, name)
+
+
+def _told_tests(program: Program, report: Path) -> dict[str, Any]:
+    rc, said = program.wait()
+    if not report.is_file():
+        raise RuntimeError(f"pytest has left no report: exit status {rc}, {said[-200:]!r}")
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    total, failed, errors, skipped = (
+        int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
+    )
+    names = [
+        case.get("name", "")
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    result: dict[str, Any] = {"passed": total - failed - errors - skipped}
+    result |= {"failed": failed + errors, "skipped": skipped, "names": names[:40], "rc": rc}
+    result["bad"] = rc != 0
+    if collected := re.search(r"^(\d+)(?:/\d+)? tests collected", said, re.M):
+        result["collected"] = int(collected[1])
+    return result
+
+
+# ---------------------------------------------------------------- peers
+
+
+def peers(job: Job) -> Measurements:
+    """bench.py, whose engines take turns, on the same random weights.
+
+    transformers' continuous batching is measured; its static batches are, should that not run.
+    """
+    runs: dict[str, Any] = {}
+    yield "in turns", lambda: runs.update(_compare(job, _PEER, "2")) or runs
+    if not runs.get(_PEER[1]):
+        static = ("transformers",)
+        yield "static", lambda: _compare(job, static, "1", "--hf-batch-size", "64")
+
+
+def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dict[str, Any]:
+    command = python("bench.py", "--workload", "nano-vllm", "--device", job.device)
+    command += ["--num-seqs", "64", "--repeat", repeat, "--engine", ",".join(engines), *more]
+    if job.is_tiny:
+        command += ["--shape", "tiny", "--num-seqs", "3", "--input-len", "4-9"]
+        command += ["--output-len", "2-4", "--repeat", "1", "--threads", "1"]
+    _, said = Program(command, job, "-".join(engines)).wait()
+    # From what it prints after each run, because it may have been cut off.
+    num_tokens = re.search(r"(\d+) output tokens", said)
+    result: dict[str, Any] = {}
+    for engine in engines:
+        found = re.findall(rf"^run \d+, {re.escape(engine)}: ([\d.]+)$", said, re.M)
+        if found and num_tokens:
+            result[engine] = [int(num_tokens[1]) / float(seconds) for seconds in found]
+    if not result:
+        raise RuntimeError(f"no engine has ended a run: {said[-200:]!r}")
+    return {"unit": "tok/s", **result, "failed": re.findall(r"^(.+ FAILED: .+)$", said, re.M)}
+
+
+# ---------------------------------------------------------------- sanitize
+
+
+def sanitize(job: Job) -> Measurements:
+    """What NVIDIA's tools find in some kernel tests, and say about the attention kernels."""
+    tests = python("-m", "pytest", _GPU_TESTS, "-m", "gpu", "-n", "0", "-q", *_NO_PLUGINS)
+    tests += ["-k", _SANITIZED]
+    for tool, share in (("memcheck", 1 / 3), ("racecheck", 1 / 2)):
+        command = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "9", *tests]
+        yield tool, partial(_tool, job, "compute-sanitizer", tool, command, share)
+    command = ["--set", "basic", "--clock-control", "none", "-k", "regex:attention", "-c", "3"]
+    command += python("benchmarks/attention.py", "--device", job.device)
+    yield "ncu", partial(_tool, job, "ncu", "ncu", command, 1.0)
+
+
+def _tool(job: Job, program: str, name: str, arguments: list[str], share: float) -> dict[str, Any]:
+    path = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if path is None:
+        return {"left out": f"{program} is not installed"}
+    rc, said = Program([path, *arguments], job, name).wait(share)
+    return {"rc": rc, "said": said.splitlines()[-60 if name == "ncu" else -5 :]}

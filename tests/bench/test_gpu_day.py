@@ -1,0 +1,161 @@
+"""benchmarks/gpu_day.py: every stage runs, tiny; one that fails or takes too long is told."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import gpu_day
+import gpu_programs
+import gpu_stage
+import tune
+from gpu_job import Job
+from gpu_table import MAX_LINES, MAX_WIDTH, table
+from paged_rows import Shape, make_rows
+
+SCRIPT = Path(gpu_day.__file__)
+RATE = {"us": 12.3, "GB/s": 2500.0, "of a copy": 0.84}
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
+    stages = ["facts", "bench", "tp", "sweep"]
+    if full_size:  # what is left out runs whole programs, which have tests of their own
+        stages = ["facts", "smoke", "bench", "profile", "kernels", "tp", "sweep"]
+    out = tmp_path / "day"
+    day = run("--out", str(out), "--device", "cpu", "--stages", ",".join(reversed(stages)))
+    assert day.returncode == 0, day.stdout + (out / "log.txt").read_text()
+    records = json.loads((out / "gpu_day.json").read_text())
+    assert [record["stage"] for record in records] == stages  # what matters most first
+    for record in records:
+        assert record["rc"] == 0 and record["seconds"] > 0 and record["result"], record
+    result = {record["stage"]: record["result"] for record in records}
+    assert result["facts"]["copy GB/s"] > 0
+    assert len(result["bench"]["default"]["seconds"]) == 2
+    assert result["tp"]["an engine over it"] == "same answers"
+    assert result["sweep"]["tiny: ragged"]["best"][0]["us"] > 0
+    assert day.stdout.rstrip().endswith("\n".join(table(records)))
+    assert {file.name for file in out.iterdir()} == {"gpu_day.json", "log.txt"}
+
+
+def test_no_stage_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    day = gpu_day.Day(tmp_path, 1000, "cpu", fa3=tmp_path)
+    failed = day.run("fa3", 100)
+    assert failed["rc"] == 1
+    assert "NVIDIA GPUs only" in failed["result"]["what comes next"]["error"]
+    monkeypatch.setattr(gpu_day, "_LEAST", 0.0)
+    assert day.run("smoke", 0.1)["rc"] == gpu_day.TIMED_OUT
+    monkeypatch.setattr(gpu_day, "_LEAST", 1001.0)
+    assert "of the budget are left" in day.run("kernels", 100)["skipped"]
+    assert json.loads((tmp_path / "gpu_day.json").read_text()) == day.records
+    first, *others = table(day.records)
+    assert "fa3 FAILED (1)" in first and "smoke CUT OFF" in first and "kernels SKIPPED" in first
+    assert any("NVIDIA GPUs only" in line for line in others)
+    assert "ValueError" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_good"), [({"rc": 0}, True), ({"bad": True}, False), ({"error": "no"}, False)]
+)
+def test_a_stage_is_as_good_as_its_results(
+    value: dict[str, Any], is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job("cpu", 0.0, tmp_path, None)
+    monkeypatch.setattr(gpu_programs, "tests", lambda job: iter([("some", lambda: value)]))
+    assert gpu_stage.run("tests", job, tmp_path / "result.json") is is_good
+    assert json.loads((tmp_path / "result.json").read_text()) == {"some": value}
+
+
+def test_what_a_stage_has_started_ends_with_it() -> None:
+    """Else it would keep the memory of the GPU."""
+    reader, writer = os.pipe()
+    start = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    rc = gpu_day._run_in_group([sys.executable, "-c", start], 2.0, dict(os.environ), writer)
+    assert rc == gpu_day.TIMED_OUT
+    os.close(writer)
+    is_closed, _, _ = select.select([reader], [], [], 20)  # by the last who could write
+    assert is_closed and os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--stages", "facts,nothing"), "no nothing; known are facts"),
+        (("--stages", "fa3"), "needs --fa3"),
+        (("--fa3", "no/such/folder"), "is no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    tmp_path: Path, options: tuple[str, ...], told: str
+) -> None:
+    refused = run("--out", str(tmp_path), *options)
+    assert refused.returncode == 2 and told in refused.stderr
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """As a GPU might give them, with more of each than there is room for."""
+    tests = {"passed": 250, "failed": 30, "skipped": 1, "rc": 1}
+    tests["names"] = [f"test_attention[{i}-torch.bfloat16-128-16]" for i in range(30)]
+    step = {"wall us": 5000.0, "busy us": 3500.0, "busy share": 0.7, "largest gap us": 900.0}
+    step |= {"launches per layer": 9.1, "shares": {"attention": 0.6, "products": 0.4}}
+    variant = {"seconds": [7.0, 6.9], "tok/s": 19_500.0, "of roofline": 0.61, "start s": 5.0}
+    beside = {"ours us": 350.0, "theirs us": 340.0, "ours of peak": 0.98, "theirs of peak": 1.0}
+    beside |= {"theirs over ours": 0.97, "same": True, "largest difference": 0.01}
+    point = {"us": 350.0, "of a copy": 0.99, "tile_n": 64}
+    return {
+        "facts": {"machine": "GPU", "copy GB/s": 2972.1, "graph": {"launch us": 3.4}},
+        "smoke": {"graphs": "8 of 8", "eager": {"error": "AssertionError: 7 of 8"}},
+        "tests": {"kernel tests": tests, "engine tests": tests | {"rc": 124}},
+        "bench": {f"variant {i}": variant | {"KV blocks": 40_000} for i in range(5)},
+        "profile": {f"{n} rows": step for n in range(10)} | {"0 rows": {"wall us": 1.0}},
+        "kernels": {f"decode {n}": RATE for n in range(20)}
+        | {f"product {n}": {"16": RATE | {"TFLOP/s": 1.0}} for n in range(5)},
+        "tp": {"all-reduce": "right"},
+        "peers": {"in turns": {"unit": "tok/s", "nanoserve": [9.0], "failed": ["b FAILED: c"]}},
+        "fa3": {f"decode {n}": beside for n in range(10)},
+        "sweep": {f"{n}": {"current": point, "best": [point] * 5} for n in range(8)},
+        "sanitize": {"memcheck": {"rc": 0, "said": ["0 errors"]}, "ncu": {"left out": "no ncu"}},
+    }
+
+
+def test_the_table_fits_on_a_screen() -> None:
+    records = [
+        {"stage": stage, "rc": 0, "seconds": 1.0, "result": result}
+        for stage, result in results().items()
+    ]
+    assert set(results()) == set(gpu_day.LIMITS)
+    lines = table(records)
+    assert len(lines) <= MAX_LINES and max(map(len, lines)) <= MAX_WIDTH
+    assert any("FAILED: smoke, eager: AssertionError: 7 of 8" in line for line in lines)
+    for record in records:  # each has its lines, and none cannot be shown
+        shown = "\n".join(table([record]))
+        assert shown.count("\n") >= 1 and "cannot be shown" not in shown
+    records[3]["result"] = {"default": {"seconds": "?"}}
+    assert any("bench: cannot be shown here" in line for line in table(records))
+
+
+def test_tiles_are_replaced_while_they_are_tried() -> None:
+    shape = Shape("tiny", 2, 1, 16, 0, 0, 0)
+    rows, grid = make_rows(shape, [5, 20], 1, 1, "cpu"), {"tile_n": [16, 32]}
+    before = tune.current(rows, grid)["tile_n"]
+    with tune.tiles({"tile_n": 2 * before}) as made:
+        rows.attend(0)
+    assert [config.tile_n for config in made] == [2 * before]
+    assert tune.current(rows, grid) == {"tile_n": before}
+    assert tune.points({"tile_n": [16, 32], "num_warps": [4]})[1] == {"tile_n": 32, "num_warps": 4}
+    with pytest.raises(SystemExit, match="has no width; it has block_m, tile_n"):
+        tune.parse_grid(["width=1,2"], "cpu")
+    with pytest.raises(SystemExit, match="--grid FIELD=1,2,4"):
+        tune.parse_grid(["tile_n"], "cpu")
