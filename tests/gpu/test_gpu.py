@@ -569,14 +569,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks of 256": {"block_size": 256},
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool for few": {"num_kv_blocks": 40, "max_model_len": 400},
-    "one step ahead": {"async_scheduling": True},
-    "one step ahead, eager, chunks of 16": {
-        "async_scheduling": True,
+    "in turn": {"async_scheduling": False},
+    "in turn, eager, chunks of 16": {
+        "async_scheduling": False,
         "enforce_eager": True,
         "long_prefill_token_threshold": 16,
     },
-    "one step ahead in a pool for few": {
-        "async_scheduling": True,
+    "in turn in a pool for few": {
+        "async_scheduling": False,
         "num_kv_blocks": 40,
         "max_model_len": 400,
     },
@@ -594,7 +594,7 @@ def test_tokens_are_those_of_a_cpu(name: str, model, cpu_tokens: Prompts) -> Non
         )
         assert tokens(llm, prompts) == cpu_tokens
         assert (llm.stats.num_preemptions > 0) == (options["num_kv_blocks"] == 40)
-        assert any(pending) is options.get("async_scheduling", False)
+        assert any(pending) is options.get("async_scheduling", True)
 
 
 def test_graphs_give_the_tokens_of_eager_steps(model) -> None:
