@@ -26,6 +26,7 @@ _BACKENDS = {
     "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
     "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
     "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
+    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", "nanoserve.kernels.ops:TritonOps"),
 }
 
 
@@ -97,12 +98,12 @@ def choose_device(kind: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """ "torch", "numba", "triton" or "flash_attn": what was asked for, if it can run here."""
+    """What was asked for, if it can run here: a name in `_BACKENDS`."""
     name = config.attention_backend
     if name not in ("auto", "torch"):
         from nanoserve.worker.backend_checks import check_attention_backend
 
-        check_attention_backend(name, config.block_size, model_config, device)
+        name = check_attention_backend(name, config.block_size, model_config, device)
     if name != "auto":
         return name
     if device.type != "cpu":
