@@ -158,6 +158,7 @@ def limit_of(spec: dict[str, Any], max_num_seqs: int | None) -> roofline.Limit |
     chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     try:
         config = EngineConfig("none", **{name: n for name, n in chosen.items() if n is not None})
+        config = config.for_device(spec["device"])
         model_config = ModelConfig.from_checkpoint(Path(spec["model"]), spec["dtype"])
     except ValueError as error:
         print(f"no roofline: {error}")

@@ -23,7 +23,7 @@ _STEPS = 200
 
 def measure(num_seqs: int, context: int) -> list[tuple[float, float, float]]:
     """Seconds of (schedule, pack, update) for each pure decode step."""
-    config = EngineConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=max(8192, num_seqs))
+    config = EngineConfig("none", max_num_seqs=num_seqs).for_device("cuda")
     max_model_len = context + 2 * _STEPS + num_seqs
     blocks = -(-max_model_len // config.block_size)
     scheduler = Scheduler(config, num_seqs * blocks, max_model_len)

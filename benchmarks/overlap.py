@@ -83,7 +83,7 @@ def median_step(num_seqs: int, seconds: float, ahead: bool) -> float:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_seqs * _PROMPT,
         async_scheduling=ahead,
-    )
+    ).for_device("cpu")
     engine = LLMEngine(config, _model_config(), SleepingExecutor(config, seconds), None)
     params = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.FINAL_ONLY)
     for i in range(num_seqs):

@@ -131,9 +131,12 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
     """The engine, with random weights unless a checkpoint is given; its prompts will be skipped."""
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
     model = bundled_checkpoint(args.model or "") or Path(args.model or folder)
-    longest = longest_sequence(max(args.seqs), max(args.contexts), args.steps)
+    # Steps under way at the same time could not be told apart.
+    options: dict[str, Any] = {"max_num_seqs": max(args.seqs), "async_scheduling": False}
+    config = EngineConfig("none", **options).for_device(choose_device(args.device))
+    longest = longest_sequence(config, max(args.seqs), max(args.contexts), args.steps)
     limit = ModelConfig.from_checkpoint(model).max_position_embeddings
-    options = {"max_num_seqs": max(args.seqs), "max_model_len": min(longest, limit)}
+    options["max_model_len"] = min(longest, limit)
     options |= {"dtype": args.dtype, "device": args.device, "skip_tokenizer_init": True}
     options["load_format"] = "auto" if args.model else "dummy"
     if args.kv_gib:
@@ -148,16 +151,16 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
     return llm, timer
 
 
-def longest_sequence(num_seqs: int, context: int, num_steps: int) -> int:
+def longest_sequence(config: EngineConfig, num_seqs: int, context: int, num_steps: int) -> int:
     """A context grows while the prompts of others are scheduled, and by each measured step."""
-    return context + num_seqs * context // EngineConfig.max_num_batched_tokens + num_steps + 8
+    return context + num_seqs * context // config.max_num_batched_tokens + num_steps + 8
 
 
 def fits(llm: LLM, num_seqs: int, context: int, num_steps: int) -> bool:
     """Whether no sequence of this point is refused or preempted."""
-    executor, block_size = llm.engine.executor, llm.engine.config.block_size
-    length = longest_sequence(num_seqs, context, num_steps)
-    blocks = num_seqs * -(-length // block_size)
+    executor, config = llm.engine.executor, llm.engine.config
+    length = longest_sequence(config, num_seqs, context, num_steps)
+    blocks = num_seqs * -(-length // config.block_size)
     return length <= executor.max_model_len and blocks <= executor.num_kv_blocks
 
 

@@ -1,7 +1,7 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ _SMALLEST = {
     "tensor_parallel_size": 1,
     "distributed_timeout_seconds": 1,
     "worker_timeout_seconds": 4,  # a few beats of nanoserve.worker.heartbeat
-}
-_SMALLEST_IF_GIVEN = {
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
     "priority_aging": 1,
     "num_kv_blocks": 1,
@@ -43,11 +41,17 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
 }
+# Tokens of a step. nano-vllm's workload takes an H100 7.5 s with 2048 and 6.9 s with 8192. A CPU
+# computes 2048 for seconds, and whoever decodes waits for their end.
+_BUDGETS = {"cpu": 2048, "cuda": 8192}
 
 
 @dataclass
 class EngineConfig:
     """Options of one engine, under vLLM's names. Every field is checked on construction.
+
+    None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
+    what that returns.
 
     Raises `ValueError` with the offending value and its limit; an unknown option is a `ValueError`
     too when it comes through `EngineConfig.from_options`.
@@ -65,15 +69,16 @@ class EngineConfig:
 
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int = 256  # bound of the running set, not of one step
-    max_num_batched_tokens: int = 2048  # token budget of one step
+    # Token budget of one step. None: 2048 on a CPU and 8192 on a GPU, or max_num_seqs if more.
+    max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
     scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
     # Under "priority": so many later arrivals outweigh one level of it. None: none ever do, and a
     # stream of urgent requests starves all others.
     priority_aging: int | None = None
-    # Plan and launch a step while the one before it runs. Off until it has run on a GPU; on a CPU,
-    # which computes a step in this very process, there is nothing to gain.
-    async_scheduling: bool = False
+    # Plan and launch a step while the one before it runs. None: on a GPU, but not with a `trace`.
+    # A CPU computes a step in this very process, and gains nothing.
+    async_scheduling: bool | None = None
 
     block_size: int = 16  # tokens per KV block
     num_kv_blocks: int | None = None  # fixes the pool
@@ -100,20 +105,20 @@ class EngineConfig:
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
         known = {f.name for f in fields(cls)} - {"model"}
         unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"unknown option(s) {unknown}; known options are {sorted(known)}")
+        require(not unknown, f"unknown option(s) {unknown}; known options are {sorted(known)}")
         return cls(model=str(model), **options)
 
     def __post_init__(self) -> None:
-        for name, smallest in (_SMALLEST | _SMALLEST_IF_GIVEN).items():
-            value = getattr(self, name)
-            if value is not None or name in _SMALLEST:
-                setattr(self, name, check_int(name, value, smallest))
-        for name, choices in _CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
         for field in fields(self):
-            if field.type is bool:
-                check_bool(field.name, getattr(self, field.name))
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if name in _SMALLEST:
+                setattr(self, name, check_int(name, value, _SMALLEST[name]))
+            elif name in _CHOICES:
+                check_choice(name, value, _CHOICES[name])
+            elif field.type in (bool, bool | None):
+                check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
         check_list("logits_processors", self.logits_processors, callable, "callables")
         self._check_names()
@@ -127,15 +132,16 @@ class EngineConfig:
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            from nanoserve.output_file import check_output_file
+            from nanoserve.output_file import check_trace
 
-            check_output_file("trace", self.trace)
+            check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
         """What two options must agree on."""
+        budget = self.max_num_batched_tokens
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+            budget is None or budget >= self.max_num_seqs,
+            f"max_num_batched_tokens={budget} is less than "
             f"max_num_seqs={self.max_num_seqs}: decoding all of them takes a token each",
         )
         require(
@@ -147,10 +153,14 @@ class EngineConfig:
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
         )
-        require(
-            self.trace is None or not self.async_scheduling,
-            f"trace={str(self.trace)!r} needs async_scheduling=False: it shows one step at a time",
-        )
+
+    def for_device(self, kind: str) -> "EngineConfig":
+        """For a "cpu" or a "cuda", with what was not given as it is best there."""
+        budget = self.max_num_batched_tokens or max(_BUDGETS[kind], self.max_num_seqs)
+        ahead = self.async_scheduling
+        if ahead is None:
+            ahead = kind == "cuda" and self.trace is None
+        return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
 
     def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
         """The longest sequence that the model was made for and the pool can hold, in tokens.
@@ -159,17 +169,14 @@ class EngineConfig:
         raises, because a request near it could never finish.
         """
         pool_limit = num_kv_blocks * self.block_size
+        pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
             2 <= pool_limit < 2**31 - self.block_size,
-            f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens; a pool has "
-            f"at least 2, and fewer than 2^31 because slots are numbered in 32 bits",
+            f"{pool}; it takes at least 2, and fewer than 2^31: slots are numbered in 32 bits",
         )
         if self.max_model_len is None:
             if pool_limit < model_limit:
-                logger.warning(
-                    f"max_model_len lowered from {model_limit} to {pool_limit}, the tokens that "
-                    f"{num_kv_blocks} KV blocks of {self.block_size} hold"
-                )
+                logger.warning(f"max_model_len lowered from {model_limit} to {pool_limit}: {pool}")
             return min(model_limit, pool_limit)
         require(
             self.max_model_len <= model_limit,
@@ -178,7 +185,6 @@ class EngineConfig:
         )
         require(
             self.max_model_len <= pool_limit,
-            f"max_model_len={self.max_model_len} does not fit into the KV pool: {num_kv_blocks} "
-            f"blocks of {self.block_size} hold {pool_limit} tokens",
+            f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len

@@ -16,7 +16,7 @@ from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.worker.device import make_executor
+from nanoserve.worker.device import device_kind, make_executor
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
@@ -41,6 +41,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig.from_options(model, **options)
+        config = config.for_device(device_kind(config.device))
         checkpoint = Checkpoint.find(model, config, config.revision)
         model_config = checkpoint.model_config(supported_architectures())
         SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense

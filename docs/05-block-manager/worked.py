@@ -193,7 +193,7 @@ def _manager(num_blocks: int, block_size: int) -> BlockManager:
 
 def _scheduler(block_size: int) -> Scheduler:
     config = EngineConfig("none", block_size=block_size, prefix_cache_seed=0)
-    return Scheduler(config, num_kv_blocks=4096, max_model_len=_MAX_MODEL_LEN)
+    return Scheduler(config.for_device("cpu"), num_kv_blocks=4096, max_model_len=_MAX_MODEL_LEN)
 
 
 def _sequence(token_ids: range | list[int], arrival: int = 0) -> Sequence:

@@ -136,7 +136,8 @@ def _state(
 
 def _scheduler(num_kv_blocks: int = 4096, **options: int | str | bool) -> Scheduler:
     options = {"enable_prefix_caching": False, "prefix_cache_seed": 0, **options}
-    return Scheduler(EngineConfig("none", **options), num_kv_blocks, _MAX_MODEL_LEN)
+    config = EngineConfig("none", **options).for_device("cpu")
+    return Scheduler(config, num_kv_blocks, _MAX_MODEL_LEN)
 
 
 def _request(index: int, prompt_len: int, max_tokens: int, priority: int = 0) -> Sequence:

@@ -190,7 +190,7 @@ class _FirstChunkOnly(BlockManager):
 
 def _scheduler(num_kv_blocks: int = 4096, **options: int | bool) -> Scheduler:
     options = {"max_num_seqs": 16, "enable_prefix_caching": False, **options}
-    config = EngineConfig("none", prefix_cache_seed=0, **options)
+    config = EngineConfig("none", prefix_cache_seed=0, **options).for_device("cpu")
     return Scheduler(config, num_kv_blocks, _MAX_MODEL_LEN)
 
 

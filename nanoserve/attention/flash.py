@@ -1,7 +1,10 @@
-"""Attention by the flash-attn package (Dao 2023, FlashAttention-2), where it is installed.
+"""Attention by flash-attn, where it is installed: version 3 on Hopper, version 2 anywhere else.
 
-Its two paged entry points share the batch between them: `flash_attn_with_kvcache` takes the rows
-of one token, `flash_attn_varlen_func` the packed rows of several.
+FlashAttention-2 (Dao 2023) is the package flash_attn. Its two paged entry points share the batch
+between them: `flash_attn_with_kvcache` takes the rows of one token, `flash_attn_varlen_func` the
+packed rows of several. FlashAttention-3 (Shah et al. 2024) is flash_attn_interface, built from the
+folder "hopper" of the same repository. There, `flash_attn_with_kvcache` takes packed rows of any
+length, and pages of any size, which `flash_attn_varlen_func` does not.
 """
 
 from importlib.util import find_spec
@@ -15,28 +18,61 @@ from nanoserve.attention.interface import AttentionBackend, AttentionLayer, Atte
 
 _PAGE_MULTIPLE = 256  # tokens: FlashAttention-2 reads a page in tiles, and a tile from one page
 _MAX_HEAD_DIM = 256
+_HOPPER = (9, 0)  # compute capability: version 3 rests on what only these GPUs have
 
 
 def check_flash_attention(
     block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise `ValueError`, with the number and what to do, if flash-attn cannot serve this."""
+) -> str:
+    """Which version it will be: "flash_attn3" or "flash_attn".
+
+    Raises `ValueError`, with the number and what to do, if neither can serve this.
+    """
     asked = "attention_backend='flash_attn'"
-    if find_spec("flash_attn") is None:
+    is_3 = _has_version_3(device)
+    if not is_3 and find_spec("flash_attn") is None:
         raise ValueError(f"{asked} needs the package flash-attn: pip install 'nanoserve[flash]'")
     if device.type != "cuda":
         raise ValueError(f"{asked} needs an NVIDIA GPU, not device {device}")
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asked} works in 16 bits, not {dtype}: choose dtype='bfloat16'")
-    if block_size % _PAGE_MULTIPLE:
+    if not is_3 and block_size % _PAGE_MULTIPLE:
         raise ValueError(
             f"{asked} needs a block_size that is a multiple of {_PAGE_MULTIPLE}, not {block_size}; "
-            f"'triton' takes any"
+            f"'triton' takes any, and so does FlashAttention-3"
         )
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(
             f"{asked} needs a head_dim that is a multiple of 8 and at most {_MAX_HEAD_DIM}, "
             f"not {head_dim}"
+        )
+    return "flash_attn3" if is_3 else "flash_attn"
+
+
+def _has_version_3(device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("flash_attn_interface") is None:
+        return False
+    return torch.cuda.get_device_capability(device) == _HOPPER
+
+
+class FlashAttention3(AttentionBackend):
+    capturable = True
+
+    def attend(
+        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        k_cache, v_cache = _pages(kv_cache)
+        return flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=metadata.context_lens,
+            page_table=metadata.block_tables,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_query_len,
+            **_scores(layer),
         )
 
 
@@ -46,9 +82,7 @@ class FlashAttention(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        # flash-attn's pages are [num_blocks, block_size, num_kv_heads, head_dim]; it reads
-        # strides, so a view will do.
-        k_cache, v_cache = kv_cache.transpose(2, 3)
+        k_cache, v_cache = _pages(kv_cache)
         num_decode_rows = metadata.num_decode_rows
         parts = []
         if num_decode_rows:
@@ -82,28 +116,35 @@ def _attend_chunks(
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    # Both cumulative lengths have to begin at 0 again, behind the decode rows.
-    first = metadata.num_decode_rows
-    cu_seqlens_q, cu_seqlens_k = metadata.cu_seqlens_q[first:], _cu_seqlens_k(metadata)[first:]
+    cu_seqlens_q, cu_seqlens_k = _ends_of_chunks(metadata)
     return flash_attn_varlen_func(
         q,
         k_cache,
         v_cache,
-        cu_seqlens_q=cu_seqlens_q - cu_seqlens_q[0],
-        cu_seqlens_k=cu_seqlens_k - cu_seqlens_k[0],
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=metadata.max_query_len,
         max_seqlen_k=metadata.max_context_len,
-        block_table=metadata.block_tables[first:],
+        block_table=metadata.block_tables[metadata.num_decode_rows :],
         **_scores(layer),
     )
 
 
-def _cu_seqlens_k(metadata: AttentionMetadata) -> Tensor:
-    """int32 [num_rows + 1]: where each row's context would begin and end, laid side by side."""
-    if not hasattr(metadata, "cu_seqlens_k"):  # the first layer leaves it there for the others
-        ends = metadata.context_lens.cumsum(0, dtype=torch.int32)
-        metadata.cu_seqlens_k = F.pad(ends, (1, 0))
-    return metadata.cu_seqlens_k
+def _ends_of_chunks(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
+    """Of the rows behind the decode rows: where each ends in q, and where its context would, laid
+    side by side. Both int32 [num_chunks + 1], from 0 on."""
+    if "flash_attn" not in metadata.scratch:
+        first = metadata.num_decode_rows  # and so many tokens are before the first chunk
+        contexts = metadata.context_lens[first:].cumsum(0, dtype=torch.int32)
+        ends = metadata.cu_seqlens_q[first:] - first, F.pad(contexts, (1, 0))
+        metadata.scratch["flash_attn"] = ends
+    return metadata.scratch["flash_attn"]
+
+
+def _pages(kv_cache: Tensor) -> Tensor:
+    """K and V, each [num_blocks, block_size, num_kv_heads, head_dim], as flash-attn has them. It
+    reads strides, so views will do."""
+    return kv_cache.transpose(2, 3)
 
 
 def _scores(layer: AttentionLayer) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What an attention backend is told and what it must do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class AttentionMetadata:
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
+    # What a backend computes in a step's first layer for all the others, by the backend's name.
+    scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

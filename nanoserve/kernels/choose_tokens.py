@@ -68,8 +68,9 @@ def choose_tokens(
     check_tensor("settings", settings, torch.int32, len(settings), SETTINGS_WORDS.value)
     if borders is not None:
         check_tensor("borders", borders, torch.float32, num_rows)
-    part = min(_PART, triton.next_power_of_2(vocab_size))
-    num_parts = triton.cdiv(vocab_size, part)
+    # In plain Python: Triton's `next_power_of_2` and `cdiv` take microseconds.
+    part = min(_PART, 1 << (vocab_size - 1).bit_length())
+    num_parts = -(-vocab_size // part)
     best_scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
     best_ids = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
     token_ids = logits.new_empty(num_rows, dtype=torch.int64)
@@ -88,7 +89,7 @@ def choose_tokens(
         num_warps=8,
     )
     _best_part[(num_rows,)](
-        best_scores, best_ids, token_ids, num_parts, triton.next_power_of_2(num_parts), num_warps=1
+        best_scores, best_ids, token_ids, num_parts, 1 << (num_parts - 1).bit_length(), num_warps=1
     )
     return token_ids
 

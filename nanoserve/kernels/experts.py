@@ -88,7 +88,7 @@ def fused_experts(
     products = hidden.new_empty(num_pairs, hidden_size)
     _product(products, gated, down, pairs, config)
     out = torch.empty_like(hidden)
-    _sum_kernel[(num_tokens, triton.cdiv(hidden_size, _SUM_BLOCK))](
+    _sum_kernel[(num_tokens, -(-hidden_size // _SUM_BLOCK))](
         out,
         products,
         expert_ids,
@@ -162,7 +162,8 @@ def _product(
     num_tiles = num_experts_used + (num_pairs - num_experts_used) // config.block_m
     interpreted = triton.knobs.runtime.interpret  # which misreads bfloat16 in products
     # Programs that follow each other use the same columns of an expert for other pairs.
-    _product_kernel[(num_tiles, triton.cdiv(out_features, block_n))](
+    # In plain Python: Triton's `cdiv` and `next_power_of_2` take microseconds, in every layer.
+    _product_kernel[(num_tiles, -(-out_features // block_n))](
         out,
         x,
         weight,
@@ -170,7 +171,7 @@ def _product(
         IN_FEATURES=x.shape[1],
         OUT_FEATURES=out_features,
         NUM_EXPERTS=num_experts,
-        EXPERTS_PADDED=max(16, triton.next_power_of_2(num_experts)),
+        EXPERTS_PADDED=max(16, 1 << (num_experts - 1).bit_length()),
         TOP_K=top_k,
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,

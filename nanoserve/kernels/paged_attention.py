@@ -38,6 +38,7 @@ class TileConfig(NamedTuple):
     num_programs: int = 1  # of decoding, that a multiprocessor has room for at once
 
 
+@functools.cache  # of a few shapes in every layer: `next_power_of_2` alone takes microseconds
 def tile_config(
     head_dim: int,
     dtype: torch.dtype,
@@ -113,7 +114,7 @@ def paged_attention(
         config = tile_config(head_dim, q.dtype, group, is_decode=True)
         if num_shares is None:
             num_keys = min(max_context_len, sliding_window or max_context_len)
-            most = num_decode_rows * (triton.cdiv(num_keys, config.tile_n) + 1)
+            most = num_decode_rows * (num_keys // config.tile_n + 2)
             at_once = config.num_programs * _num_multiprocessors(q.device) // num_kv_heads
             num_shares = max(1, min(at_once, most))
         _decode(batch, config, out, num_decode_rows, num_shares)
@@ -192,7 +193,7 @@ def _decode(
     launch = {"launch_pdl": True} if is_dependent else {}
     shape = {
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "HEAD_DIM_PADDED": _padded_head_dim(head_dim),
         "TILE_N": config.tile_n,
         "IS_DEPENDENT": is_dependent,
     }
@@ -243,7 +244,7 @@ def _attend_chunks(
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
-    group_padded = triton.next_power_of_2(group)
+    group_padded = 1 << (group - 1).bit_length()
     # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
     # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
     num_tiles = num_rows + (num_tokens - first_row) // (config.block_m // group_padded)
@@ -266,7 +267,7 @@ def _attend_chunks(
         GROUP=group,
         GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=max(16, triton.next_power_of_2(head_dim)),
+        HEAD_DIM_PADDED=_padded_head_dim(head_dim),
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE_N=config.tile_n,
@@ -274,6 +275,11 @@ def _attend_chunks(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _padded_head_dim(head_dim: int) -> int:
+    """What tensor cores take: a power of two, 16 or more."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _dot(dtype: torch.dtype) -> dict[str, object]:

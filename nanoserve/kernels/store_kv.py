@@ -41,12 +41,13 @@ def store_kv(
     """
     _check(heads, positions, cos, sin, q_weight, k_weight, kv_cache, slot_mapping)
     num_tokens, num_all_heads, head_dim = heads.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_heads = num_all_heads - 2 * num_kv_heads
     q = heads.new_empty(num_tokens, num_heads, head_dim)
     block_tokens = 1 if num_tokens <= _FEW_TOKENS else _BLOCK_TOKENS
-    block_pairs = triton.next_power_of_2(head_dim // 2)
-    _store_kv[(triton.cdiv(num_tokens, block_tokens), num_all_heads)](
+    # In plain Python: Triton's `next_power_of_2` and `cdiv` take microseconds, in every layer.
+    block_pairs = 1 << (head_dim // 2 - 1).bit_length()
+    _store_kv[(-(-num_tokens // block_tokens), num_all_heads)](
         heads,
         positions,
         cos,
@@ -82,35 +83,37 @@ def _check(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    if heads.ndim != 3 or kv_cache.ndim != 5 or kv_cache.shape[0] != 2:
+    shape, cache_shape = heads.shape, kv_cache.shape  # to ask a tensor takes longer than the rest
+    if len(shape) != 3 or len(cache_shape) != 5 or cache_shape[0] != 2:
         raise ValueError(
-            f"heads {list(heads.shape)} must have 3 dimensions, and kv_cache "
-            f"{list(kv_cache.shape)} 5, of which the first is 2"
+            f"heads {list(shape)} must have 3 dimensions, and kv_cache {list(cache_shape)} 5, of "
+            f"which the first is 2"
         )
-    num_tokens, num_all_heads, head_dim = heads.shape
-    if head_dim % 2 or head_dim != kv_cache.shape[4] or num_all_heads <= 2 * kv_cache.shape[2]:
+    num_tokens, num_all_heads, head_dim = shape
+    if head_dim % 2 or head_dim != cache_shape[4] or num_all_heads <= 2 * cache_shape[2]:
         raise ValueError(
-            f"heads {list(heads.shape)} do not fit kv_cache {list(kv_cache.shape)}: one even "
-            f"head_dim, and query heads before two times {kv_cache.shape[2]} KV heads"
+            f"heads {list(shape)} do not fit kv_cache {list(cache_shape)}: one even head_dim, and "
+            f"query heads before two times {cache_shape[2]} KV heads"
         )
     if heads.dtype != kv_cache.dtype:
         raise ValueError(f"heads are {heads.dtype}, but kv_cache is {kv_cache.dtype}")
-    if heads.stride(2) != 1 or kv_cache.stride(4) != 1:
+    if heads.stride()[2] != 1 or kv_cache.stride()[4] != 1:
         raise ValueError(
             f"the last dimension must be contiguous; the strides are {list(heads.stride())} of "
             f"heads and {list(kv_cache.stride())} of kv_cache"
         )
-    for name, tensor, shape in (
-        ("positions", positions, (num_tokens,)),
-        ("slot_mapping", slot_mapping, (num_tokens,)),
-        ("cos", cos, (cos.shape[0], head_dim // 2)),
-        ("sin", sin, (cos.shape[0], head_dim // 2)),
-        ("q_weight", q_weight, (head_dim,)),
-        ("k_weight", k_weight, (head_dim,)),
+    per_token, table, norm = (num_tokens,), (cos.shape[0], head_dim // 2), (head_dim,)
+    for name, tensor, wanted in (
+        ("positions", positions, per_token),
+        ("slot_mapping", slot_mapping, per_token),
+        ("cos", cos, table),
+        ("sin", sin, table),
+        ("q_weight", q_weight, norm),
+        ("k_weight", k_weight, norm),
     ):
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+        if tensor is not None and (tensor.shape != wanted or not tensor.is_contiguous()):
             raise ValueError(
-                f"{name} must be a contiguous {list(shape)}; its shape is {list(tensor.shape)} "
+                f"{name} must be a contiguous {list(wanted)}; its shape is {list(tensor.shape)} "
                 f"and its strides are {list(tensor.stride())}"
             )
 

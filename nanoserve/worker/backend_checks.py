@@ -13,8 +13,11 @@ _FIRST_CAPABILITY = (8, 0)
 
 def check_attention_backend(
     name: str, block_size: int, model_config: ModelConfig, device: torch.device
-) -> None:
-    """Raise `ValueError`, with what to do, if "numba", "triton" or "flash_attn" cannot run here."""
+) -> str:
+    """ "numba", "triton" or "flash_attn" as they run here: the last may be "flash_attn3".
+
+    Raises `ValueError`, with what to do, if they cannot.
+    """
     is_cpu = device.type == "cpu"
     if name == "numba" and (
         not is_cpu or model_config.dtype == "float16" or find_spec("numba") is None
@@ -36,7 +39,8 @@ def check_attention_backend(
         from nanoserve.attention.flash import check_flash_attention
 
         dtype = getattr(torch, model_config.dtype)
-        check_flash_attention(block_size, model_config.head_dim, dtype, device)
+        return check_flash_attention(block_size, model_config.head_dim, dtype, device)
+    return name
 
 
 def _check_capability(name: str, device: torch.device) -> None:

@@ -26,21 +26,21 @@ _BACKENDS = {
     "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
     "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
     "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
+    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", "nanoserve.kernels.ops:TritonOps"),
 }
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
     """What runs the steps of an engine: one runner, or one for each rank.
 
-    Raises `ValueError` if there is no such device, if the attention backend cannot run on it, or
-    if the model cannot be shared by so many ranks, before any weight is read.
+    Raises `ValueError` if there are not so many devices, if the attention backend cannot run on
+    them, or if the model cannot be shared by so many ranks, before any weight is read.
     """
-    size = config.tensor_parallel_size
-    device = choose_device(config.device, 0, size)
-    if size == 1:
+    if config.tensor_parallel_size == 1:
         return make_runner(config, model_config, path, TensorParallel())
     from nanoserve.worker.tensor_parallel import TensorParallelExecutor
 
+    device = choose_device(config.device, 0, config.tensor_parallel_size)
     make = partial(make_runner, config, model_config, path)
     return TensorParallelExecutor(config, model_config, path, device, make)
 
@@ -54,10 +54,9 @@ def make_runner(
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
+    context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype, device))
     if device.type == "cpu":
-        context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype))
         return ModelRunner(config, model_config, path, context, HostDevice())
-    context = LayerContext(dtype, device, tp, attention, ops)
     from nanoserve.worker.cuda import Cuda
     from nanoserve.worker.cuda_device import CudaDevice
 
@@ -65,21 +64,27 @@ def make_runner(
     return ModelRunner(config, model_config, path, context, cuda_device)
 
 
-def _linear_method(dtype: torch.dtype) -> LinearMethod | None:
-    """On a CPU; None for plain weights."""
-    if dtype != torch.bfloat16:  # in other types, packed weights measured no better
+def _linear_method(dtype: torch.dtype, device: torch.device) -> LinearMethod | None:
+    """None for plain weights."""
+    # On a CPU in other types, packed weights measured no better.
+    if device.type != "cpu" or dtype != torch.bfloat16:
         return None
     from nanoserve.kernels_cpu.packed_linear import packed_linear_method
 
     return packed_linear_method()
 
 
-def choose_device(asked: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """`asked` is "auto", "cpu" or "cuda". Rank i of several takes GPU i, one rank the current."""
+def device_kind(asked: str) -> str:
+    """ "cpu" or "cuda": what `asked` ("auto", "cpu" or "cuda") is on this machine."""
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
         raise ValueError(f"device='cuda', but torch {torch.__version__} sees no NVIDIA GPU")
-    if asked == "cpu" or not has_cuda:
+    return "cuda" if has_cuda and asked != "cpu" else "cpu"
+
+
+def choose_device(kind: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Of "cuda", rank i of several takes GPU i, one rank the current."""
+    if kind == "cpu":
         return torch.device("cpu")
     if num_ranks == 1:
         return torch.device("cuda", torch.cuda.current_device())
@@ -93,18 +98,17 @@ def choose_device(asked: str, rank: int = 0, num_ranks: int = 1) -> torch.device
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """ "torch", "numba", "triton" or "flash_attn": what was asked for, if it can run here."""
+    """What was asked for, if it can run here: a name in `_BACKENDS`."""
     name = config.attention_backend
-    if name not in ("auto", "torch"):
-        from nanoserve.worker.backend_checks import check_attention_backend
-
-        check_attention_backend(name, config.block_size, model_config, device)
-    if name != "auto":
+    if name == "auto" and device.type == "cpu":
+        has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
+        return "numba" if has_numba else "torch"
+    if name == "torch":
         return name
-    if device.type != "cpu":
-        return "triton"
-    has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
-    return "numba" if has_numba else "torch"
+    from nanoserve.worker.backend_checks import check_attention_backend
+
+    asked = "triton" if name == "auto" else name
+    return check_attention_backend(asked, config.block_size, model_config, device)
 
 
 def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:

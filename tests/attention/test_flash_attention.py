@@ -1,9 +1,10 @@
-"""The flash_attn backend against a stand-in with flash-attn 2.8's signatures.
+"""The flash_attn backend against stand-ins with the signatures of flash-attn 2.8 and 3.
 
-The stand-in holds its caller to what flash-attn asks for, and computes with plain torch.
+A stand-in holds its caller to what flash-attn asks for, and computes with plain torch.
 """
 
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +15,13 @@ import pytest
 import torch
 
 from nanoserve import LLM
-from nanoserve.attention import flash
-from nanoserve.attention.flash import FlashAttention, check_flash_attention
+from nanoserve.attention.flash import FlashAttention, FlashAttention3, check_flash_attention
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.worker import device
+from nanoserve.worker.device import choose_attention_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PAGE = 256
@@ -50,7 +54,7 @@ def attend(
 
 def pages(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     """[length, kv_heads, dim] of one sequence."""
-    assert cache.shape[1] % PAGE == 0 and cache.stride(-1) == 1
+    assert cache.stride(-1) == 1
     return cache[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
 
 
@@ -72,6 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         num_rows = len(ends_q) - 1
         check_table(block_table, num_rows)
+        assert k.shape[1] % PAGE == 0
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and causal
         assert ends_q[0] == ends_k[0] == 0 and ends_q[-1] == len(q)
         out = []
@@ -91,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     ):  # fmt: skip
         made.append(("kvcache", locals().copy()))
         assert q.dim() == 4 and cache_seqlens.dtype == torch.int32 and k is None and v is None
-        assert len(cache_seqlens) == len(q)
+        assert len(cache_seqlens) == len(q) and k_cache.shape[1] % PAGE == 0
         check_table(block_table, len(q))
         out = []
         for row, length in enumerate(cache_seqlens.tolist()):
@@ -99,20 +104,61 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             out.append(attend(q[row], keys, values, softmax_scale, window_size, softcap))
         return torch.stack(out)
 
-    stand_in = ModuleType("flash_attn")
-    stand_in.__spec__ = ModuleSpec("flash_attn", None)
+    stand_in = install("flash_attn", monkeypatch)
     stand_in.flash_attn_varlen_func = flash_attn_varlen_func
     stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
     return made
 
 
+@pytest.fixture
+def calls3(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The same for version 3, of which one function takes pages."""
+    made: Calls = []
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+        return_softmax_lse=False,
+    ):  # fmt: skip
+        made.append(("kvcache", locals().copy()))
+        ends = cu_seqlens_q.tolist()
+        num_rows = len(ends) - 1
+        check_table(page_table, num_rows)
+        assert q.dim() == 3 and causal and k is None and v is None
+        assert cu_seqlens_q.dtype == cache_seqlens.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous() and cache_seqlens.is_contiguous()
+        assert ends[0] == 0 and ends[-1] == len(q) and len(cache_seqlens) == num_rows
+        out = []
+        for row, length in enumerate(cache_seqlens.tolist()):
+            rows_q = q[ends[row] : ends[row + 1]]
+            assert len(rows_q) <= max_seqlen_q
+            keys, values = (pages(c, page_table[row], length) for c in (k_cache, v_cache))
+            out.append(attend(rows_q, keys, values, softmax_scale, window_size, softcap))
+        return torch.cat(out)
+
+    stand_in = install("flash_attn_interface", monkeypatch)
+    stand_in.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return made
+
+
+def install(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An empty package of that name."""
+    stand_in = ModuleType(name)
+    stand_in.__spec__ = ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    return stand_in
+
+
 def random_batch(
-    rng: np.random.Generator, rows: list[tuple[int, int]]
+    rng: np.random.Generator, rows: list[tuple[int, int]], page: int = PAGE
 ) -> tuple[AttentionMetadata, int]:
     """Rows of (new tokens, context); their blocks lie anywhere. Also returns how many there are."""
     num_new, contexts = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
-    blocks = -(-contexts // PAGE)
+    blocks = -(-contexts // page)
     tables = np.full((len(rows), blocks.max() + 1), 9999, dtype=np.int32)  # not to be followed
     order = rng.permutation(blocks.sum()) + 1
     for row, end in enumerate(np.cumsum(blocks)):
@@ -129,15 +175,10 @@ def random_batch(
     ), int(blocks.sum()) + 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "functions"),
-    [
-        ([(1, 1), (1, 256), (1, 257), (1, 700)], ["kvcache"]),
-        ([(5, 5), (256, 256), (3, 515)], ["varlen"]),
-        ([(1, 300), (1, 2), (7, 7), (40, 600), (2, 256)], ["kvcache", "varlen"]),
-    ],
-)
-@pytest.mark.parametrize(
+DECODES = [(1, 1), (1, 256), (1, 257), (1, 700)]
+CHUNKS = [(5, 5), (256, 256), (3, 515)]
+MIXED = [(1, 300), (1, 2), (7, 7), (40, 600), (2, 256)]
+KINDS_OF_LAYERS = pytest.mark.parametrize(
     ("num_kv_heads", "window", "soft_cap"),
     [
         *[(1, None, None), (2, None, None), (4, None, None)],
@@ -151,6 +192,13 @@ def random_batch(
         ],
     ],
 )
+
+
+@pytest.mark.parametrize(
+    ("rows", "functions"),
+    [(DECODES, ["kvcache"]), (CHUNKS, ["varlen"]), (MIXED, ["kvcache", "varlen"])],
+)
+@KINDS_OF_LAYERS
 def test_the_batch_is_shared_between_the_two_functions(
     calls: Calls,
     rows: list[tuple[int, int]],
@@ -176,22 +224,108 @@ def test_the_batch_is_shared_between_the_two_functions(
     assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
 
 
-def test_where_contexts_begin_is_computed_once_for_all_layers(calls: Calls) -> None:
+@pytest.mark.parametrize("rows", [DECODES, CHUNKS, MIXED])
+@pytest.mark.parametrize("page", [1, 3, 16, 256])
+@KINDS_OF_LAYERS
+def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
+    calls3: Calls,
+    rows: list[tuple[int, int]],
+    page: int,
+    num_kv_heads: int,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    rng = np.random.default_rng(0)
+    metadata, num_blocks = random_batch(rng, rows, page)
+    layer = AttentionLayer(4, num_kv_heads, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
+    backend = FlashAttention3()
+    shape = backend.kv_cache_shape(num_blocks, page, num_kv_heads, 8)
+    kv_cache = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+    num_tokens = int(metadata.cu_seqlens_q[-1])
+    q = torch.from_numpy(rng.standard_normal((num_tokens, 4, 8), dtype=np.float32))
+    attended = backend.attend(layer, q, kv_cache, metadata)
+    ((_, arguments),) = calls3
+    assert arguments["q"] is q and arguments["cache_seqlens"] is metadata.context_lens
+    assert arguments["page_table"] is metadata.block_tables
+    assert arguments["k_cache"].shape == (num_blocks, page, num_kv_heads, 8)
+    assert arguments["k_cache"].data_ptr() == kv_cache.data_ptr()  # a view, not a copy
+    metadata.block_tables[metadata.block_tables == 9999] = 0
+    expected = TorchAttention().attend(layer, q, kv_cache, metadata)
+    assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
+
+
+def test_where_chunks_end_is_computed_once_for_all_layers(calls: Calls) -> None:
     metadata, num_blocks = random_batch(np.random.default_rng(0), [(1, 11), (2, 3), (3, 7)])
     backend, layer = FlashAttention(), AttentionLayer(2, 1, 8, scale=0.3)
     q, kv_cache = torch.randn(6, 2, 8), torch.randn(backend.kv_cache_shape(num_blocks, PAGE, 1, 8))
-    backend.attend(layer, q, kv_cache, metadata)
-    ends = flash._cu_seqlens_k(metadata)
-    assert ends.tolist() == [0, 11, 14, 21] and ends.dtype == torch.int32
-    backend.attend(layer, q, kv_cache, metadata)
-    assert flash._cu_seqlens_k(metadata) is ends
+    for _ in range(2):
+        backend.attend(layer, q, kv_cache, metadata)
+    first, second = (arguments for name, arguments in calls if name == "varlen")
+    assert first["cu_seqlens_q"].tolist() == [0, 2, 5]
+    assert first["cu_seqlens_k"].tolist() == [0, 3, 10]
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        assert first[name] is second[name]
+
+
+GOOD: dict[str, Any] = {"head_dim": 128, "dtype": torch.bfloat16, "device": CUDA}
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "chosen"),
+    [
+        (["flash_attn", "flash_attn_interface"], (9, 0), "flash_attn3"),
+        (["flash_attn_interface"], (9, 0), "flash_attn3"),
+        (["flash_attn"], (9, 0), "flash_attn"),
+        (["flash_attn", "flash_attn_interface"], (8, 0), "flash_attn"),
+        (["flash_attn", "flash_attn_interface"], (10, 0), "flash_attn"),
+        (["flash_attn_interface"], (8, 0), None),
+    ],
+)
+def test_version_3_is_for_hopper_where_it_is_installed(
+    installed: list[str],
+    capability: tuple[int, int],
+    chosen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "nanoserve.attention.flash.find_spec", lambda name: name in installed or None
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if chosen is None:
+        with pytest.raises(ValueError, match=r"pip install 'nanoserve\[flash\]'"):
+            check_flash_attention(256, **GOOD)
+        return
+    assert check_flash_attention(256, **GOOD) == chosen
+    if chosen == "flash_attn":
+        with pytest.raises(ValueError, match=r"256, not 16.*FlashAttention-3"):
+            check_flash_attention(16, **GOOD)
+    else:
+        assert check_flash_attention(16, **GOOD) == check_flash_attention(7, **GOOD) == chosen
+        for change in ({"head_dim": 264}, {"head_dim": 100}, {"dtype": torch.float32}):
+            with pytest.raises(ValueError, match=r"head_dim|16 bits"):
+                check_flash_attention(16, **GOOD | change)
+
+
+def test_the_choice_is_the_backend_that_is_made(
+    checkpoint: Path, calls3: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model_config = replace(ModelConfig.from_checkpoint(checkpoint), dtype="bfloat16")
+    config = EngineConfig("m", attention_backend="flash_attn")
+    name = choose_attention_backend(config, model_config, CUDA)
+    attention, ops = device._backend(name)
+    assert type(attention) is FlashAttention3 and type(ops).__name__ == "TritonOps"
+    assert attention.capturable
 
 
 def test_what_flash_attn_cannot_do_is_refused_with_the_number(calls: Calls) -> None:
     good: dict[str, Any] = {"block_size": 512, "head_dim": 128, "dtype": torch.bfloat16}
     check_flash_attention(**good, device=CUDA)
     for change, message in (
-        ({"block_size": 16}, "multiple of 256, not 16; 'triton' takes any"),
+        (
+            {"block_size": 16},
+            "multiple of 256, not 16; 'triton' takes any, and so does FlashAttention-3",
+        ),
         ({"block_size": 384}, "384"),
         ({"head_dim": 264}, "264"),
         ({"head_dim": 100}, "100"),

@@ -295,7 +295,7 @@ def test_a_closed_engine_refuses_requests_and_has_dropped_its_own(checkpoint: Pa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_model_len": 65}, ["max_model_len=65", "16 blocks of 4", "64 tokens"]),
+        ({"max_model_len": 65}, ["max_model_len=65", "16 KV blocks of 4", "64 tokens"]),
         ({"max_model_len": 513, "num_kv_blocks": 1000}, ["max_model_len=513", "512"]),
         ({"max_model_len": 0}, ["max_model_len=0", ">= 2"]),
         ({"max_model_len": 16.0}, ["max_model_len=16.0", "integer"]),

@@ -13,7 +13,8 @@ from nanoserve.sampling_params import SamplingParams
 
 def make_scheduler(num_kv_blocks: int = 1000, max_model_len: int = 4096, **options) -> Scheduler:
     options = {"max_num_seqs": 8, "enable_prefix_caching": False, **options}
-    return Scheduler(EngineConfig(model="none", **options), num_kv_blocks, max_model_len)
+    config = EngineConfig(model="none", **options).for_device("cpu")
+    return Scheduler(config, num_kv_blocks, max_model_len)
 
 
 class Requests:

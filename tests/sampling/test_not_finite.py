@@ -123,6 +123,7 @@ def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any)
     """With the CPU's sampler, or with a GPU's, whose kernels are interpreted."""
     options = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 64} | options
     config = EngineConfig.from_options(path, async_scheduling=async_scheduling, **options)
+    config = config.for_device("cpu" if device == "cpu" else "cuda")
     model_config = ModelConfig.from_checkpoint(path)
     if device == "cpu":
         llm = LLM(path, skip_tokenizer_init=True, async_scheduling=async_scheduling, **options)

@@ -281,7 +281,8 @@ class Group:
 
 def make_scheduler(caching: bool = True, num_kv_blocks: int = 64, **options: Any) -> Scheduler:
     options = {"max_num_seqs": 8, "enable_prefix_caching": caching, **options}
-    return Scheduler(EngineConfig("none", **options), num_kv_blocks, max_model_len=512)
+    config = EngineConfig("none", **options).for_device("cpu")
+    return Scheduler(config, num_kv_blocks, max_model_len=512)
 
 
 def step(scheduler: Scheduler, token_of: dict[Sequence, int] | None = None) -> dict[Sequence, int]:

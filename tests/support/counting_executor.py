@@ -104,6 +104,7 @@ def make_engine(
     **options: Any,
 ) -> LLMEngine:
     config = EngineConfig.from_options("none", **{"max_num_seqs": 8, **options})
+    config = config.for_device("cpu")
     model_config = ModelConfig(
         architecture="Counting",
         vocab_size=VOCAB_SIZE,
