@@ -33,7 +33,7 @@ _HERE = Path(__file__).resolve().parent
 LIMITS = {
     "facts": 40,
     "smoke": 80,
-    "tests": 180,
+    "tests": 240,
     "bench": 140,
     "profile": 80,
     "kernels": 100,

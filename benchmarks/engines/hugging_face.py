@@ -32,7 +32,9 @@ def write_weights(spec: Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype = getattr(torch, spec.dtype)
     config = AutoConfig.from_pretrained(spec.model)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(spec.model)
+    with torch.device(spec.device):  # a GPU draws them in an instant
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(spec.model)
     for file in Path(spec.tokenizer).glob("tokenizer*.json"):
         shutil.copy(file, spec.model)
     return {}

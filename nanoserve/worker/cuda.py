@@ -11,6 +11,11 @@ import torch
 # For the whole process: to wait for a device spoils what any thread is recording on it.
 _RECORDING = threading.RLock()
 
+# Streams to record on that no engine has now. Engines that live at the same time have one each:
+# cuBLAS keeps a workspace for every stream, and a graph knows its address. It keeps it for good
+# (32 MiB on Hopper), so the next engine takes one that is free.
+_FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
+
 
 class Cuda:
     """One CUDA device, as one engine uses it."""
@@ -25,17 +30,20 @@ class Cuda:
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def page_lock(self, memory: np.ndarray) -> None:
-        """As `pinned`, for memory that comes from elsewhere, until `unlock`."""
+        """As `pinned`, for memory that comes from elsewhere, until `close`."""
         if not torch.from_numpy(memory).is_pinned():
             lock = torch.cuda.cudart().cudaHostRegister
             torch.cuda.check_error(int(lock(memory.ctypes.data, memory.nbytes, 0)))
             self._locked.append(memory)
 
-    def unlock(self) -> None:
-        """Undo every `page_lock`, before the memory goes."""
+    def close(self) -> None:
+        """Undo every `page_lock`, before the memory goes, and leave the stream to the next."""
         while self._locked:
             unlock = torch.cuda.cudart().cudaHostUnregister
             torch.cuda.check_error(int(unlock(self._locked.pop().ctypes.data)))
+        if self._capture_stream is not None:
+            _FREE_STREAMS.setdefault(self.device, []).append(self._capture_stream)
+            self._capture_stream = None
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -51,17 +59,19 @@ class Cuda:
 
         The output is the same tensor every time. Graphs of one `pool` share their memory.
         """
-        forward()  # kernels are compiled and libraries set up now: neither can be recorded
         if self._capture_stream is None:
-            # Not shared: cuBLAS keeps a workspace for each stream, in the graphs' memory of the
-            # engine that was the first to use it, and there it is gone when that engine is closed.
-            self._capture_stream = torch.cuda.Stream(self.device)
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": another engine's thread may go on allocating meanwhile.
-        mode, stream = "thread_local", self._capture_stream
+            free = _FREE_STREAMS.get(self.device)
+            self._capture_stream = free.pop() if free else torch.cuda.Stream(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
+        # Kernels are compiled and libraries set up now: neither can be recorded. On the same
+        # stream: else its workspace would lie in the memory of these graphs, and go with them.
+        self.synchronize()
+        with torch.cuda.stream(stream):
+            forward()
         with _RECORDING:
             torch.cuda.synchronize(self.device)
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
+            # "thread_local": another engine's thread may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 output = forward()
         return graph.replay, output
 

@@ -133,7 +133,7 @@ class CudaDevice(HostDevice):
         self.graphs = self.tensors = self._memory = self._tables = None
         self._copied.clear()
         with self.guard():
-            self.cuda.unlock()
+            self.cuda.close()
             self.cuda.release_unused()
 
     # ------------------------------------------------------------------ starting

@@ -56,8 +56,8 @@ class FakeCuda:
         if memory.ctypes.data not in self.own:
             self.events.append(f"lock {memory.nbytes}")
 
-    def unlock(self) -> None:
-        self.events.append("unlock")
+    def close(self) -> None:
+        self.events.append("close")
 
     def event(self) -> FakeEvent:
         return FakeEvent()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import nanoserve.worker.cuda
 from nanoserve.worker.cuda import Cuda
 
 GPU = torch.device("cuda", 0)
@@ -24,17 +25,25 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[object] = []
         self.recorded_on: list[object] = []
+        self.launched_on: list[object] = []
         self.waits_while_recording = 0
         self.is_recording = False
         monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", self.record)
+        monkeypatch.setattr(torch.cuda, "stream", self.launch_on)
+        monkeypatch.setattr(nanoserve.worker.cuda, "_FREE_STREAMS", {})
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.synchronize(GPU))
 
     def make_stream(self, device: torch.device) -> object:
         self.streams.append(object())
         return self.streams[-1]
+
+    @contextmanager
+    def launch_on(self, stream: object) -> Iterator[None]:
+        self.launched_on.append(stream)
+        yield
 
     @contextmanager
     def record(self, graph: Graph, pool: Any, stream: object, **mode: str) -> Iterator[None]:
@@ -59,7 +68,21 @@ def test_each_engine_records_on_a_stream_of_its_own(recorder: Recorder) -> None:
     for cuda in (first, first, second, first):
         cuda.capture(lambda: torch.zeros(1), pool=None)
     a, b = recorder.streams
-    assert a is not b and recorder.recorded_on == [a, a, b, a]
+    assert a is not b and recorder.recorded_on == recorder.launched_on == [a, a, b, a]
+
+
+def test_streams_are_used_again(recorder: Recorder) -> None:
+    """What cuBLAS keeps for one is never given back: an engine after another adds nothing."""
+    first, second = Cuda(GPU), Cuda(GPU)
+    for cuda in (first, second):
+        cuda.capture(lambda: torch.zeros(1), pool=None)
+    first.close()
+    first.close()  # a second time changes nothing
+    third, fourth = Cuda(GPU), Cuda(GPU)
+    for cuda in (third, fourth):
+        cuda.capture(lambda: torch.zeros(1), pool=None)
+    a, b, c = recorder.streams
+    assert recorder.recorded_on == [a, b, a, c]
 
 
 @pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture])

@@ -353,7 +353,7 @@ def test_close_lets_go_of_everything(checkpoint: Path) -> None:
     engine.step()
     batches = [weakref.ref(batch) for batch in runner.batches]
     engine.close()
-    assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
+    assert cuda.events[-3:] == ["synchronize", "close", "release"]
     for part in (runner, runner.device):
         assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
     assert not [batch for batch in batches if batch() is not None]  # nor page-locked memory
@@ -372,7 +372,7 @@ def test_batches_in_memory_from_elsewhere_are_page_locked_until_the_end(checkpoi
     run(engine, [([1, 2, 3], GREEDY)])
     assert memory.any()
     engine.close()
-    assert cuda.events[-3:] == ["synchronize", "unlock", "release"]
+    assert cuda.events[-3:] == ["synchronize", "close", "release"]
 
 
 # ---------------------------------------------------------------- the size of the pool

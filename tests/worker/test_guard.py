@@ -55,8 +55,8 @@ class TwoGPUs(FakeCuda):
     def page_lock(self, memory: np.ndarray) -> None:
         self.note("page_lock")
 
-    def unlock(self) -> None:
-        self.note("unlock")
+    def close(self) -> None:
+        self.note("close")
 
     def capture(self, forward: Callable[[], torch.Tensor], pool: list[int]) -> Any:
         self.note("capture")
@@ -110,7 +110,7 @@ SAMPLER = {"choose_tokens", "filter_borders"}
 def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(
     checkpoint: Path, cuda: TwoGPUs, options: dict[str, Any]
 ) -> None:
-    config = EngineConfig.from_options(checkpoint, max_num_seqs=2, **options)
+    config = EngineConfig.from_options(checkpoint, max_num_seqs=2, **options).for_device("cpu")
     runner = make_runner(cuda, config, checkpoint)
     assert cuda.seen() == MODEL | SAMPLER | {"page_lock", "capture"}
     runner.use_memory(np.zeros(2 * runner.layout.num_bytes, dtype=np.uint8))
@@ -121,7 +121,7 @@ def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(
         engine.step()
         assert cuda.seen() == MODEL | SAMPLER
     engine.close()
-    assert cuda.seen() == {"unlock"} and cuda.current == CALLERS
+    assert cuda.seen() == {"close"} and cuda.current == CALLERS
 
 
 def test_another_ranks_process_chooses_its_gpu_before_anything_else(
@@ -129,6 +129,7 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
 ) -> None:
     """For NCCL and whatever else has no guard. Then it runs a prompt and a decode step."""
     config = EngineConfig.from_options(checkpoint, max_num_seqs=2, num_kv_blocks=50)
+    config = config.for_device("cpu")
     model_config = ModelConfig.from_checkpoint(checkpoint)
     gpu, runners = torch.device("cuda", OWN), []
 
