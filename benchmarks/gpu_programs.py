@@ -90,7 +90,9 @@ def peers(job: Job) -> Measurements:
 
 def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dict[str, Any]:
     command = python("bench.py", "--workload", "nano-vllm", "--device", job.device)
-    command += ["--num-seqs", "64", "--repeat", repeat, "--engine", ",".join(engines), *more]
+    # Short outputs: transformers takes minutes for those of the workload.
+    command += ["--num-seqs", "64", "--output-len", "64-128"]
+    command += ["--repeat", repeat, "--engine", ",".join(engines), *more]
     if job.is_tiny:
         command += ["--shape", "tiny", "--num-seqs", "3", "--input-len", "4-9"]
         command += ["--output-len", "2-4", "--repeat", "1", "--threads", "1"]

@@ -411,7 +411,7 @@ def test_a_checkpoint_answers_rightly_or_not_at_all(
     kinds = [greedy(), greedy(logprobs=1, prompt_logprobs=1), seeded(top_p=0.9, min_tokens=2)]
     with LLM(tmp_path, skip_tokenizer_init=True, dtype=dtype, num_kv_blocks=20) as llm:
         outputs = llm.generate([[5, 6, 7]] * 3, kinds, use_tqdm=False)
-    if change is HUGE and dtype == "bfloat16":  # with some processors such sums stay finite
+    if change is HUGE:  # the norm of infinite squares is 0 with some processors, NaN with others
         assert all(o.error is None or isinstance(o.error, FloatingPointError) for o in outputs)
         return
     for output in outputs:
