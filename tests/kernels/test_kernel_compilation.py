@@ -23,10 +23,8 @@ SCRIPT = compile_kernels.__file__
 # Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
 USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
 # Where there is less shared memory, also those that take the most of it.
-LARGE = rf"{USUAL}|attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
-# Up to so many bytes are spilled there: by the merge of parts, and by prefill with a window.
-SPILLS = {86: 8, 89: 8, 120: 88}
-WANTED = {80: USUAL, 86: LARGE, 89: LARGE, 90: "", 100: USUAL, 120: LARGE}
+LARGE = r"attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
+WANTED = {80: USUAL, 86: LARGE, 89: rf"{USUAL}|{LARGE}", 90: "", 100: USUAL, 120: LARGE}
 # At the small size, a case or two for each kernel, and the largest where there is least room.
 EACH = "|".join(
     [
@@ -93,7 +91,7 @@ def test_every_case_compiles(
     errors = [record for record in records[capability] if "error" in record]
     assert not errors
     labels = {label for label, _ in CASES if re.search(wanted[capability], label)}
-    assert len(labels) >= {EACH: 8, LARGEST: 1}.get(wanted[capability], 20)
+    assert len(labels) >= {EACH: 8, LARGE: 6, LARGEST: 1}.get(wanted[capability], 20)
     assert {record["case"] for record in records[capability]} == labels
 
 
@@ -116,7 +114,7 @@ def test_kernels_fit_into_registers_and_shared_memory(
     for record in compiled:
         assert record["shared_bytes"] <= SHARED_KIB[capability] * 1024, record
         if "head_dim=256" not in record["case"]:  # there, half as many rows would cost more
-            assert record["spill_bytes"] <= SPILLS.get(capability, 0), record
+            assert record["spill_bytes"] == 0, record
 
 
 @pytest.fixture(scope="module")
