@@ -35,7 +35,7 @@ from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.kernels import paged_attention
+from nanoserve.kernels import dependent_launch, paged_attention
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
@@ -140,6 +140,7 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
         patch.object(JITFunction, "run", run),
         patch.object(GridExecutor, "__call__", run),
         patch.object(paged_attention, "_num_multiprocessors", lambda device: num_sms),
+        patch.object(dependent_launch, "_current_capability", lambda: 90),
     ):
         yield
 
