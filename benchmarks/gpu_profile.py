@@ -113,25 +113,25 @@ def _profiled(job: Job, engine: LLMEngine, step: Callable[[], None]) -> dict[str
     events = [event for event in profiler.events() if event.device_type == kind]
     if not events:
         return {"kernels": []}
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    busy, gaps, last = 0.0, [0.0], spans[0][0]
-    for start, end in spans:
-        gaps.append(start - last)
-        busy += max(0.0, end - max(start, last))
-        last = max(last, end)
-    kernels: dict[str, list[float]] = {}
+    events.sort(key=lambda event: event.time_range.start)
+    first = last = events[0].time_range.start
+    gaps: list[float] = [0.0]
+    kernels: dict[str, list[float]] = {}  # by name, microseconds
     for event in events:
-        kernels.setdefault(event.name[:100], []).append(
-            event.time_range.end - event.time_range.start
-        )
-    total = sum(map(sum, kernels.values()))
+        start, end = event.time_range.start, event.time_range.end
+        gaps.append(start - last)
+        # A kernel may come before the one before it is over, and wait: that is not its time.
+        alone = max(0.0, end - max(start, last))
+        kernels.setdefault(event.name[:100], []).append(alone)
+        last = max(last, end)
+    busy = sum(map(sum, kernels.values()))
     return {
         "busy us": busy / _PROFILED,
-        "profiled wall us": (last - spans[0][0]) / _PROFILED,
+        "profiled wall us": (last - first) / _PROFILED,
         "largest gap us": max(gaps),
         "launches": len(events) / _PROFILED,
         "launches per layer": len(events) / _PROFILED / engine.model_config.num_hidden_layers,
-        "shares": {name: us / total for name, us in _by_kind(kernels).items()},
+        "shares": {name: us / busy for name, us in _by_kind(kernels).items()},
         "kernels": [
             {"name": name, "count": len(us) / _PROFILED, "us": sum(us) / _PROFILED}
             for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))

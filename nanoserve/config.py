@@ -41,7 +41,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
 }
-# Tokens of a step. nano-vllm's workload takes an H100 7.5 s with 2048 and 6.9 s with 8192. A CPU
+# Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
 # computes 2048 for seconds, and whoever decodes waits for their end.
 _BUDGETS = {"cpu": 2048, "cuda": 8192}
 
