@@ -21,7 +21,7 @@ from . import worked
 
 def test_kernels_of_a_step() -> None:
     assert worked.num_kernels(layers=28) == 3 + 28 * 9 == 255
-    assert worked.num_kernels(layers=28, is_split=True) == 3 + 28 * 10 == 283
+    assert worked.num_kernels(layers=28, has_merge=True) == 3 + 28 * 10 == 283
     assert "| **all** | | **255** |" in worked.kernels_table(layers=28)
     assert "| matrix product: qkv, o, gate and up, down | 4 | 112 |" in worked.kernels_table(28)
 

@@ -33,9 +33,9 @@ QWEN3 = {
 }
 
 
-def num_kernels(layers: int, is_split: bool = False) -> int:
-    """Launches of a decode step; with the keys split, a merge follows each layer's attention."""
-    return sum(ONCE.values()) + layers * (sum(PER_LAYER.values()) + is_split)
+def num_kernels(layers: int, has_merge: bool = False) -> int:
+    """Launches of a decode step; a merge, if there is one, follows each layer's attention."""
+    return sum(ONCE.values()) + layers * (sum(PER_LAYER.values()) + has_merge)
 
 
 def kernels_table(layers: int) -> str:

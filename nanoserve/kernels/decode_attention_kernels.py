@@ -33,11 +33,8 @@ _PARTS = tl.constexpr(16)  # that are merged in one go
 
 
 # What changes from step to step is not specialised: values that are 1 or divisible by 16 would
-# each compile the kernel anew. Lengths lie anywhere in a step's buffer of integers.
-@triton.jit(
-    do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["context_lens_ptr"],
-)
+# each compile the kernel anew.
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def decode_attention_kernel(
     out_ptr,  # [num_rows, num_heads, head_dim]
     parts_ptr,  # float32 [num_shares, 2, num_heads, head_dim]
@@ -133,10 +130,7 @@ def decode_attention_kernel(
         row += 1
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_shares"],
-    do_not_specialize_on_alignment=["context_lens_ptr"],
-)
+@triton.jit(do_not_specialize=["num_rows", "num_shares"])
 def merge_parts_kernel(
     out_ptr,  # [num_rows, num_heads, head_dim]
     parts_ptr,  # float32 [num_shares, 2, num_heads, head_dim]
@@ -215,7 +209,7 @@ def _find_row(context_lens_ptr, num_rows, tile, sliding_window, TILE_N: tl.const
     for first in range(0, num_rows, _ROWS):
         num_tiles = _tiles_of(context_lens_ptr, first, num_rows, sliding_window, TILE_N)
         ends = seen + tl.cumsum(num_tiles)
-        is_before = (num_tiles > 0) & (ends <= tile)
+        is_before = ends <= tile  # beyond the end of all, too, where nobody asks
         row += tl.sum(is_before.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0)))
         seen += tl.sum(num_tiles)

@@ -25,6 +25,7 @@ _TRITON_DTYPES = {
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
 _SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
+_TWO_DECODES = 142 * 1024  # what two programs take with head_dim 128
 _WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
 
 
@@ -35,7 +36,7 @@ class TileConfig(NamedTuple):
     tile_n: int  # keys at once
     num_warps: int
     num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
-    num_programs: int = 1  # of decoding, that a multiprocessor has room for at once
+    num_programs: int = 1  # of decoding, for each multiprocessor: as measured on an H100
 
 
 @functools.cache  # of a few shapes in every layer: `next_power_of_2` alone takes microseconds
@@ -59,7 +60,8 @@ def tile_config(
         elif wide:
             config = TileConfig(16, 32, num_warps=4, num_stages=5, num_programs=1)
         else:
-            config = TileConfig(16, 64, num_warps=4, num_stages=5, num_programs=2)
+            num_programs = 2 if shared_memory > _TWO_DECODES else 1
+            config = TileConfig(16, 64, num_warps=4, num_stages=5, num_programs=num_programs)
     elif full_precision:
         tile_n = 16 if wide else 32
         num_warps = 16 if head_dim > 64 else 8
@@ -100,6 +102,9 @@ def paged_attention(
     `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
     c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
+    `context_lens` of decode rows must be older than the kernel that was launched before: on a GPU
+    of today they are read while that one still runs.
+
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.
     """
@@ -110,8 +115,9 @@ def paged_attention(
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
     group, num_chunks = num_heads // num_kv_heads, len(context_lens) - num_decode_rows
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared_memory = _shared_memory(q.device)
     if num_decode_rows > 0:
-        config = tile_config(head_dim, q.dtype, group, is_decode=True)
+        config = tile_config(head_dim, q.dtype, group, True, shared_memory)
         if num_shares is None:
             num_keys = min(max_context_len, sliding_window or max_context_len)
             most = num_decode_rows * (num_keys // config.tile_n + 2)
@@ -119,7 +125,6 @@ def paged_attention(
             num_shares = max(1, min(at_once, most))
         _decode(batch, config, out, num_decode_rows, num_shares)
     if num_chunks > 0:
-        shared_memory = _shared_memory(q.device)
         config = tile_config(head_dim, q.dtype, group, False, shared_memory)
         _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
     return out

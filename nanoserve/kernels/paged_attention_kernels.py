@@ -108,7 +108,7 @@ def chunk_attention_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
     # Of several queries, a later one's window may begin behind the first tile: there, its scores
     # are -inf only. With a finite maximum they weigh exp2(-inf) = 0; with -inf it would be NaN.
-    # In the end every row has seen a key: its own, and in a split, of one query, one in each tile.
+    # In the end every row has seen a key: its own.
     row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with

@@ -72,7 +72,13 @@ class Cuda:
             torch.cuda.synchronize(self.device)
             # "thread_local": another engine's thread may go on allocating meanwhile.
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                output = forward()
+                is_enabled = gc.isenabled()
+                gc.disable()  # an engine that is collected now would wait for the device
+                try:
+                    output = forward()
+                finally:
+                    if is_enabled:
+                        gc.enable()
         return graph.replay, output
 
     def synchronize(self) -> None:

@@ -196,8 +196,8 @@ class CudaDevice(HostDevice):
         """Run the kernels' variants that the worst case has not run, none of them while serving."""
         most = self.config.max_num_seqs
         self._copy_in_dummies(runner, np.ones(most, dtype=np.int32))
-        for num_rows, max_context_len in ((1, runner.max_model_len), (1, 1), (most, 1)):
-            self._decode(runner, num_rows, max_context_len)
+        for num_rows in (1, most):
+            self._decode(runner, num_rows, runner.max_model_len)
 
     @torch.inference_mode()
     def _capture(self, runner: ModelRunner, graphs: DecodeGraphs, shows_progress: bool) -> None:
@@ -223,21 +223,28 @@ class CudaDevice(HostDevice):
     def _measure_graphs(self, runner: ModelRunner) -> int:
         """Bytes that the graphs will take: the largest sets aside what the others then share.
 
-        What each of the others adds, the second largest shows.
+        What each of the others adds, the second largest shows. And with the first that there is, a
+        library sets aside for good what it needs on the stream that graphs are recorded on.
         """
         if self.graphs is None:
             return 0
-        sizes, taken = self.graphs.sizes, []
-        for some in (sizes[-1:], sizes[-2:]):
-            self.cuda.release_unused()
-            before, _ = self.cuda.memory_info()
-            graphs = DecodeGraphs(some)
-            self._capture(runner, graphs, shows_progress=False)
-            after, _ = self.cuda.memory_info()
-            taken.append(max(0, before - after))
-            del graphs
-        largest, both = taken
-        return largest + max(0, both - largest) * (len(sizes) - 1)
+        sizes = self.graphs.sizes
+        _, for_good = self._measure_capture(runner, sizes[:1])
+        largest, _ = self._measure_capture(runner, sizes[-1:])
+        both, _ = self._measure_capture(runner, sizes[-2:])
+        return for_good + largest + max(0, both - largest) * (len(sizes) - 1)
+
+    def _measure_capture(self, runner: ModelRunner, sizes: list[int]) -> tuple[int, int]:
+        """Bytes that graphs of `sizes` take while they are there, and when they are gone."""
+        self.cuda.release_unused()
+        before, _ = self.cuda.memory_info()
+        graphs = DecodeGraphs(sizes)
+        self._capture(runner, graphs, shows_progress=False)
+        with_them, _ = self.cuda.memory_info()
+        del graphs
+        self.cuda.release_unused()
+        after, _ = self.cuda.memory_info()
+        return max(0, before - with_them), max(0, before - after)
 
     def _decode(self, runner: ModelRunner, num_rows: int, max_context_len: int) -> torch.Tensor:
         """What a graph records: `num_rows` of one token, of contexts up to the longest."""

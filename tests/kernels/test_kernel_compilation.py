@@ -117,6 +117,21 @@ def test_kernels_fit_into_registers_and_shared_memory(
             assert record["spill_bytes"] == 0, record
 
 
+def test_dependent_kernels_read_nothing_but_lengths_before_they_wait(
+    records: dict[int, Records],
+) -> None:
+    """And end not before, either. No interpreter has a kernel before to wait for."""
+    dependent = [record for record in records[90] if record.get("is_dependent")]
+    assert {record["kernel"] for record in dependent} == {
+        "decode_attention_kernel",
+        "merge_parts_kernel",
+    }
+    for record in dependent:
+        assert record["before_wait"] == ["ld.global.b32"], record
+    older = [record for capability in records if capability < 90 for record in records[capability]]
+    assert older and not any(record.get("is_dependent") for record in older)
+
+
 @pytest.fixture(scope="module")
 def disassembled(records: dict[int, Records]) -> Records:
     if disassembler() is None:

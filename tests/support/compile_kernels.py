@@ -237,7 +237,16 @@ def _resources(kernel: Any, log: str) -> dict[str, str | int]:
         "registers": number(r"Used (\d+) registers"),
         "spill_bytes": number(r"(\d+) bytes spill stores"),
         "shared_bytes": kernel.metadata.shared,
+        "is_dependent": kernel.metadata.launch_pdl,
+        "before_wait": _before_wait(kernel.asm["ptx"]),
     }
+
+
+def _before_wait(ptx: str) -> list[str]:
+    """What touches global memory, or ends a program, before it waits for the kernel before it."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    found = re.findall(r"(?:ld|st|atom|red)\.[\w.]*global[\w.]*|cp\.async[\w.]*|\bret;", before)
+    return sorted(set(found)) if wait else []
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class FakeCuda:
     As with real ones, a replay sees what the device buffer holds at that time and nothing else
     that may have changed since the capture, and it overwrites the output of the capture. A pool
     takes `pool_bytes` with its first graph, and `graph_bytes` with each; when its graphs are gone,
-    they are kept for the next ones until `release_unused`.
+    they are kept for the next ones until `release_unused`. The first graph that there is takes
+    `stream_bytes` for good.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class FakeCuda:
         free: int = 15 * GIB,
         pool_bytes: int = 0,
         graph_bytes: int = 0,
+        stream_bytes: int = 0,
     ) -> None:
         self.device = torch.device("cpu")
         self.total, self.free, self.unused = total, free, 0
         self.pool_bytes, self.graph_bytes = pool_bytes, graph_bytes
+        self.stream_bytes = stream_bytes
         self.events: list[str] = []  # what was done
         self.peak = 0
         self.own: dict[int, torch.Tensor] = {}  # by address: page-locked from the start
@@ -81,7 +84,8 @@ class FakeCuda:
         pool.append(len(output))
         reused = min(num_bytes, self.unused)
         self.unused -= reused
-        self.free -= num_bytes - reused
+        self.free -= num_bytes - reused + self.stream_bytes
+        self.stream_bytes = 0
         self.events.append(f"capture {len(output)}")
 
         def replay() -> None:
