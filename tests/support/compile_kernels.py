@@ -243,10 +243,14 @@ def _resources(kernel: Any, log: str) -> dict[str, str | int]:
 
 
 def _before_wait(ptx: str) -> list[str]:
-    """What touches global memory, or ends a program, before it waits for the kernel before it."""
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
-    found = re.findall(r"(?:ld|st|atom|red)\.[\w.]*global[\w.]*|cp\.async[\w.]*|\bret;", before)
-    return sorted(set(found)) if wait else []
+    """What touches global memory, or goes past it, before a wait for the kernel before."""
+    before, wait, behind = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return []
+    found = re.findall(r"(?:ld|st|atom|red)\.[\w.]*global[\w.]*|cp\.async[\w.]*|\bret\b", before)
+    labels = set(re.findall(r"^(\$\w+):", behind, re.M))
+    found += ["bra" for label in re.findall(r"\bbra[\w.]*\s+(\$\w+)", before) if label in labels]
+    return sorted(set(found))
 
 
 if __name__ == "__main__":
