@@ -7,8 +7,9 @@ ways to cut this work into programs:
 
     per row       a program for each row and KV head, or several where rows are few, in equal splits
                   that are a power of two; rows follow each other on the places of the GPU
-    equal shares  as many programs as there are places; the tiles of all rows lie in one line, and
-                  every program takes an equal piece of it, cut at the borders of rows
+    equal shares  what nanoserve/kernels/decode_attention_kernels.py does: the tiles of all rows lie
+                  in one line, which is cut into as many shares as make two programs for each
+                  multiprocessor; a share has a program for every KV head, side by side
 
 The model is a fluid. The programs under way share the bandwidth equally, but none gets more than
 `per_program`. A program waits for its first tile, and again for a little when it comes to another
@@ -39,6 +40,7 @@ class Launch(NamedTuple):
 
     num_sms: int = 132
     programs_per_sm: int = 3  # that run at once, by their shared memory
+    shares_per_sm: int = 2  # programs of equal shares: shares times KV heads
     bandwidth: float = 3.0e12  # bytes per second of a large copy
     per_program: float = 25e9  # and at most so many for one: two tiles of 32 KiB under way
     first_tile: float = 2.5e-6  # seconds until it is there, and until a program has ended
@@ -70,25 +72,27 @@ def per_row(launch: Launch, contexts: Sequence[int], max_context: int = 40_960) 
 
 
 def equal_shares(launch: Launch, contexts: Sequence[int]) -> list[Program]:
-    """Shares differ by a tile at most."""
-    rows = [context for context in contexts for _ in range(launch.num_kv_heads)]
-    num_tiles = sum(_num_tiles(launch, context) for context in rows)
-    num_programs = min(launch.num_places, num_tiles)
-    borders = np.arange(num_programs + 1) * num_tiles // num_programs
+    """Share after share, all of the same size but the last; few tiles make fewer shares.
+
+    Heads are alike: the programs of a share have the same pieces.
+    """
+    num_shares = max(1, launch.shares_per_sm * launch.num_sms // launch.num_kv_heads)
+    size = -(-sum(_num_tiles(launch, context) for context in contexts) // num_shares)
     programs: list[Program] = []
-    left = deque(rows)
-    for share in np.diff(borders).tolist():
+    left = deque(contexts)
+    while left:
         program: Program = []
-        while share:
+        room = size
+        while room and left:
             context = left.popleft()
-            taken = min(share, _num_tiles(launch, context))
+            taken = min(room, _num_tiles(launch, context))
             num_keys = min(context, taken * launch.tile)
             if context > num_keys:
                 left.appendleft(context - num_keys)
             waiting = launch.next_row if program else launch.first_tile
             program.append((waiting, num_keys * launch.key_bytes))
-            share -= taken
-        programs.append(program)
+            room -= taken
+        programs += [program] * launch.num_kv_heads
     return programs
 
 

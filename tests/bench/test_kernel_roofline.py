@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -19,6 +20,7 @@ from shapes import SHAPES
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.kernels import paged_attention
 
 QWEN3 = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
 
@@ -87,20 +89,30 @@ CONTEXTS = [1, 64, 65, 700, 1900, 3, 512]
 
 @pytest.mark.parametrize("cut", [per_row, equal_shares])
 def test_every_key_is_read_once(cut) -> None:
-    launch = Launch(num_sms=5)
-    for contexts in (CONTEXTS, [5000], [100] * 40):
+    launch = Launch(num_sms=20)
+    for contexts in (CONTEXTS, [5000], [100] * 40, [1]):
         read = sum(num_bytes for program in cut(launch, contexts) for _, num_bytes in program)
         assert read == sum(contexts) * launch.num_kv_heads * launch.key_bytes
 
 
-def test_shares_differ_by_a_tile_at_most_and_are_cut_at_rows() -> None:
-    launch = Launch(num_sms=5)
+def test_shares_are_equal_but_for_the_last_and_have_a_program_for_each_head() -> None:
+    """Of the 54 tiles, 5 shares have 11 at most."""
+    launch = Launch(num_sms=20)
     programs = equal_shares(launch, CONTEXTS)
-    tile_bytes = launch.tile * launch.key_bytes
-    num_tiles = [sum(-(-piece[1] // tile_bytes) for piece in program) for program in programs]
-    assert len(programs) == launch.num_places and max(num_tiles) - min(num_tiles) <= 1
-    longest = max(CONTEXTS) * launch.key_bytes
-    assert all(piece[1] <= longest for program in programs for piece in program)
+    shares = programs[:: launch.num_kv_heads]
+    assert programs == [share for share in shares for _ in range(launch.num_kv_heads)]
+    keys = [[num_bytes / launch.key_bytes for _, num_bytes in share] for share in shares]
+    tiles = [sum(-(-num_keys // launch.tile) for num_keys in share) for share in keys]
+    assert tiles == [11, 11, 11, 11, 10]
+    # Cut at the borders of rows: tiles 7 to 10 of the fourth row are in the second share.
+    assert keys[:2] == [[1, 64, 65, 7 * 64], [700 - 7 * 64, 7 * 64]]
+    assert [wait for wait, _ in shares[1]] == [launch.first_tile, launch.next_row]
+
+
+def test_as_many_programs_are_simulated_as_are_launched() -> None:
+    config = paged_attention.tile_config(128, torch.bfloat16, 2, is_decode=True)
+    assert (Launch().shares_per_sm, Launch().tile) == (config.num_programs, config.tile_n)
+    assert len(equal_shares(Launch(), [820] * 256)) == 33 * 8  # 2 * 132 // 8 shares
 
 
 def test_the_simulation_is_right_where_one_can_reckon() -> None:
