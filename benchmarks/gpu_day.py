@@ -116,7 +116,7 @@ def parse_args() -> Namespace:
     add("--budget", type=float, default=570, metavar="SECONDS", help="in all (%(default)s)")
     add("--stages", help=f"some of {','.join(LIMITS)}; not given: all but sanitize")
     add("--sanitize", action="store_true", help="the stage sanitize, too, after all others")
-    add("--fa3", type=Path, metavar="FOLDER", help="has _vllm_fa3_C.abi3.so, or it as fa3.xz")
+    add("--fa3", type=Path, metavar="FOLDER", help="has _vllm_fa3_C.abi3.so, or it as .so.xz")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
     args = parser.parse_args()
     if args.fa3 and not args.fa3.is_dir():

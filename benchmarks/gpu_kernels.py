@@ -119,7 +119,11 @@ def _product_rates(job: Job, k: int, n: int) -> dict[str, Row]:
 
 
 def fa3(job: Job) -> Measurements:
-    """The same rows and caches, through FlashAttention 3 as vLLM builds and calls it."""
+    """The same rows and caches, through FlashAttention 3 as vLLM builds and calls it.
+
+    But for its scheduler's metadata, which vLLM makes once a step, and each timed call makes anew:
+    that costs theirs some microseconds, which count where rows are few.
+    """
     if job.device != "cuda":
         raise ValueError("FlashAttention 3 runs on NVIDIA GPUs only: --device cuda")
     _load_library(job)
@@ -135,7 +139,8 @@ def fa3(job: Job) -> Measurements:
 
 
 def _load_library(job: Job) -> None:
-    packed, library = (job.fa3 / name for name in ("fa3.xz", "_vllm_fa3_C.abi3.so"))
+    library = job.fa3 / "_vllm_fa3_C.abi3.so"
+    packed = job.fa3 / f"{library.name}.xz"
     if not library.is_file():
         if not packed.is_file():
             raise ValueError(f"--fa3 {job.fa3}: neither {library.name} nor {packed.name} is there")
