@@ -28,8 +28,8 @@ def test_the_last_blocks_of_a_large_pool_are_written_and_read() -> None:
     assert shown.returncode == 0, shown.stderr
 
 
-@pytest.mark.small(kernel=["attention"])
-@pytest.mark.parametrize("kernel", ["attention", "store_kv"])
+@pytest.mark.small(kernel=["decode_attention", "paged_attention"])
+@pytest.mark.parametrize("kernel", ["decode_attention", "paged_attention", "store_kv"])
 def test_a_kernel_that_computes_in_32_bits_would_be_seen(kernel: str) -> None:
     shown = run(kernel)
     has_died_of_it = shown.returncode < 0 or "AssertionError" in shown.stderr

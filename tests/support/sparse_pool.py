@@ -1,6 +1,6 @@
 """K and V of more than 2^31 values, with Triton's interpreter on memory that is hardly there.
 
-    python tests/support/sparse_pool.py ["attention" or "store_kv"]
+    python tests/support/sparse_pool.py ["decode_attention", "paged_attention" or "store_kv"]
 
 The pool is mapped and not reserved: Linux gives memory to the few pages that are touched. The last
 blocks are written and read, and the exit status says whether these were the right ones. With a
