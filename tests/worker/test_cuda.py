@@ -91,11 +91,19 @@ def test_while_one_engine_records_no_other_thread_waits_for_the_device(
 ) -> None:
     """CUDA allows no such wait, and the recording would be lost as well."""
     arguments = ((lambda: torch.zeros(1)), None) if wait is Cuda.capture else ()
-    other = threading.Thread(target=wait, args=(Cuda(GPU), *arguments))
+    has_come = threading.Event()
+
+    def wait_in_thread() -> None:
+        cuda = Cuda(GPU)
+        has_come.set()
+        wait(cuda, *arguments)
+
+    other = threading.Thread(target=wait_in_thread)
 
     def forward() -> torch.Tensor:
         if recorder.is_recording:
             other.start()
+            assert has_come.wait(10)
             other.join(0.2)  # time for the other one, which must not use it
         return torch.zeros(1)
 
