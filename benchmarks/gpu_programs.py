@@ -13,7 +13,7 @@ from gpu_job import Job, Measurements, Program, python
 _GPU_TESTS = "tests/gpu/test_gpu.py"
 # Tests that run whole engines, and measure memory, need a process for themselves; all others
 # mostly wait for the compiler, which can run many times at once.
-_ENGINES = "((tokens and not choose) or engines or memory or launched or generates)"
+_ENGINES = "((tokens and not choose) or engine or memory or launched or generates)"
 _COMPILERS = 12
 # Plugins that others bring along, and that do not survive being in many processes.
 _NO_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")

@@ -1,5 +1,6 @@
 """benchmarks/gpu_day.py: every stage runs, tiny; one that fails or takes too long is told."""
 
+import ast
 import json
 import os
 import select
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
 pytest.importorskip("triton")
 
@@ -16,7 +18,7 @@ import gpu_day
 import gpu_programs
 import gpu_stage
 import tune
-from gpu_job import Job
+from gpu_job import ROOT, Job
 from gpu_table import MAX_LINES, MAX_WIDTH, table
 from paged_rows import Shape, make_rows
 
@@ -75,6 +77,28 @@ def test_a_stage_is_as_good_as_its_results(
     monkeypatch.setattr(gpu_programs, "tests", lambda job: iter([("some", lambda: value)]))
     assert gpu_stage.run("tests", job, tmp_path / "result.json") is is_good
     assert json.loads((tmp_path / "result.json").read_text()) == {"some": value}
+
+
+def test_gpu_tests_with_an_engine_run_in_the_half_of_the_engines() -> None:
+    """One in the other half would measure memory that a dozen processes use at the same time."""
+    names: dict[str, set[str]] = {}  # of each function and variable of the file: those that it uses
+    for node in ast.parse((ROOT / gpu_programs._GPU_TESTS).read_text()).body:
+        if isinstance(node, ast.FunctionDef):  # but not in annotations
+            code = [part for statement in node.body for part in ast.walk(statement)]
+            fixtures = {argument.arg for argument in node.args.args}
+            names[node.name] = fixtures | {part.id for part in code if isinstance(part, ast.Name)}
+        elif isinstance(node, ast.Assign):
+            used = {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+            names |= {part.id: used for part in node.targets if isinstance(part, ast.Name)}
+    with_engine, num_known = {"LLM"}, 0
+    while num_known < len(with_engine):  # also through fixtures and helpers
+        num_known = len(with_engine)
+        with_engine |= {name for name, within in names.items() if within & with_engine}
+
+    half = Expression.compile(gpu_programs._ENGINES)
+    tests = [name for name in names if name.startswith("test_")]
+    chosen = {test for test in tests if half.evaluate(lambda word, test=test, **_: word in test)}
+    assert chosen == with_engine.intersection(tests) != set()
 
 
 def test_what_a_stage_has_started_ends_with_it() -> None:
