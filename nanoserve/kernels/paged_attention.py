@@ -98,12 +98,12 @@ def paged_attention(
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
     `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
-    the GPU runs programs for at once. A query sees
-    `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
-    c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    keep the GPU busy. A query sees `sliding_window` tokens, its own included, or all; c =
+    `soft_cap` makes its scaled scores c tanh(score / c). Returns [num_tokens, num_heads,
+    head_dim], contiguous, in q's dtype.
 
-    `context_lens` of decode rows must be older than the kernel that was launched before: on a GPU
-    of today they are read while that one still runs.
+    `context_lens` of decode rows must be older than the kernel that was launched before: from
+    Hopper on they are read while that one still runs.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.

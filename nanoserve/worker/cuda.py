@@ -69,7 +69,7 @@ class Cuda:
         with torch.cuda.stream(stream):
             forward()
         with _RECORDING:
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             # "thread_local": another engine's thread may go on allocating meanwhile.
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 is_enabled = gc.isenabled()
