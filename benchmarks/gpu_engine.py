@@ -38,6 +38,7 @@ _QUESTIONS = [
 ]
 _VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "sampling in graphs": {"capture_sampling": True},
     "no step ahead": {"async_scheduling": False},
     "2048 tokens a step": {"max_num_batched_tokens": 2048},
     "max_model_len 2048": {"max_model_len": 2048},
@@ -54,6 +55,7 @@ def smoke(job: Job) -> Measurements:
         "graphs": {},
         "eager": {"enforce_eager": True},
         "blocks of 256": {"block_size": 256},
+        "sampling in graphs": {"capture_sampling": True},
     }
     expected: list[list[int]] = []
     yield "cpu", lambda: expected.extend(_answers(job, device="cpu")) or len(expected)

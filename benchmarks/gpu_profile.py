@@ -1,7 +1,7 @@
 """The stage `profile` of gpu_day.py: what a step launches, and how long the GPU has nothing to do.
 
-Every kind of step is run in turn and with a step ahead: first timed, then under torch.profiler,
-which slows the host down but not what the kernels take.
+Every kind of step is run in turn, with a step ahead, and so with sampling in graphs: first timed,
+then under torch.profiler, which slows the host down but not what the kernels take.
 """
 
 import re
@@ -24,6 +24,11 @@ _CONTEXT = 800  # tokens of every sequence's prompt
 _MIXED_ROWS = 64
 _NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
 _TIMED, _PROFILED = 20, 5  # steps
+_WAYS = {
+    "in turn": {"async_scheduling": False},
+    "one step ahead": {"async_scheduling": True},
+    "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
+}
 _KINDS = {
     "attention": r"attention|merge_|flash",
     "sampling": r"best_of|choose|filter|argmax",
@@ -34,9 +39,8 @@ _KINDS = {
 
 def profile(job: Job) -> Measurements:
     rows = (4, 1) if job.is_tiny else (256, 64, 8, 1)
-    for is_ahead, told in ((False, "in turn"), (True, "one step ahead")):
-        options = {"max_model_len": 4096, "async_scheduling": is_ahead}
-        with open_engine(job, **options) as llm:
+    for told, options in _WAYS.items():
+        with open_engine(job, max_model_len=4096, **options) as llm:
             for n in rows:
                 yield f"{n} rows, {told}", partial(_profile, job, llm.engine, n, 0)
             new_prompt = 50 if job.is_tiny else _NEW_PROMPT

@@ -96,6 +96,8 @@ class EngineConfig:
     attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
+    # LM head and sampling of plain decode steps in graphs too. Off until it has run on a GPU.
+    capture_sampling: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
@@ -154,12 +156,17 @@ class EngineConfig:
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
         )
 
+        require(
+            not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
+            f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
+            f"{self.enforce_eager}, tensor_parallel_size={self.tensor_parallel_size}",
+        )
+
     def for_device(self, kind: str) -> "EngineConfig":
         """For a "cpu" or a "cuda", with what was not given as it is best there."""
         budget = self.max_num_batched_tokens or max(_BUDGETS[kind], self.max_num_seqs)
-        ahead = self.async_scheduling
-        if ahead is None:
-            ahead = kind == "cuda" and self.trace is None
+        ahead_by_itself = kind == "cuda" and self.trace is None
+        ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
 
     def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:

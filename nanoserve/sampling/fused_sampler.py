@@ -46,7 +46,7 @@ class FusedSampler(Sampler):
     def _choose_plain(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
     ) -> torch.Tensor:
-        self._update_settings()
+        self.update_settings()
         if tensors is None:  # some of a step's rows
             row_slots, row_positions = (
                 torch.from_numpy(array.astype(np.int32)).to(logits.device)
@@ -58,6 +58,25 @@ class FusedSampler(Sampler):
         borders = None
         if self._settings["is_filtered"][slots].any():
             borders = filter_borders(logits, row_slots, self._on_device)
+        return self.choose(logits, row_slots, row_positions, borders)
+
+    def are_plain(self, slots: np.ndarray) -> bool:
+        """Whether `choose` is all that these rows ask for."""
+        settings = self._settings[slots]
+        return bool(
+            self._is_plain[slots].all()
+            and not settings["is_filtered"].any()
+            and (settings["num_logprobs"] < 0).all()
+        )
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        row_slots: torch.Tensor,
+        row_positions: torch.Tensor,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`choose_tokens` by the settings on the device: see `update_settings`."""
         return choose_tokens(logits, row_slots, row_positions, self._on_device, borders)
 
     def _choose(
@@ -65,10 +84,11 @@ class FusedSampler(Sampler):
     ) -> torch.Tensor:
         return self._choose_plain(logits, slots, positions)
 
-    def _update_settings(self) -> None:
-        """Without waiting, and from memory of its own: the copy may run when `_host` has changed.
+    def update_settings(self) -> None:
+        """Bring them there, if one has changed since.
 
-        torch keeps pinned memory until the copies from it are over.
+        Without waiting, and from memory of its own: the copy may run when `_host` has changed
+        again. torch keeps pinned memory until the copies from it are over.
         """
         if self._is_stale:
             is_gpu = self._on_device.device.type == "cuda"

@@ -33,19 +33,29 @@ _UNCHANGED = SamplingParams(temperature=0)
 
 def errors_of_rows(
     token_ids: list[int],
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     sampled: "Sampled",
     config: EngineConfig,
 ) -> dict[int, Exception]:
     """By row, what its request's own processor raised, or why it has no token.
 
     token_ids: [num_rows], -1 where nothing could be chosen. logits: [num_rows, vocab_size], as the
-    model gave them.
+    model gave them; None if they were not kept.
     """
     states = dict(sampled.states)
     missing = [row for row, token_id in enumerate(token_ids) if token_id < 0]
+    if logits is None:
+        return {row: _error_without_logits() for row in missing}
     errors = {row: _error(logits[row].float(), states.get(row), config) for row in missing}
     return errors | sampled.errors
+
+
+def _error_without_logits() -> Exception:
+    """Of rows that take a token of the model's own logits: nothing else may have spoilt them."""
+    return FloatingPointError(
+        "no token can be chosen: a logit that the model computed is NaN or infinite, or is beyond "
+        "float32 when divided by the temperature (which of them, capture_sampling=False tells)"
+    )
 
 
 def _error(logits: torch.Tensor, state: "SlotState | None", config: EngineConfig) -> Exception:

@@ -49,7 +49,7 @@ class BatchTensors:
     def fill_in_pending(self, header: BatchHeader, last_token: torch.Tensor) -> None:
         """Put the tokens that only the device knows in the places left for them.
 
-        last_token: int32 [max_num_seqs], by slot. Such a token is always the only one of its row.
+        last_token: int32, by slot. Such a token is always the only one of its row.
         """
         input_ids = self.input_ids[: header.num_decode_rows]
         known = last_token[self.row_slots[: header.num_decode_rows]]

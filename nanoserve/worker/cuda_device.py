@@ -51,13 +51,13 @@ class Fetched(NamedTuple):
 class CudaDevice(HostDevice):
     """One NVIDIA GPU. `is_capturable` is whether the attention backend can be part of a graph."""
 
-    sampler_class = FusedSampler
+    sampler_class, graphs_class = FusedSampler, DecodeGraphs
 
     def __init__(self, config: EngineConfig, cuda: Cuda, is_capturable: bool) -> None:
         self.config, self.cuda = config, cuda
         self.graphs: DecodeGraphs | None = None
         if is_capturable and not config.enforce_eager:
-            self.graphs = DecodeGraphs(graph_sizes(config.max_num_seqs))
+            self.graphs = self.graphs_class(graph_sizes(config.max_num_seqs))
         self._copied: dict[int, Any] = {}  # by address of a batch: the event behind its last copy
         self._allocated_before = cuda.allocated()
 
@@ -238,7 +238,7 @@ class CudaDevice(HostDevice):
         """Bytes that graphs of `sizes` take while they are there, and when they are gone."""
         self.cuda.release_unused()
         before, _ = self.cuda.memory_info()
-        graphs = DecodeGraphs(sizes)
+        graphs = self.graphs_class(sizes)
         self._capture(runner, graphs, shows_progress=False)
         with_them, _ = self.cuda.memory_info()
         del graphs

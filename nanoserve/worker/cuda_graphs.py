@@ -66,7 +66,7 @@ class DecodeGraphs:
     def __init__(self, sizes: list[int], query_len: int = 1) -> None:
         self.sizes, self.query_len = sizes, query_len
         self._replays: dict[int, Callable[[], None]] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, torch.Tensor] = {}  # by size, overwritten by each replay
 
     def covers(self, header: BatchHeader) -> bool:
         """Whether a batch can be replayed: each of its rows has `query_len` tokens, none is more.
@@ -87,7 +87,7 @@ class DecodeGraphs:
     def capture(
         self, cuda: Cuda, forward: Callable[[int], torch.Tensor], *, shows_progress: bool = True
     ) -> None:
-        """Record `forward(num_rows)`, which returns hidden states, at every size.
+        """Record `forward(num_rows)`, which returns a tensor, at every size.
 
         The largest first: the smaller ones then fit into the memory that it has left behind.
         """
@@ -95,9 +95,9 @@ class DecodeGraphs:
         sizes = self.sizes[::-1]
         for size in tqdm(sizes, "Capturing CUDA graphs", disable=not shows_progress):
             replay, output = cuda.capture(lambda size=size: forward(size), pool)
-            self._replays[size], self._outputs[size] = replay, output
+            self._replays[size], self.outputs[size] = replay, output
 
     def replay(self, size: int) -> torch.Tensor:
-        """Launch the graph of `size`; its hidden states are overwritten by the next replay."""
+        """Launch the graph of `size`; its output is overwritten by the next replay."""
         self._replays[size]()
-        return self._outputs[size]
+        return self.outputs[size]

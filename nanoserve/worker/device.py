@@ -57,11 +57,9 @@ def make_runner(
     context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype, device))
     if device.type == "cpu":
         return ModelRunner(config, model_config, path, context, HostDevice())
-    from nanoserve.worker.cuda import Cuda
-    from nanoserve.worker.cuda_device import CudaDevice
+    from nanoserve.worker.cuda_runner import make_cuda_runner
 
-    cuda_device = CudaDevice(config, Cuda(device), attention.capturable)
-    return ModelRunner(config, model_config, path, context, cuda_device)
+    return make_cuda_runner(config, model_config, path, context)
 
 
 def _linear_method(dtype: torch.dtype, device: torch.device) -> LinearMethod | None:
@@ -113,5 +111,4 @@ def choose_attention_backend(
 
 def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
     modules = [location.split(":") for location in _BACKENDS[name]]
-    attention, ops = (getattr(import_module(module), kind)() for module, kind in modules)
-    return attention, ops
+    return tuple(getattr(import_module(module), kind)() for module, kind in modules)

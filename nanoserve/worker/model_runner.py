@@ -54,7 +54,9 @@ class ModelRunner:
         self.heads = Heads(config.max_num_seqs)
         self._num_batches = 0
         # By slot, the token that was sampled last: the next step's input, before the host knows it.
-        self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=context.device)
+        # The last place is for what is sampled for nobody.
+        num_slots = config.max_num_seqs
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
         start(self, path)
 
     def use_memory(self, memory: np.ndarray) -> None:
@@ -103,8 +105,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, handle: Handle) -> None:
         """Launch the choice of the next tokens, and leave them where a step ahead finds them."""
-        num_sampled = handle.header.num_sampled
-        batch, tensors = handle.batch, handle.tensors
+        batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
         with self.device.guard():
             if not num_sampled:  # a step inside of prompts yields nothing, and is waited for too
                 handle.fetched = self.device.fetch(self.last_token[:0])
@@ -116,11 +117,13 @@ class ModelRunner:
                 batch.positions[batch.output_rows[:num_sampled]] + 1,
                 tensors,
             )
-            token_ids = handle.sampled.token_ids
             if self.config.async_scheduling:
-                # Also what is no token must be one to the step ahead, whose row is thrown away.
-                self.last_token[tensors.output_slots[:num_sampled]] = token_ids.clamp(min=0).int()
-            handle.fetched = self.device.fetch(token_ids)
+                self.keep(handle.sampled.token_ids, tensors.output_slots[:num_sampled])
+            handle.fetched = self.device.fetch(handle.sampled.token_ids)
+
+    def keep(self, token_ids: torch.Tensor, slots: torch.Tensor) -> None:
+        # Also what is no token must be one to the step ahead, whose row is thrown away.
+        self.last_token[slots] = token_ids.clamp(min=0).int()
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens."""

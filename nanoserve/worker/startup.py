@@ -65,8 +65,7 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
-    is_first = runner.context.tp.rank == 0
-    load_weights(runner.model, path, config.load_format, shows_progress=is_first)
+    load_weights(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
     runner.sampler = runner.device.sampler_class(
         config.max_num_seqs,
         model_config.vocab_size,

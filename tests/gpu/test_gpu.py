@@ -40,6 +40,7 @@ from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
+from nanoserve.worker.cuda_graphs import DecodeGraphs
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import Handle
 
@@ -566,8 +567,9 @@ def settings(num_requests: int, max_tokens: int = 24) -> list[SamplingParams]:
     ]
 
 
-def tokens(llm: LLM, prompts: Prompts) -> Prompts:
-    outputs = llm.generate(prompts, settings(len(prompts)), use_tqdm=False)
+def tokens(llm: LLM, prompts: Prompts, params: list[SamplingParams] | None = None) -> Prompts:
+    params = (params or settings(len(prompts)))[: len(prompts)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -587,6 +589,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool for few": {"num_kv_blocks": 40, "max_model_len": 400},
     "in turn": {"async_scheduling": False},
+    "sampling in graphs": {"capture_sampling": True},
+    "sampling in graphs, in turn": {"capture_sampling": True, "async_scheduling": False},
+    "sampling in graphs in a pool for few": {
+        "capture_sampling": True,
+        "num_kv_blocks": 40,
+        "max_model_len": 400,
+    },
     "in turn, eager, chunks of 16": {
         "async_scheduling": False,
         "enforce_eager": True,
@@ -614,19 +623,24 @@ def test_tokens_are_those_of_a_cpu(name: str, model, cpu_tokens: Prompts) -> Non
         assert any(pending) is options.get("async_scheduling", True)
 
 
-def test_graphs_give_the_tokens_of_eager_steps(model) -> None:
+@pytest.mark.parametrize("capture_sampling", [False, True], ids=["", "sampling too"])
+def test_graphs_give_the_tokens_of_eager_steps(capture_sampling: bool, model) -> None:
     """With batches around the borders between captured sizes."""
     path, prompts = model
     common = {"device": "cuda", "num_kv_blocks": 2000}
+    params = settings(len(prompts))
+    if capture_sampling:  # what asks for more than a graph can choose would keep the others out
+        params = [kind for kind in settings(len(prompts) * 2) if kind.seed % 4 < 2]
     with (
         open_float32(path, enforce_eager=True, **common) as eager,
-        open_float32(path, **common) as captured,
+        open_float32(path, capture_sampling=capture_sampling, **common) as captured,
     ):
+        graphs = captured.engine.executor.device.graphs
         assert eager.engine.executor.device.graphs is None
-        sizes = count_replays(captured)
+        sizes = count_replays(graphs.choices if capture_sampling else graphs)
         for num_requests in BATCH_SIZES:
-            expected = tokens(eager, prompts[:num_requests])
-            assert tokens(captured, prompts[:num_requests]) == expected, num_requests
+            expected = tokens(eager, prompts[:num_requests], params)
+            assert tokens(captured, prompts[:num_requests], params) == expected, num_requests
     assert set(sizes) == {1, 2, 4, 8, 16, 32, 40}
 
 
@@ -653,9 +667,9 @@ def test_tokens_of_a_mixture_of_experts_are_those_of_a_cpu(
         assert tokens(llm, prompts) == expected
 
 
-def count_replays(llm: LLM) -> list[int]:
+def count_replays(graphs: DecodeGraphs) -> list[int]:
     """A list that gets the size of each replayed graph."""
-    graphs, sizes = llm.engine.executor.device.graphs, []
+    sizes: list[int] = []
     replay = graphs.replay
 
     def counted(size: int) -> torch.Tensor:
@@ -707,7 +721,7 @@ def test_an_engine_outlives_another(checkpoint: Path, is_first: bool) -> None:
     goes.close()
     free, _ = torch.cuda.mem_get_info()
     taken = torch.full((free // 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    sizes = count_replays(stays)
+    sizes = count_replays(stays.engine.executor.device.graphs)
     assert tokens(stays, prompts) == expected and len(sizes) > 10
     del taken
     stays.close()
@@ -747,8 +761,8 @@ def allocated(checkpoint: Path) -> Callable[[], tuple[int, int]]:
     return measure
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_the_pool_fits_and_close_returns_the_memory(enforce_eager, checkpoint, allocated) -> None:
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"capture_sampling": True}])
+def test_the_pool_fits_and_close_returns_the_memory(options, checkpoint, allocated) -> None:
     tensors, reserved = allocated()
     torch.cuda.reset_peak_memory_stats()
     _, total = torch.cuda.mem_get_info()
@@ -757,8 +771,8 @@ def test_the_pool_fits_and_close_returns_the_memory(enforce_eager, checkpoint, a
         checkpoint,
         device="cuda",
         skip_tokenizer_init=True,
-        enforce_eager=enforce_eager,
         gpu_memory_utilization=share,
+        **options,
     )
     num_blocks = llm.engine.executor.num_kv_blocks
     pool = num_blocks * kv_block_bytes(llm.engine.model_config, block_size=16)
@@ -786,18 +800,20 @@ def test_too_little_memory_is_told_and_leaves_nothing(checkpoint: Path, allocate
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["", "one step ahead"])
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_decode_step_is_launched_without_waiting(
     temperature: float,
-    enforce_eager: bool,
+    graphs: dict[str, bool],
     async_scheduling: bool,
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither the model nor the sampler, nor the copies in and out."""
-    options = {"enforce_eager": enforce_eager, "async_scheduling": async_scheduling}
-    with open_float32(checkpoint, device="cuda", num_kv_blocks=500, **options) as llm:
+    options = {"async_scheduling": async_scheduling, "num_kv_blocks": 500}
+    with open_float32(checkpoint, device="cuda", **options, **graphs) as llm:
         params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
         for i in range(5):
             llm.engine.add_request(str(i), [i + 1] * 20, params)

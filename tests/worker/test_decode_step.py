@@ -7,7 +7,8 @@ that the host looks at would have to be there: on this device there is none.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
 
 META = torch.device("meta")
@@ -49,6 +50,13 @@ BESIDE = {
     "aten::copy_": 4, "aten::index": 3, "aten::lt": 1, "aten::where": 1, "aten::add": 1,
     "aten::linear": 1, "_best_of_parts": 1, "_best_part": 1, "aten::clamp": 1, "aten::to": 1,
     "aten::index_put_": 1,
+}  # fmt: skip
+# Of which a graph of choices has the second half, and the model's what fills in tokens. Then two
+# copies are left before the replays, and one behind them.
+FILLED_IN = {"aten::index": 1, "aten::lt": 1, "aten::where": 1, "aten::copy_": 1}
+CHOICES = {
+    "aten::add": 1, "aten::linear": 1, "_best_of_parts": 1, "_best_part": 1, "aten::clamp": 1,
+    "aten::to": 1, "aten::index_put_": 1,
 }  # fmt: skip
 MOST_COPIED_IN = 400_000  # bytes, of a step of 256 rows of 2,000 tokens
 
@@ -104,9 +112,31 @@ def launched() -> Iterator[Counter[str]]:
         yield launched
 
 
+class RecordingCuda(FakeCuda):
+    """Its graphs launch nothing that the host could count."""
+
+    def __init__(self) -> None:
+        super().__init__(total=2**50, free=2**50)
+        self.device = META
+
+    def capture(
+        self, forward: Callable[[], torch.Tensor], pool: list[int]
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        _, output = super().capture(forward, pool)
+        return lambda: self.events.append("replay"), output
+
+
 @pytest.fixture(scope="module")
 def runner(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    path = tmp_path_factory.mktemp("qwen3")
+    return make_runner(tmp_path_factory.mktemp("qwen3"), enforce_eager=True)
+
+
+@pytest.fixture(scope="module")
+def capturing(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return make_runner(tmp_path_factory.mktemp("qwen3"), capture_sampling=True)
+
+
+def make_runner(path: Path, **options: Any) -> ModelRunner:
     (path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
     config = EngineConfig.from_options(
         path,
@@ -114,16 +144,14 @@ def runner(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> 
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=8192,
         num_kv_blocks=MAX_ROWS * 40_960 // 16,
-        enforce_eager=True,
         async_scheduling=True,
+        **options,
     )
-    cuda = FakeCuda(total=2**50, free=2**50)
-    cuda.device = META
     model_config = ModelConfig.from_checkpoint(path, "bfloat16")
     context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nanoserve.checkpoint.dummy_weights, "fill_randomly", lambda model: None)
-        return ModelRunner(config, model_config, path, context, CudaDevice(config, cuda, True))
+        return make_cuda_runner(config, model_config, path, context, RecordingCuda())
 
 
 def pack(runner: ModelRunner, num_rows: int) -> Batch:
@@ -188,6 +216,38 @@ def test_a_step_is_copied_in_once_and_out_once(
     launches, attention = split_attention(watch.launches + launched)
     assert launches == of_the_model() + Counter(BESIDE)
     assert attention <= MOST_ATTENTION * NUM_LAYERS
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+def test_what_the_host_launches_of_a_step_whose_tokens_are_chosen_in_a_graph(
+    capturing: ModelRunner, launched: Counter[str], num_rows: int
+) -> None:
+    """Sixteen launches and a replay become three and two."""
+    step(capturing, num_rows, changes(num_rows))
+    launched.clear()
+    events = capturing.device.cuda.events
+    events.clear()
+    watch = step(capturing, num_rows, [])
+    assert watch.launches + launched == Counter({"aten::copy_": 3})
+    assert watch.copied_in[0] <= MOST_COPIED_IN and watch.copied_out == [8 * num_rows]
+    assert events == ["replay", "replay"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 256])
+def test_what_its_graphs_record(
+    capturing: ModelRunner, launched: Counter[str], num_rows: int
+) -> None:
+    device, graphs = capturing.device, capturing.device.graphs
+    launched.clear()
+    with Watch() as watch, torch.inference_mode():
+        device._decode(capturing, num_rows, capturing.max_model_len)
+    launches, _ = split_attention(watch.launches + launched)
+    assert launches == of_the_model() + Counter(FILLED_IN)
+    launched.clear()
+    with Watch() as watch, torch.inference_mode():
+        device._choose(capturing, graphs.outputs, num_rows)
+    assert watch.launches + launched == Counter(CHOICES)
+    assert not watch.copied_in and not watch.copied_out
 
 
 def test_settings_travel_when_a_slot_changes(runner: ModelRunner) -> None:

@@ -30,6 +30,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
+from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import ModelRunner
@@ -51,6 +52,9 @@ def make_runner(
     context = LayerContext(tp=tp or TensorParallel(), attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
+    if config.capture_sampling:
+        context.attention.capturable = True
+        return make_cuda_runner(config, model_config, path, context, cuda)
     device = CudaDevice(config, cuda, is_capturable)
     return runner_class(config, model_config, path, context, device)
 
@@ -142,6 +146,8 @@ def watch_pending(engine: LLMEngine) -> list[int]:
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 1},
         {"async_scheduling": False, "enforce_eager": True, "max_num_batched_tokens": 16},
         {"async_scheduling": False, "num_kv_blocks": 8},
+        {"capture_sampling": True, "num_kv_blocks": 8},
+        {"capture_sampling": True, "async_scheduling": False, "long_prefill_token_threshold": 1},
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
-from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -67,8 +67,8 @@ def make_engine(
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
     config = EngineConfig.from_options(path, **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
-    device = CudaDevice(config, cuda, is_capturable=True)
-    runner = ModelRunner(config, model_config, path, LayerContext(attention=attention), device)
+    attention.capturable = True
+    runner = make_cuda_runner(config, model_config, path, LayerContext(attention=attention), cuda)
     next_batch = runner.next_batch
 
     def overwritten_batch() -> Batch:
@@ -82,19 +82,20 @@ def make_engine(
     return LLMEngine(config, model_config, runner, tokenizer=None)
 
 
-@pytest.mark.small(ahead=[True], enforce_eager=[False])
+@pytest.mark.small(ahead=[True], graphs=[{}, {"capture_sampling": True}])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+)
 def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     checkpoint: Path,
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     ahead: bool,
-    enforce_eager: bool,
+    graphs: dict[str, bool],
 ) -> None:
     cuda = LateCuda()
-    options = {"async_scheduling": ahead, "enforce_eager": enforce_eager}
-    engine = make_engine(checkpoint, cuda, monkeypatch, **options)
+    engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     pending: list[int] = []
     engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
     assert answers(engine) == expected

@@ -1,0 +1,105 @@
+"""`capture_sampling=True`: a decode step whose tokens are chosen in a CUDA graph too.
+
+Behind the graph of the model a second one is replayed: LM head, sampler, and the tokens put where
+the next step finds them. A step is then two copies and two replays, where it was a dozen launches.
+
+Only for steps in which every row takes a token of its logits as they are: greedy or at random, but
+without filter, penalty or log probability. All others go the usual way, behind the same first
+graph; so none pays for a choice that is not used.
+"""
+
+from functools import partial
+
+import torch
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader
+from nanoserve.engine.executor import SlotChange
+from nanoserve.sampling.sampler import Sampled
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.cuda_graphs import DecodeGraphs
+from nanoserve.worker.host_device import Forward
+from nanoserve.worker.model_runner import Handle, ModelRunner
+
+
+class StepGraphs(DecodeGraphs):
+    """The graphs of decode steps, and for each the one that chooses its tokens."""
+
+    def __init__(self, sizes: list[int], query_len: int = 1) -> None:
+        super().__init__(sizes, query_len)
+        self.choices = DecodeGraphs(sizes, query_len)  # they return token ids, int64 [size]
+
+
+class CapturingDevice(CudaDevice):
+    graphs_class = StepGraphs
+    graphs: StepGraphs
+
+    def run(
+        self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
+    ) -> tuple[BatchTensors, torch.Tensor]:
+        if self.graphs.covers(header):  # they fill in themselves what is pending
+            header = header._replace(num_pending=0)
+        return super().run(batch, header, last_token, forward)
+
+    def _decode(self, runner: ModelRunner, num_rows: int, max_context_len: int) -> torch.Tensor:
+        if self.config.async_scheduling:
+            self.tensors.fill_in_pending(BatchHeader(num_decode_rows=num_rows), runner.last_token)
+        return super()._decode(runner, num_rows, max_context_len)
+
+    def _capture(self, runner: ModelRunner, graphs: StepGraphs, shows_progress: bool) -> None:
+        super()._capture(runner, graphs, shows_progress)
+        choose = partial(self._choose, runner, graphs.outputs)
+        with torch.inference_mode():
+            graphs.choices.capture(self.cuda, choose, shows_progress=False)
+
+    def _choose(
+        self, runner: ModelRunner, hidden: dict[int, torch.Tensor], num_rows: int
+    ) -> torch.Tensor:
+        """What a graph of choices records, behind the model's of so many rows."""
+        logits = runner.model.compute_logits(hidden[num_rows])
+        # Each row has one token, so its position is the row's.
+        positions, slots = self.tensors.positions[:num_rows], self.tensors.row_slots[:num_rows]
+        token_ids = runner.sampler.choose(logits, slots, positions + 1)
+        if self.config.async_scheduling:
+            runner.keep(token_ids, self.tensors.output_slots[:num_rows])
+        return token_ids
+
+
+class CapturingRunner(ModelRunner):
+    device: CapturingDevice
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+        self.fill_slots(changes)
+        if not self._is_plain(batch):
+            return super().forward(batch, [])
+        return self._replay(batch)
+
+    def _is_plain(self, batch: Batch) -> bool:
+        header, graphs = batch.header, self.device.graphs
+        if not graphs.covers(header):
+            return False
+        # A row may be a token in the middle of a prompt, or a head may want it.
+        if not header.num_rows == header.num_outputs == header.num_sampled:
+            return False
+        return self.sampler.are_plain(batch.row_slots[: header.num_rows])
+
+    @torch.inference_mode()
+    def _replay(self, batch: Batch) -> Handle:
+        header, graphs = batch.header, self.device.graphs
+        size = graphs.size_for(header.num_rows)
+        # Rows that fill up the graph choose too: what they do is kept where no sequence is.
+        batch.output_slots[header.num_rows : size] = self.config.max_num_seqs
+        with self.device.guard():
+            self.sampler.update_settings()
+            tensors, _ = self.device.run(batch, header, self.last_token, self.run_model)
+            token_ids = graphs.choices.replay(size)[: header.num_rows]
+        return Handle(batch, header, tensors, sampled=Sampled(token_ids, None, [], {}))
+
+    @torch.inference_mode()
+    def sample(self, handle: Handle) -> None:
+        if handle.sampled is None:
+            super().sample(handle)
+            return
+        with self.device.guard():
+            handle.fetched = self.device.fetch(handle.sampled.token_ids)
