@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import GIB, FakeCuda
+from fake_cuda import GIB, FakeCuda, watch_choices
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
@@ -49,9 +49,7 @@ def make_runner(
 def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[LLMEngine, list[int]]:
     """And a list that gets the size of each graph of choices that is replayed."""
     runner = make_runner(path, FakeCuda(), async_scheduling=ahead, **options)
-    choices, sizes = runner.device.graphs.choices, []
-    replay = choices.replay
-    choices.replay = lambda size: sizes.append(size) or replay(size)
+    sizes = watch_choices(runner.device.graphs)
     return LLMEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
 
 
