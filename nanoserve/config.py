@@ -155,7 +155,6 @@ class EngineConfig:
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
         )
-
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="

@@ -1,7 +1,8 @@
 """`capture_sampling=True`: a decode step whose tokens are chosen in a CUDA graph too.
 
 Behind the graph of the model a second one is replayed: LM head, sampler, and the tokens put where
-the next step finds them. A step is then two copies and two replays, where it was a dozen launches.
+the next step finds them. A step is then three copies and two replays, where it was sixteen launches
+and a replay.
 
 Only for steps in which every row takes a token of its logits as they are: greedy or at random, but
 without filter, penalty or log probability. All others go the usual way, behind the same first
@@ -26,12 +27,14 @@ from nanoserve.worker.model_runner import Handle, ModelRunner
 class StepGraphs(DecodeGraphs):
     """The graphs of decode steps, and for each the one that chooses its tokens."""
 
-    def __init__(self, sizes: list[int], query_len: int = 1) -> None:
-        super().__init__(sizes, query_len)
-        self.choices = DecodeGraphs(sizes, query_len)  # they return token ids, int64 [size]
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(sizes)
+        self.choices = DecodeGraphs(sizes)  # they return token ids, int64 [size]
 
 
 class CapturingDevice(CudaDevice):
+    """Its graphs also fill in pending tokens, and others choose: see `CapturingRunner`."""
+
     graphs_class = StepGraphs
     graphs: StepGraphs
 
@@ -67,17 +70,19 @@ class CapturingDevice(CudaDevice):
 
 
 class CapturingRunner(ModelRunner):
+    """Leaves the choice to a graph in steps that `_is_plain` finds fit for it."""
+
     device: CapturingDevice
 
     def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
         self.fill_slots(changes)
-        if not self._is_plain(batch):
+        header = batch.header
+        if not self._is_plain(batch, header):
             return super().forward(batch, [])
-        return self._replay(batch)
+        return self._replay(batch, header)
 
-    def _is_plain(self, batch: Batch) -> bool:
-        header, graphs = batch.header, self.device.graphs
-        if not graphs.covers(header):
+    def _is_plain(self, batch: Batch, header: BatchHeader) -> bool:
+        if not self.device.graphs.covers(header):
             return False
         # A row may be a token in the middle of a prompt, or a head may want it.
         if not header.num_rows == header.num_outputs == header.num_sampled:
@@ -85,8 +90,8 @@ class CapturingRunner(ModelRunner):
         return self.sampler.are_plain(batch.row_slots[: header.num_rows])
 
     @torch.inference_mode()
-    def _replay(self, batch: Batch) -> Handle:
-        header, graphs = batch.header, self.device.graphs
+    def _replay(self, batch: Batch, header: BatchHeader) -> Handle:
+        graphs = self.device.graphs
         size = graphs.size_for(header.num_rows)
         # Rows that fill up the graph choose too: what they do is kept where no sequence is.
         batch.output_slots[header.num_rows : size] = self.config.max_num_seqs

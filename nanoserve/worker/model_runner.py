@@ -104,7 +104,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, handle: Handle) -> None:
-        """Launch the choice of the next tokens, and leave them where a step ahead finds them."""
+        """Launch the choice of the next tokens, and keep them for a step ahead."""
         batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
         with self.device.guard():
             if not num_sampled:  # a step inside of prompts yields nothing, and is waited for too
@@ -122,6 +122,7 @@ class ModelRunner:
             handle.fetched = self.device.fetch(handle.sampled.token_ids)
 
     def keep(self, token_ids: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put sampled tokens, int64 [num_rows], where a step ahead finds them by slot."""
         # Also what is no token must be one to the step ahead, whose row is thrown away.
         self.last_token[slots] = token_ids.clamp(min=0).int()
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from count_replays import count_replays
 
 pytest.importorskip("triton")
 
@@ -40,7 +41,6 @@ from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
-from nanoserve.worker.cuda_graphs import DecodeGraphs
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import Handle
 
@@ -665,19 +665,6 @@ def test_tokens_of_a_mixture_of_experts_are_those_of_a_cpu(
     options = {"enforce_eager": enforce_eager, "num_kv_blocks": 2000}
     with open_float32(tmp_path, device="cuda", **options) as llm:
         assert tokens(llm, prompts) == expected
-
-
-def count_replays(graphs: DecodeGraphs) -> list[int]:
-    """A list that gets the size of each replayed graph."""
-    sizes: list[int] = []
-    replay = graphs.replay
-
-    def counted(size: int) -> torch.Tensor:
-        sizes.append(size)
-        return replay(size)
-
-    graphs.replay = counted
-    return sizes
 
 
 def test_two_engines_take_turns(checkpoint: Path, tmp_path: Path) -> None:

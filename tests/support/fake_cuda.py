@@ -2,24 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 from weakref import finalize
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:  # it needs Triton, and what is faked here does not
-    from nanoserve.worker.captured_sampling import StepGraphs
-
 GIB = 2**30
-
-
-def watch_choices(graphs: "StepGraphs") -> list[int]:
-    """A list that gets the size of each graph of choices that is replayed."""
-    sizes: list[int] = []
-    replay = graphs.choices.replay
-    graphs.choices.replay = lambda size: sizes.append(size) or replay(size)
-    return sizes
 
 
 class FakeEvent:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import GIB, FakeCuda, watch_choices
+from count_replays import count_replays
+from fake_cuda import GIB, FakeCuda
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
@@ -49,7 +50,7 @@ def make_runner(
 def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[LLMEngine, list[int]]:
     """And a list that gets the size of each graph of choices that is replayed."""
     runner = make_runner(path, FakeCuda(), async_scheduling=ahead, **options)
-    sizes = watch_choices(runner.device.graphs)
+    sizes = count_replays(runner.device.graphs.choices)
     return LLMEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
 
 
