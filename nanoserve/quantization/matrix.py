@@ -1,0 +1,88 @@
+"""`QuantizedMatrix`: the one form in which integer weights leave a checkpoint, whatever its format.
+
+    w[n, k] = codes[n, k] x scale[n, g] + offset[n, g]          with g = k // group_size
+
+A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 of them.
+Codes are signed, and symmetric formats have no offset: a format of unsigned codes with zero points
+(w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = (2^(bits - 1) - zero) x
+scale. Nothing executes this form as it is; see `nanoserve.kernels_cpu.integer_linear`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """codes: int8 [out, in]; scale and offset (None is all zeros): float32 [out, groups].
+
+    bits: 4 if codes are -8 to 7, 8 if they are -128 to 127.
+    group_of_input: int [in], the group of each input, where groups are no runs (GPTQ's act-order).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    bits: int = 8
+    group_of_input: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        out, num_inputs = self.codes.shape
+        groups = self.scale.shape[-1]
+        if self.codes.dtype != torch.int8 or self.bits not in (4, 8):
+            raise ValueError(f"codes must be int8 of 4 or 8 bits, not {self.codes.dtype}, {self.bits}")
+        for name, tensor in (("scale", self.scale), ("offset", self.offset)):
+            if tensor is not None and (
+                tensor.dtype != torch.float32 or tensor.shape != (out, groups)
+            ):
+                raise ValueError(
+                    f"{name} must be float32 [{out}, {groups}], not {tensor.dtype} "
+                    f"{list(tensor.shape)}"
+                )
+        if self.group_of_input is None and num_inputs % groups:
+            raise ValueError(f"{num_inputs} inputs do not divide into {groups} groups")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.codes.shape)
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scale.shape[1]
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]: what the format's own library computes with."""
+        if self.group_of_input is None:
+            scale, offset = (
+                None if values is None else values.repeat_interleave(self.group_size, dim=1)
+                for values in (self.scale, self.offset)
+            )
+        else:
+            group = self.group_of_input.long()
+            scale, offset = self.scale[:, group], None
+            if self.offset is not None:
+                offset = self.offset[:, group]
+        weight = self.codes * scale
+        return weight if offset is None else weight + offset
+
+    def rows(self, first: int, end: int) -> "QuantizedMatrix":
+        """Of the outputs [first, end)."""
+        offset = None if self.offset is None else self.offset[first:end]
+        return replace(
+            self, codes=self.codes[first:end], scale=self.scale[first:end], offset=offset
+        )
+
+    def columns(self, first: int, end: int) -> "QuantizedMatrix":
+        """Of the inputs [first, end), which are whole groups or lie in one; else `ValueError`."""
+        codes = self.codes[:, first:end]
+        if self.group_of_input is not None:
+            return replace(self, codes=codes, group_of_input=self.group_of_input[first:end])
+        size = self.group_size
+        groups = slice(first // size, -(-end // size))
+        is_whole = first % size == 0 and end % size == 0
+        if not is_whole and groups.stop - groups.start > 1:
+            raise ValueError(f"inputs {first} to {end} cut a group of {size}")
+        offset = None if self.offset is None else self.offset[:, groups]
+        return replace(self, codes=codes, scale=self.scale[:, groups], offset=offset)
