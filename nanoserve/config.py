@@ -31,6 +31,7 @@ _SMALLEST = {
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
     "priority_aging": 1,
     "num_kv_blocks": 1,
+    "num_threads": 1,
     "kv_cache_memory_bytes": 1,
     "prefix_cache_seed": 0,
 }
@@ -40,6 +41,8 @@ _CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
+    "quantization": ("int8", "int4"),
+    "quantization_group_size": (32, 64, 128),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
 # computes 2048 for seconds, and whoever decodes waits for their end.
@@ -65,6 +68,8 @@ class EngineConfig:
     trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
     dtype: str = "auto"  # "auto" is the checkpoint's own
     load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
+    quantization: str | None = None  # of the weights, as they are loaded: "int8" | "int4"
+    quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
     seed: int = 0  # seeds the requests that bring no seed of their own
 
     max_model_len: int | None = None  # tokens, prompt and output together
@@ -92,6 +97,7 @@ class EngineConfig:
     max_logprobs: int = 20  # most that a request may ask for
     trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
 
+    num_threads: int | None = None  # of a CPU. None: all of torch's, or one for a small model
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
     attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.

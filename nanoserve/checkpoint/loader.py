@@ -95,7 +95,7 @@ def check_weights(
     The model may be one without memory, on torch's "meta" device. Raises `ValueError` that names
     offending tensors unless the two are the same, but for tied tensors that may be stored or not.
     """
-    expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
+    expected, stored = expected_tensors(model), stored_tensors(path)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
     if wanted != {name: found[name] for name in found.keys() - model.tied_tensors.keys()}:
@@ -136,10 +136,10 @@ def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> Non
             bar.update(num_bytes)
 
 
-def _read_headers(files: list[Path]) -> dict[str, Stored]:
-    """What the files hold, in the order in which they hold it."""
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """What the files in `path` hold, in the order in which they hold it."""
     stored: dict[str, Stored] = {}
-    for file in files:
+    for file in _weight_files(path):
         with open_weights(file) as tensors:
             for name in tensors.offset_keys():
                 tensor = tensors.get_slice(name)

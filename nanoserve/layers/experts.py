@@ -8,7 +8,8 @@ Shapes: T tokens that each have K experts make T x K *pairs*, numbered token x K
 multiply with every expert's weights only once, pairs are sorted by expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,19 @@ from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, LinearMethod
+
+
+class ExpertsMethod(LinearMethod, Protocol):
+    """What else a `LinearMethod` does where there are experts."""
+
+    def create_experts(
+        self, layer: nn.Module, name: str, shape: tuple[int, int, int], context: LayerContext
+    ) -> None:
+        """Give `layer` the parameter `name` [experts, outputs, inputs]."""
+
+    def process_experts(self, layer: nn.Module, name: str) -> None:
+        """In the loaded parameter's place, put what each expert's input is given to."""
 
 
 class SparseMoE(nn.Module):
@@ -42,9 +55,21 @@ class SparseMoE(nn.Module):
         self.first_expert = tp.rank * moe.num_experts // tp.size
         num_here = (tp.rank + 1) * moe.num_experts // tp.size - self.first_expert
         self.router = context.empty(moe.num_experts, hidden)
-        self.gate_up = context.empty(num_here, 2 * moe.intermediate_size, hidden)
-        self.down = context.empty(num_here, hidden, moe.intermediate_size)
+        self.method: ExpertsMethod | None = context.linear_method
+        self._create("gate_up", (num_here, 2 * moe.intermediate_size, hidden), context)
+        self._create("down", (num_here, hidden, moe.intermediate_size), context)
         self.sum_of_experts, self.tp = context.ops.sum_of_experts or sum_of_experts, tp
+
+    def _create(self, name: str, shape: tuple[int, int, int], context: LayerContext) -> None:
+        if self.method is None:
+            setattr(self, name, context.empty(*shape))
+        else:
+            self.method.create_experts(self, name, shape, context)
+
+    def process_after_loading(self) -> None:
+        if self.method is not None:
+            self.method.process_experts(self, "gate_up")
+            self.method.process_experts(self, "down")
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert_ids, expert_weights = self.route(hidden)
@@ -80,8 +105,8 @@ def sum_of_experts(
     hidden: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: "Tensor | Sequence[Callable[[Tensor], Tensor]]",
+    down: "Tensor | Sequence[Callable[[Tensor], Tensor]]",
     first_expert: int = 0,
     num_experts: int | None = None,
 ) -> Tensor:
@@ -91,7 +116,7 @@ def sum_of_experts(
     expert_ids      integers [num_tokens, top_k], of all experts
     expert_weights  [num_tokens, top_k]
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
-    down            [experts here, hidden, size]
+    down            [experts here, hidden, size]; of both, or what each expert's input is given to
     num_experts     of all ranks together; None if all are here
 
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
@@ -105,7 +130,11 @@ def sum_of_experts(
     for pairs, expert_gate_up, expert_down in zip(pairs_of_experts, gate_up, down, strict=True):
         if len(pairs):
             tokens = pairs // top_k
-            gate, up = F.linear(hidden[tokens], expert_gate_up).chunk(2, dim=-1)
-            product = F.linear(F.silu(gate) * up, expert_down)
+            gate, up = _product(hidden[tokens], expert_gate_up).chunk(2, dim=-1)
+            product = _product(F.silu(gate) * up, expert_down)
             out.index_add_(0, tokens, product * weights[pairs, None].float())
     return out.to(hidden.dtype)
+
+
+def _product(x: Tensor, weight: "Tensor | Callable[[Tensor], Tensor]") -> Tensor:
+    return F.linear(x, weight) if isinstance(weight, Tensor) else weight(x)

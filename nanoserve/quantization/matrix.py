@@ -2,10 +2,10 @@
 
     w[n, k] = codes[n, k] x scale[n, g] + offset[n, g]          with g = k // group_size
 
-A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 of them.
-Codes are signed, and symmetric formats have no offset: a format of unsigned codes with zero points
-(w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = (2^(bits - 1) - zero) x
-scale. Nothing executes this form as it is; see `nanoserve.kernels_cpu.integer_linear`.
+A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 of
+them. Codes are signed, and symmetric formats have no offset: a format of unsigned codes with zero
+points (w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = (2^(bits - 1) -
+zero) x scale. Nothing executes this form as it is; see `nanoserve.kernels_cpu.integer_linear`.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,9 @@ class QuantizedMatrix:
         out, num_inputs = self.codes.shape
         groups = self.scale.shape[-1]
         if self.codes.dtype != torch.int8 or self.bits not in (4, 8):
-            raise ValueError(f"codes must be int8 of 4 or 8 bits, not {self.codes.dtype}, {self.bits}")
+            raise ValueError(
+                f"codes must be int8 of 4 or 8 bits, not {self.codes.dtype}, {self.bits}"
+            )
         for name, tensor in (("scale", self.scale), ("offset", self.offset)):
             if tensor is not None and (
                 tensor.dtype != torch.float32 or tensor.shape != (out, groups)
@@ -74,6 +76,11 @@ class QuantizedMatrix:
             self, codes=self.codes[first:end], scale=self.scale[first:end], offset=offset
         )
 
+    def split(self, num_rows: int) -> "list[QuantizedMatrix]":
+        """Of so many outputs each, as torch's tensors are split."""
+        firsts = range(0, self.shape[0], num_rows)
+        return [self.rows(first, min(first + num_rows, self.shape[0])) for first in firsts]
+
     def columns(self, first: int, end: int) -> "QuantizedMatrix":
         """Of the inputs [first, end), which are whole groups or lie in one; else `ValueError`."""
         codes = self.codes[:, first:end]
@@ -86,3 +93,48 @@ class QuantizedMatrix:
             raise ValueError(f"inputs {first} to {end} cut a group of {size}")
         offset = None if self.offset is None else self.offset[:, groups]
         return replace(self, codes=codes, scale=self.scale[:, groups], offset=offset)
+
+    def in_runs(self) -> "tuple[QuantizedMatrix, Tensor | None]":
+        """The same with groups that are runs, and how its inputs are to be ordered for it.
+
+        `matrix, order = q.in_runs()` makes x @ q.T the same as x[:, order] @ matrix.T; None is the
+        order they have. Raises `ValueError` for groups of unequal sizes.
+        """
+        if self.group_of_input is None:
+            return self, None
+        group = self.group_of_input.long()
+        sizes = group.bincount(minlength=self.scale.shape[1])
+        if len(sizes.unique()) > 1:
+            raise ValueError(f"groups of {int(sizes.min())} to {int(sizes.max())} inputs")
+        order = group.argsort(stable=True)
+        return replace(self, codes=self.codes[:, order], group_of_input=None), order
+
+
+def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatrix:
+    """The outputs of several as one weight; as floats, unless all have integers in like groups."""
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    first = quantized[0] if len(quantized) == len(parts) else None
+    if first is None or not all(_fits(first, other) for other in quantized[1:]):
+        floats = [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts]
+        return torch.cat(floats)
+    offset = None
+    if any(part.offset is not None for part in quantized):
+        offset = torch.cat(
+            [torch.zeros_like(q.scale) if q.offset is None else q.offset for q in quantized]
+        )
+    return replace(
+        first,
+        codes=torch.cat([q.codes for q in quantized]),
+        scale=torch.cat([q.scale for q in quantized]),
+        offset=offset,
+        bits=max(q.bits for q in quantized),
+    )
+
+
+def _fits(first: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    same_order = (first.group_of_input is None) == (other.group_of_input is None)
+    if same_order and first.group_of_input is not None:
+        same_order = torch.equal(first.group_of_input, other.group_of_input)
+    return same_order and first.scale.shape[1] == other.scale.shape[1]

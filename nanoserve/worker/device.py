@@ -12,7 +12,7 @@ from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import LayerContext, LinearMethod
+from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.host_device import HostDevice
@@ -54,22 +54,18 @@ def make_runner(
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
-    context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype, device))
+    method = None
+    # In float32, torch's products stay with its attention, as the plain reference.
+    if config.quantization or name == "numba" or (name == "torch" and dtype.itemsize < 4):
+        from nanoserve.worker.linear_methods import choose_linear_method
+
+        method = choose_linear_method(config, model_config, device)
+    context = LayerContext(dtype, device, tp, attention, ops, method)
     if device.type == "cpu":
         return ModelRunner(config, model_config, path, context, HostDevice())
     from nanoserve.worker.cuda_runner import make_cuda_runner
 
     return make_cuda_runner(config, model_config, path, context)
-
-
-def _linear_method(dtype: torch.dtype, device: torch.device) -> LinearMethod | None:
-    """None for plain weights."""
-    # On a CPU in other types, packed weights measured no better.
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return None
-    from nanoserve.kernels_cpu.packed_linear import packed_linear_method
-
-    return packed_linear_method()
 
 
 def device_kind(asked: str) -> str:

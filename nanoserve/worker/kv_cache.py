@@ -6,15 +6,14 @@ tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 """
 
 import math
-import mmap
 import os
-from contextlib import suppress
 
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.kernels_cpu.memory import map_zeros
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 
@@ -84,18 +83,7 @@ def allocate_kv_cache(
     shape, dtype = (model_config.num_hidden_layers, *shape), context.dtype
     if context.device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=context.device)
-    return _map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def _map_zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zero, of which a page is mapped when it is first used."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    # Private: by default Python maps shared memory, which Linux hardly ever puts on large pages.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def physical_memory_bytes() -> int:

@@ -65,7 +65,10 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
-    load_weights(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
+    load = load_weights
+    if any(parameter.is_meta for parameter in runner.model.parameters()):
+        from nanoserve.quantization.deferred import load_deferred as load
+    load(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
     runner.sampler = runner.device.sampler_class(
         config.max_num_seqs,
         model_config.vocab_size,
@@ -78,7 +81,8 @@ def _check_model(runner: Any, model: nn.Module, path: Path) -> None:
     """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
     if runner.config.load_format != "dummy":
         check_weights(model, path)
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
+    num_bytes = sum(bits) // 8
     memory_bytes = runner.device.memory_bytes(runner.context.tp)
     require(
         num_bytes <= memory_bytes,

@@ -1,0 +1,89 @@
+"""Weights of 16 or 32 bits in panels, for our own tiles: forms, as in `torch_linear`."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoserve.kernels_cpu import packed_linear
+from nanoserve.kernels_cpu.float_tiles import KINDS, make_product
+from nanoserve.kernels_cpu.panels import PANEL, pack
+from nanoserve.kernels_cpu.processor import has
+from nanoserve.kernels_cpu.torch_linear import Packed
+
+_product = functools.cache(make_product)
+
+
+class FloatPanels:
+    """kind: one of `nanoserve.kernels_cpu.float_tiles.KINDS`; None is the best that is here."""
+
+    def __init__(self, weight: Tensor, kind: str | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.kind = kind or best_kind(weight.dtype)
+        self.own = KINDS[self.kind]
+        self.weight = pack(weight, self.own.depth)
+        self._use(self.weight.data_ptr())
+
+    def _use(self, address: int) -> None:
+        steps = -(-self.inputs // self.own.depth)
+        self._padding = steps * self.own.depth - self.inputs
+        self._stored = (address, -(-self.outputs // PANEL), steps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.inputs)
+        if self._padding:
+            rows = F.pad(rows, (0, self._padding))
+        if self.own.widens:
+            rows = rows.float()
+        rows = rows.contiguous()
+        out = x.new_empty(len(rows), self._stored[1] * PANEL)
+        _product(self.kind)(
+            rows.data_ptr(),
+            rows.stride(0) * rows.itemsize,
+            len(rows),
+            *self._stored,
+            out.data_ptr(),
+            out.stride(0) * out.itemsize,
+        )
+        return out[:, : self.outputs].contiguous().view(*x.shape[:-1], self.outputs)
+
+
+class SharedPanels(FloatPanels):
+    """oneDNN's memory, which our tiles read too, where it is in our order: few rows are theirs.
+
+    num_rows: from so many on, oneDNN multiplies.
+    """
+
+    def __init__(self, weight: Tensor, num_rows: int, kind: str | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.kind, self._num_rows = kind or best_kind(weight.dtype), num_rows
+        self.own = KINDS[self.kind]
+        self._packed = Packed(weight)
+        address, num_bytes = packed_linear.memory(self._packed.weight)
+        self._use(address)
+        _, panels, steps = self._stored
+        if num_bytes != panels * steps * PANEL * self.own.depth * weight.itemsize:
+            self._num_rows = 0  # oneDNN has padded it in another way: all of it is oneDNN's
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_rows = x.numel() // self.inputs
+        return self._packed(x) if num_rows >= self._num_rows else super().__call__(x)
+
+
+def best_kind(dtype: torch.dtype) -> str:
+    """Of those in `KINDS` that this processor has."""
+    if dtype == torch.bfloat16 and has("avx512bf16"):
+        return "pairs of bfloat16"
+    return f"widened {str(dtype).removeprefix('torch.')}"
+
+
+@functools.cache
+def shares_memory() -> bool:
+    """Whether what oneDNN packs is in the order of our panels; what it packs is told to nobody."""
+    weight = torch.arange(128 * 64).to(torch.int16).view(torch.bfloat16).view(128, 64)
+    packed = packed_linear.pack(weight)
+    address, num_bytes = packed_linear.memory(packed)
+    ours = pack(weight, 2)
+    theirs = packed_linear.bytes_at(address, num_bytes)
+    return torch.equal(ours.view(torch.uint8).flatten(), theirs)

@@ -1,0 +1,80 @@
+"""The `LinearMethod` of integer weights on a CPU."""
+
+import torch
+from torch import Tensor, nn
+
+from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.linear import RowParallelLinear
+from nanoserve.quantization.deferred import Weight, deferred_weight
+from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.online import quantize_int8
+from nanoserve.quantization.schemes import Scheme
+
+
+class IntegerLinearMethod(FormLinearMethod):
+    """Weights are integers, if the scheme or the checkpoint says so, and else floats.
+
+    A row of x gets one scale. Where the inputs are split over ranks, it is that of the whole row:
+    the ranks' integers are those of one rank, and so are their sums.
+    """
+
+    def __init__(self, scheme: Scheme, float_method: FormLinearMethod, dtype: torch.dtype) -> None:
+        super().__init__(float_method.make)
+        self._scheme, self._dtype = scheme, dtype
+        self.to_integers = scheme.to_integers
+
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
+    ) -> None:
+        layer.weight = deferred_weight((out_features, in_features), self._scheme.most_bits)
+
+    def create_experts(
+        self, layer: nn.Module, name: str, shape: tuple[int, int, int], context: LayerContext
+    ) -> None:
+        setattr(layer, name, deferred_weight(shape, self._scheme.most_bits))
+
+    def fill(self, layer: nn.Module, name: str, weight: Weight) -> None:
+        """Give `layer` the form of its weight `name`, of which it has none yet."""
+        shape = getattr(layer, name).shape
+        if len(shape) == 2:
+            layer.form = self._form(weight)
+            return
+        delattr(layer, name)
+        setattr(layer, name, [self._form(expert) for expert in weight.split(shape[1])])
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        if not hasattr(layer, "form"):  # an LM head, which is loaded as an embedding is
+            layer.form = self._form(self._scheme.to_integers(layer.weight.data, False))
+        layer.weight = None
+
+    def process_experts(self, layer: nn.Module, name: str) -> None:
+        """They have their forms."""
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
+            largest = x.abs().amax(dim=-1).float()
+            layer.tp.group.largest(largest)
+            return layer.form(x, largest)
+        return layer.form(x)
+
+    def _form(self, weight: Weight) -> Form:
+        if not isinstance(weight, QuantizedMatrix):
+            return self.make(weight.to(self._dtype))
+        try:
+            matrix, order = weight.in_runs()
+        except ValueError:  # a rank's part of groups that are spread over all inputs
+            matrix, order = quantize_int8(weight.dequantize()), None
+        form = IntegerPanels(matrix)
+        return form if order is None else _Reordered(form, order)
+
+
+class _Reordered:
+    """For codes whose inputs stand in another order (GPTQ's act-order)."""
+
+    def __init__(self, form: IntegerPanels, order: Tensor) -> None:
+        self._form, self._order = form, order
+
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        return self._form(x[..., self._order], largest)

@@ -1,0 +1,100 @@
+"""How fast this machine multiplies, by form and number of rows: measured once, kept in a file."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 16, 256)
+MATRIX_BYTES = 2**26  # more than most caches hold
+_INPUTS = 2048
+_MANY_ROWS = 64  # from here on what counts is arithmetic, and a sixteenth of the matrix is enough
+_HOPELESS = 4.0  # times slower than another with a single row: not measured any further
+_FORMAT = 1  # of the file, and of the forms whose rates are in it
+
+
+def rates(
+    dtype: torch.dtype, forms: Mapping[str, Callable[[Tensor], Any]]
+) -> dict[str, dict[int, float]]:
+    """Operations a second of each form, by number of rows; hopeless forms are left out.
+
+    A product of matrices is two operations for each weight and row. Measured with torch's present
+    number of threads. The file is `~/.cache/nanoserve/products-*.json`, under
+    XDG_CACHE_HOME if that is set.
+    """
+    file = _file(str(dtype), list(forms))
+    with suppress(OSError, ValueError, AttributeError):
+        stored = json.loads(file.read_text())
+        return {name: {int(n): rate for n, rate in of.items()} for name, of in stored.items()}
+    measured = _measure(dtype, forms)
+    with suppress(OSError):  # a home that cannot be written to: then it is measured each time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(measured))
+        new.replace(file)
+    return measured
+
+
+def _measure(
+    dtype: torch.dtype, forms: Mapping[str, Callable[[Tensor], Any]]
+) -> dict[str, dict[int, float]]:
+    started = time.perf_counter()
+    weight = torch.full((MATRIX_BYTES // dtype.itemsize // _INPUTS, _INPUTS), 0.5, dtype=dtype)
+    part = weight[: len(weight) // 16]
+    measured: dict[str, dict[int, float]] = {}
+    for name, make in forms.items():
+        form, rates_of_form = make(weight), {}
+        for rows in ROWS:
+            if rows >= _MANY_ROWS:
+                form, size = make(part), part.numel()
+            else:
+                size = weight.numel()
+            x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
+            seconds = min(_seconds(form, x) for _ in range(3))
+            rates_of_form[rows] = 2 * rows * size / seconds
+            best = max((of[rows] for of in measured.values()), default=0.0)
+            if best > _HOPELESS * rates_of_form[rows]:
+                break
+        else:
+            measured[name] = rates_of_form
+    logger.info(f"measured products of {dtype} in {time.perf_counter() - started:.2f} s")
+    return measured
+
+
+def _seconds(form: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    start = time.perf_counter()
+    form(x)
+    return time.perf_counter() - start
+
+
+def _file(dtype: str, names: list[str]) -> Path:
+    """Another file for whatever may change a rate."""
+    facts = [_FORMAT, dtype, names, torch.get_num_threads(), torch.__version__, _processor()]
+    facts += [os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")]
+    if find_spec("numba") is not None:
+        from nanoserve.kernels_cpu.processor import features
+
+        facts.append(sorted(features()))
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "nanoserve" / f"products-{key}.json"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line
+    return platform.processor()

@@ -1,0 +1,104 @@
+"""Vectors in LLVM's own language, for the inner loops that numba would not make of plain ones.
+
+numba has no type for a vector, so what is computed with vectors must be one `@intrinsic`: a
+function that writes LLVM instructions. LLVM cuts a vector of 16 numbers into what the processor
+has: one register of AVX-512, two of AVX2, four of NEON.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+BYTE, HALF_WORD, WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
+
+
+def constant(kind: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
+    """A vector of equal numbers, known now."""
+    return ir.Constant(ir.VectorType(kind, lanes), [ir.Constant(kind, value)] * lanes)
+
+
+def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    value = b.load(b.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
+    """To where its numbers may stand: rows of an output begin anywhere."""
+    number = value.type.element
+    size = 4 if isinstance(number, ir.FloatType) else 2
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=size)
+
+
+def splat(b: ir.IRBuilder, number: ir.Value, lanes: int = LANES) -> ir.Value:
+    """A vector of equal numbers."""
+    kind = ir.VectorType(number.type, lanes)
+    first = b.insert_element(ir.Constant(kind, ir.Undefined), number, WORD(0))
+    return b.shuffle_vector(first, first, constant(WORD, 0, lanes))
+
+
+def part(b: ir.IRBuilder, vector: ir.Value, first: int, size: int) -> ir.Value:
+    """Numbers [first, first + size) of it."""
+    places = ir.Constant(ir.VectorType(WORD, size), list(range(first, first + size)))
+    return b.shuffle_vector(vector, vector, places)
+
+
+def joined(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    size = 2 * low.type.count
+    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(WORD, size), list(range(size))))
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """An instruction of the processor, by its name in LLVM."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
+
+
+def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, total: ir.Value) -> ir.Value:
+    return call(b, "llvm.fmuladd.v16f32", FLOATS, x, y, total)
+
+
+def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the 64 bytes at `address`, to read them, in the cache of second level."""
+    pointer = b.inttoptr(address, BYTE.as_pointer())
+    is_write, locality, is_data = WORD(0), WORD(2), WORD(1)
+    call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, is_write, locality, is_data)
+
+
+def rounded(b: ir.IRBuilder, numbers: ir.Value, dtype: str) -> ir.Value:
+    """float32 -> what is stored of "float32", "float16" or "bfloat16" (its bits), ties to even."""
+    if dtype == "float32":
+        return numbers
+    if dtype == "float16":
+        return b.fptrunc(numbers, ir.VectorType(HALF, LANES))
+    bits = b.bitcast(numbers, WORDS)
+    is_odd = b.and_(b.lshr(bits, constant(WORD, 16)), constant(WORD, 1))
+    bits = b.add(bits, b.add(is_odd, constant(WORD, 0x7FFF)))
+    return b.trunc(b.lshr(bits, constant(WORD, 16)), ir.VectorType(HALF_WORD, LANES))
+
+
+class Accumulators:
+    """rows x columns vectors that a loop adds to: variables, which LLVM keeps in registers."""
+
+    def __init__(self, b: ir.IRBuilder, rows: int, columns: int, start: ir.Constant) -> None:
+        self._b, self._start = b, start
+        self._places: dict[tuple[int, int], Any] = {}
+        for row in range(rows):
+            for column in range(columns):
+                self._places[row, column] = cgutils.alloca_once(b, start.type)
+        self.clear()
+
+    def clear(self) -> None:
+        for place in self._places.values():
+            self._b.store(self._start, place)
+
+    def __getitem__(self, at: tuple[int, int]) -> ir.Value:
+        return self._b.load(self._places[at])
+
+    def __setitem__(self, at: tuple[int, int], value: ir.Value) -> None:
+        self._b.store(value, self._places[at])

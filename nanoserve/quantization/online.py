@@ -1,0 +1,67 @@
+"""Integers out of float weights, when a model is loaded: `quantization="int8"` and "int4"."""
+
+import torch
+from torch import Tensor
+
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+GROUP_SIZES = (128, 64, 32)
+# Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values
+# off makes the steps finer for all the others; which of these does the least damage is tried.
+_SHARES = (1.0, 0.92, 0.84)
+
+
+def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:
+    """A scale for each row, or each group of a row: its largest magnitude / 127.
+
+    An element's error is at most half a scale. What holds NaN or infinity gets a scale of NaN.
+    """
+    size = weight.shape[1] if group_size is None else group_size_for(weight.shape[1], group_size)
+    groups = weight.float().unflatten(1, (-1, size))  # [outputs, groups, size]
+    scale = _magnitude(groups.abs().amax(dim=2, keepdim=True)) / 127
+    codes = (groups / _divisor(scale)).round_().nan_to_num_(0.0)
+    return QuantizedMatrix(codes.flatten(1).to(torch.int8), scale.squeeze(2))
+
+
+def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
+    """Groups of `group_size` inputs; of smaller ones, if these do not divide the inputs.
+
+    The value of largest magnitude gets the code -8, of either sign: a scale may be negative. Of a
+    few such scales a group has the one with the least sum of squared errors.
+
+    Raises `ValueError` if there is no group for so many inputs.
+    """
+    size = group_size_for(weight.shape[1], group_size)
+    groups = weight.float().unflatten(1, (-1, size))  # [outputs, groups, size]
+    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    largest = _magnitude(torch.where(-low > high, low, high))
+    scale, error = largest / -8, torch.full_like(largest, torch.inf)
+    for share in _SHARES:
+        tried = largest * (share / -8)
+        codes = (groups / _divisor(tried)).round_().clamp_(-8, 7)
+        difference = codes.mul_(tried).sub_(groups).square_().sum(dim=2, keepdim=True)
+        is_better = difference < error
+        scale, error = torch.where(is_better, tried, scale), difference.minimum(error)
+    codes = (groups / _divisor(scale)).round_().clamp_(-8, 7).nan_to_num_(0.0)
+    return QuantizedMatrix(codes.flatten(1).to(torch.int8), scale.squeeze(2), bits=4)
+
+
+def group_size_for(num_inputs: int, asked: int) -> int:
+    """The largest group of at most `asked` inputs that divides them."""
+    for size in GROUP_SIZES:
+        if size <= asked and num_inputs % size == 0:
+            return size
+    raise ValueError(
+        f"{num_inputs} inputs of a linear do not divide into groups of {GROUP_SIZES[-1]} to "
+        f"{asked}: quantization='int8' has one scale for all of them"
+    )
+
+
+def _magnitude(values: Tensor) -> Tensor:
+    """Infinity is as bad as NaN: neither has codes."""
+    return values.masked_fill(~values.isfinite(), torch.nan)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """A group of zeros has a scale of zero, and codes of zero."""
+    return scale.masked_fill(scale == 0, 1.0)

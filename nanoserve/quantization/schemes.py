@@ -1,0 +1,47 @@
+"""In how many bits the weights of an engine are kept, and what they become."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.online import quantize_int4, quantize_int8
+
+_GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What becomes of a linear's weight that is read from a checkpoint.
+
+    bits: 4 or 8, of what the option `quantization` asks for; None keeps what the checkpoint has,
+    and makes 8 bits of its values that are no integers times a scale (FP8, NF4).
+    """
+
+    bits: int | None
+    group_size: int | None = None
+
+    @property
+    def most_bits(self) -> int:
+        """That a weight may take."""
+        return self.bits or 8
+
+    def to_integers(
+        self, weight: Tensor | QuantizedMatrix, is_quantized: bool
+    ) -> Tensor | QuantizedMatrix:
+        """`is_quantized`: in the checkpoint, which has it in fewer bits than the others."""
+        if isinstance(weight, QuantizedMatrix) or (self.bits is None and not is_quantized):
+            return weight
+        if self.bits == 4:
+            return quantize_int4(weight, self.group_size or _GROUP_SIZE)
+        return quantize_int8(weight, None if self.bits else _GROUP_SIZE)
+
+
+def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
+    """None if weights stay floats."""
+    if config.quantization is None:
+        return None
+    bits = {"int8": 8, "int4": 4}[config.quantization]
+    return Scheme(bits, config.quantization_group_size)
