@@ -1,10 +1,11 @@
 """Quantised checkpoints of a tiny Qwen3, written from the published layouts of their formats.
 
-Each writer takes a float32 weight [out, in] and returns what the format stores for it, by its name in
-the module, and the float32 weight that this means: by the definition of the format, not by any code
-of the package. Sources: GPTQ: `pack` in AutoGPTQ's `qlinear_cuda_old.py` and GPTQModel's
-`convert_gptq_v2_to_v1_format_module`; AWQ: `WQLinear_GEMM.from_linear` of AutoAWQ; FP8: `weight_dequant`
-in DeepSeek-V3's `kernel.py`; bitsandbytes: `QuantState.as_dict` and QLoRA, appendix E.
+Each writer takes a float32 weight [out, in] and returns what the format stores for it, by its name
+in the module, and the float32 weight that this means: by the definition of the format, not by any
+code of the package. Sources: GPTQ: `pack` in AutoGPTQ's `qlinear_cuda_old.py` and GPTQModel's
+`convert_gptq_v2_to_v1_format_module`; AWQ: `WQLinear_GEMM.from_linear` of AutoAWQ; FP8:
+`weight_dequant` in DeepSeek-V3's `kernel.py`; bitsandbytes: its `QuantState.as_dict` and QLoRA,
+appendix E.
 """
 
 import json
@@ -22,9 +23,9 @@ Writer = Callable[[Tensor], Written]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32
 
 
-def make_quantized(path: Path, write: Writer, config: dict) -> dict[str, Tensor]:
-    """A checkpoint whose linears (not the LM head) `write` has written; returns the plain weights."""
-    make_qwen3(path, **SIZES)
+def make_quantized(path: Path, write: Writer, config: dict, **sizes: int) -> dict[str, Tensor]:
+    """A checkpoint whose linears (not the LM head) `write` writes; returns the plain weights."""
+    make_qwen3(path, **SIZES | sizes)
     stored, plain = {}, load_file(path / "model.safetensors")
     for name, weight in list(plain.items()):
         if "_proj.weight" not in name:
@@ -66,7 +67,7 @@ def codes_of(weight: Tensor, bits: int, group: Tensor, seed: int = 0) -> tuple[T
 
 
 def pack_words(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """[n, m] -> int32 [n, m x bits / 32]: value `order[i]` of each word's in its i-th lowest bits."""
+    """[n, m] -> int32 [n, m x bits / 32]: value `order[i]` of a word is its i-th from below."""
     per_word = 32 // bits
     padded = np.zeros((len(values), -(-values.shape[1] // per_word) * per_word), dtype=np.uint64)
     padded[:, : values.shape[1]] = values.numpy()

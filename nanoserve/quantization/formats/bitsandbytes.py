@@ -31,34 +31,37 @@ class NF4Reader(Reader):
     def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
         state = self._state(module)
         count = state["shape"][0] * state["shape"][1]
-        weight = self.header(module, "weight")
-        require(
-            weight.dtype in _VALUE_BYTES and count % 2 == 0,
-            f"{module:.99}.weight is {weight.dtype}, {count} values: it must be {[*_VALUE_BYTES]}, "
-            "of an even number",
-        )
-        stored_values = count // 2 // _VALUE_BYTES[weight.dtype]
+        self.check_dtype(module, "weight", *_VALUE_BYTES)
+        value_bytes = _VALUE_BYTES[self.header(module, "weight").dtype]
+        is_whole = count % (2 * value_bytes) == 0
+        told = f"{module:.99}.weight: {count} codes of 4 bits fill no whole number of values"
+        require(is_whole, f"{told} of {value_bytes} bytes")
         blocks = -(-count // state["blocksize"])
         wanted: dict[str, tuple[int, ...]] = {
-            "weight": (stored_values, 1),
+            "weight": (count // 2 // value_bytes, 1),
             "weight.absmax": (blocks,),
             "weight.quant_map": (16,),
         }
         if "nested_blocksize" in state:
             wanted["weight.nested_absmax"] = (-(-blocks // state["nested_blocksize"]),)
             wanted["weight.nested_quant_map"] = (256,)
-        is_byte = self.header(module, "weight.absmax").dtype == "U8"
-        is_nested = "nested_blocksize" in state
-        require(is_byte == is_nested, f"{module:.99}.weight.absmax and its quant_state disagree")
+            self.check_dtype(module, "weight.nested_absmax", "F32")
+            self.check_dtype(module, "weight.nested_quant_map", "F32")
+        self.check_dtype(module, "weight.quant_map", "F32")
+        self.check_dtype(module, "weight.absmax", "U8" if "nested_blocksize" in state else "F32")
         return tuple(state["shape"]), wanted
 
     def weight(self, module: str) -> Tensor:
         state = self._state(module)
         octets = self.part(module, "weight").flatten().view(torch.uint8)
-        codes = torch.stack((octets >> 4, octets & 15), dim=-1).flatten()
-        values = self.part(module, "weight.quant_map").float()[codes.int()]
-        absmax = self._absmax(module, state).repeat_interleave(state["blocksize"])
-        return (values * absmax[: len(values)]).view(state["shape"])
+        both = torch.arange(256)
+        meaning = self.part(module, "weight.quant_map").float()
+        values = meaning[torch.stack((both >> 4, both & 15), dim=1)][octets.int()].flatten()
+        absmax, size = self._absmax(module, state), state["blocksize"]
+        whole = len(values) // size  # blocks; a shorter one may follow
+        values[: whole * size].view(-1, size).mul_(absmax[:whole, None])
+        values[whole * size :].mul_(absmax[-1])
+        return values.view(state["shape"])
 
     def _absmax(self, module: str, state: dict[str, Any]) -> Tensor:
         """float32 [blocks]."""
@@ -99,7 +102,7 @@ class Int8Reader(Reader):
 
     def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
         shape = self.matrix_header(module, "weight", "I8")
-        self.header(module, "SCB")
+        self.check_dtype(module, "SCB", "F32", "F16")
         return shape, {"SCB": (shape[0],)}
 
     def weight(self, module: str) -> QuantizedMatrix:

@@ -41,8 +41,11 @@ class CompressedTensorsReader(Reader):
         scheme = scheme_of(module, self.config, self._groups)
         if scheme.format == "mxfp4-pack-quantized":
             out, octets = self.matrix_header(module, "weight_packed", "U8")
-            self.matrix_header(module, "weight_scale", "U8")
+            self.check_dtype(module, "weight_scale", "U8")
+            is_whole = octets * 2 % GROUP_SIZE == 0
+            require(is_whole, f"{module:.99}: {octets * 2} inputs are no groups of {GROUP_SIZE}")
             return (out, octets * 2), {"weight_scale": (out, octets * 2 // GROUP_SIZE)}
+        self.check_dtype(module, "weight_scale", "F32", "BF16", "F16")
         if scheme.type == "float":
             shape = self.matrix_header(module, "weight", "F8_E4M3")
             found = self.header(module, "weight_scale").shape
@@ -92,15 +95,14 @@ class CompressedTensorsReader(Reader):
             check_scale(shape, scale, None, f"{module}.weight_scale")
             wanted = {}
         if not scheme.symmetric:
-            header = self.header(module, "weight_zero_point")
-            is_packed = scheme.format == "pack-quantized" and header.dtype == "I32"
+            # Older releases did not pack them.
+            dtypes = ("I8", "I32") if scheme.format == "pack-quantized" else ("I8",)
+            self.check_dtype(module, "weight_zero_point", *dtypes)
+            is_packed = self.header(module, "weight_zero_point").dtype == "I32"
             per_word = 32 // scheme.num_bits
             wanted["weight_zero_point"] = (-(-out // per_word), groups) if is_packed else scale
-            require(
-                is_packed or header.dtype == "I8",
-                f"{module:.99}.weight_zero_point is {header.dtype}, not I8 or packed in I32",
-            )
         if scheme.has_g_idx:
+            self.check_dtype(module, "weight_g_idx", "I32", "I64")
             wanted["weight_g_idx"] = (shape[1],)
         return wanted
 

@@ -45,9 +45,10 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "bits": _Field((4,), "use a checkpoint of 4 bits"),
         "version": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
         "format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
-        "checkpoint_format": _Field((None, "gemm", "GEMM", "gptq"), "pack it as gemm"),
+        "checkpoint_format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
         "desc_act": _Field(_NOTHING, "set it to false: AWQ has no order of activations"),
         "pack_dtype": _Field((None, "int32"), "pack it in int32"),
+        "method": _Field((None, "awq"), "use a checkpoint of one method"),
     },
     "gptq": {
         "bits": _Field((2, 4, 8), "use a checkpoint of 2, 4 or 8 bits"),
@@ -55,6 +56,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "format": _Field((None, "gptq", "gptq_v2"), "save it as gptq, with GPTQModel"),
         "is_marlin_format": _Field(_NOTHING, "save it as gptq, with GPTQModel"),
         "pack_dtype": _Field((None, "int32"), "pack it in int32"),
+        "method": _Field((None, "gptq"), "use a checkpoint of one method"),
         "rotation": _Field(_NOTHING, "use a checkpoint without rotations"),
         "adapter": _Field(_NOTHING, "merge the adapter first"),
         "desc_act": _Field((None, True, False), "write true or false"),
@@ -67,25 +69,24 @@ _FIELDS: dict[str, dict[str, _Field]] = {
 }
 # These say how the file was made, which kernel its makers used, or which modules are not quantised:
 # the file itself says that.
+_OF_GPTQ = {
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "dynamic",
+    "exllama_config", "group_size", "lm_head", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "mse", "offload_to_disk", "pad_token_id", "quantizer",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+}  # fmt: skip
 _HARMLESS: dict[str, set[str]] = {
     "compressed-tensors": {
         "config_groups", "format", "global_compression_ratio", "ignore", "version",
     },
     "fp8": {"weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"},
     "awq": {
-        "group_size", "zero_point", "modules_to_not_convert", "backend", "do_fuse",
-        "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "sym", "lm_head", "meta",
-        "quant_method", "true_sequential", "damp_percent", "act_group_aware",
+        *_OF_GPTQ, "zero_point", "sym", "modules_to_not_convert", "do_fuse", "modules_to_fuse",
+        "fuse_max_seq_len",
     },
-    "gptq": {
-        "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
-        "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset",
-        "disable_exllama", "dynamic", "exllama_config", "group_size", "lm_head",
-        "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
-        "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
-        "offload_to_disk", "pad_token_id", "quantizer", "static_groups", "tokenizer",
-        "true_sequential", "use_cuda_fp16", "use_exllama",
-    },
+    "gptq": _OF_GPTQ,
     "bitsandbytes": {
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_threshold",
         "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
@@ -162,6 +163,10 @@ def _check_groups(config: Mapping[str, Any]) -> None:
         is_int(size) and (size == -1 or 0 < size < 2**18),
         f"quantization_config: group_size={shown(size)} must be a size, or -1: one group a row",
     )
+    labels = [config.get(name) for name in ("checkpoint_format", "format")]
+    is_clear = None in labels or labels[0] == labels[1]
+    told = f"quantization_config: checkpoint_format={labels[0]!r} and format={labels[1]!r}"
+    require(is_clear, f"{told} contradict each other: delete the wrong one")
     overrides = config.get("dynamic") or {}
     is_object = isinstance(overrides, Mapping)
     changed = [key for key in overrides if not key.startswith("-:")] if is_object else overrides

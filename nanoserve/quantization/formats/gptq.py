@@ -16,7 +16,6 @@ the weights are refused: a model of shifted weights answers, and answers garbage
 import torch
 from torch import Tensor
 
-from nanoserve.checks import require
 from nanoserve.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
@@ -44,8 +43,7 @@ class GPTQReader(Reader):
         self.matrix_header(module, "scales", "F16", "BF16", "F32")
         if self.config.get("desc_act") or self.has(module, "g_idx"):
             wanted["g_idx"] = (num_inputs,)
-            dtype = self.header(module, "g_idx").dtype
-            require(dtype in ("I32", "I64"), f"{module:.99}.g_idx is {dtype}, not I32")
+            self.check_dtype(module, "g_idx", "I32", "I64")
         return (out, num_inputs), wanted
 
     def weight(self, module: str) -> QuantizedMatrix:

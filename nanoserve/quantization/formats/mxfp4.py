@@ -22,7 +22,8 @@ def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatr
     """packed: uint8 [out, in / 2]; exponents: uint8 [out, in / 32]."""
     is_number = not bool((exponents == _NAN).any())
     require(is_number, f"{where:.199} holds NaN as a scale (an exponent of {_NAN})")
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    both = torch.arange(256)
+    codes = _CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
     # A scale of 2^-128 is below the least normal number, but exact.
-    scale = torch.ldexp(torch.ones(()), exponents.to(torch.int32) - 128)
-    return QuantizedMatrix(codes=_CODES[nibbles.int()], scale=scale, bits=8)
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
+    return QuantizedMatrix(codes=codes, scale=scale, bits=8)

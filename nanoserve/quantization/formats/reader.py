@@ -61,23 +61,25 @@ class Reader:
 
     def header(self, module: str, part: str) -> Stored:
         name = f"{module}.{part}"
-        require(
-            self.has(module, part), f"{name:.199} is missing: it is part of {module:.99}.weight"
-        )
+        require(self.has(module, part), f"{name:.199} is missing: {module:.99} is quantised")
         return self._tensors.headers[name]
 
     def part(self, module: str, part: str) -> Tensor:
         return self._tensors.read(f"{module}.{part}")
 
+    def check_dtype(self, module: str, part: str, *dtypes: str) -> None:
+        dtype = self.header(module, part).dtype
+        require(
+            dtype in dtypes, f"{module:.99}.{part} is {dtype}: it must be {' or '.join(dtypes)}"
+        )
+
     def matrix_header(self, module: str, part: str, *dtypes: str) -> tuple[int, int]:
         """The shape of a part that must be a matrix of one of these dtypes."""
-        header = self.header(module, part)
-        if len(header.shape) != 2 or 0 in header.shape or header.dtype not in dtypes:
-            raise ValueError(
-                f"{module:.99}.{part} is {header.dtype} {shown(list(header.shape))}: it must be "
-                f"a matrix of {' or '.join(dtypes)}"
-            )
-        return header.shape
+        self.check_dtype(module, part, *dtypes)
+        shape = self.header(module, part).shape
+        is_matrix = len(shape) == 2 and 0 not in shape
+        require(is_matrix, f"{module:.99}.{part} is {shown(list(shape))}: it must be a matrix")
+        return shape
 
     def _checked_shape(self, module: str) -> tuple[int, int]:
         shape, wanted = self.layout(module)
