@@ -6,52 +6,21 @@ today's transformers.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from dequantized_models import open_checkpoint, our_logits, read_all, reference_logits
 from quantized_checkpoints import (
+    CASES,
     Writer,
     make_quantized,
     split_into_shards,
-    write_awq,
-    write_fp8,
-    write_gptq,
     write_int8,
-    write_nf4,
 )
 
 from nanoserve.quantization.matrix import QuantizedMatrix
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-V2 = {"checkpoint_format": "gptq_v2"}
-CASES: dict[str, tuple[Writer, dict]] = {
-    "gptq": (write_gptq, GPTQ),
-    "gptq-v2": (partial(write_gptq, is_v2=True), GPTQ | V2),
-    "gptq-v2, named as GPTQModel does": (
-        partial(write_gptq, is_v2=True),
-        GPTQ | {"format": "gptq_v2"},
-    ),
-    "gptq, act order": (partial(write_gptq, act_order=True), GPTQ | {"desc_act": True}),
-    "gptq, symmetric": (partial(write_gptq, symmetric=True), GPTQ | {"sym": True}),
-    "gptq, 8 bits": (partial(write_gptq, bits=8), GPTQ | {"bits": 8}),
-    "gptq, 2 bits": (partial(write_gptq, bits=2), GPTQ | {"bits": 2}),
-    # 64 inputs are two groups and a bit; 96 are three that must not be taken for three of 32.
-    "gptq, uneven groups": (partial(write_gptq, group_size=40), GPTQ | {"group_size": 40}),
-    "gptq, a group a row": (partial(write_gptq, group_size=96), GPTQ | {"group_size": -1}),
-    "awq": (write_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
-    "fp8, blocks": (write_fp8, FP8 | {"weight_block_size": [32, 48]}),
-    "fp8, a scale each": (partial(write_fp8, block=None), FP8),
-    "fp8, per output": (partial(write_fp8, block=None, per_output=True, name="weight_scale"), FP8),
-    "bitsandbytes int8": (write_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "bitsandbytes NF4": (write_nf4, BNB4),
-    "bitsandbytes NF4, old config": (write_nf4, {"load_in_4bit": True, "load_in_8bit": False}),
-    "bitsandbytes NF4, nested": (partial(write_nf4, nested=True), BNB4),
-}
 cases = pytest.mark.parametrize(("write", "config"), CASES.values(), ids=CASES)
 
 

@@ -1,7 +1,10 @@
 """What no reader reads is refused by name, before any weight is read, and with a way out."""
 
 import json
+import random
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,21 @@ from typing import Any
 import pytest
 import torch
 from dequantized_models import open_checkpoint, read_all
-from quantized_checkpoints import make_quantized, write_awq, write_fp8, write_gptq, write_nf4
+from quantized_checkpoints import (
+    CASES,
+    make_quantized,
+    split_into_shards,
+    write_awq,
+    write_fp8,
+    write_gptq,
+    write_nf4,
+)
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.quantization.formats.fields import METHODS, check_quantization_config
+from nanoserve.quantization.formats.registry import open_quantized
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
@@ -159,7 +171,20 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
 def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     make_quantized(tmp_path, write_awq, AWQ)
     change(tmp_path, **{part: None})
-    with pytest.raises(ValueError, match=f"{MODULE}.{part} is missing|lack others: {MODULE}"):
+    with pytest.raises(ValueError) as caught:
+        open_checkpoint(tmp_path)
+    told = f"{MODULE}.{part} is missing"
+    if part == "qweight":  # then nothing says that it is quantised
+        told = f"lack others: {MODULE}.qzeros (I32), {MODULE}.scales (F16)"
+    assert told in str(caught.value)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    make_quantized(tmp_path, write_awq, AWQ)
+    split_into_shards(tmp_path)
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    save_file(load_file(first) | load_file(second), second)
+    with pytest.raises(ValueError, match=r"is both in .*00001.* and in .*00002"):
         open_checkpoint(tmp_path)
 
 
@@ -193,6 +218,47 @@ def test_integers_without_scales_are_refused(tmp_path: Path) -> None:
     change(tmp_path, weight_scale_inv=torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"\[2, 3\].*blocks of \[32, 48\].*\[2, 2\]"):
         open_checkpoint(tmp_path)
+
+
+def test_a_weight_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
+    """Once packed and once plain, or with two scales: nobody can tell which is meant."""
+    parts, _ = write_fp8(torch.randn(64, 96))
+    parts["weight_scale"] = torch.ones(())
+    save_file(
+        {f"m.{part}": tensor for part, tensor in parts.items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"m has \['weight_scale'\], which contradict"):
+        open_quantized(tmp_path, FP8)
+    packed = {
+        "m.weight": torch.zeros(8, 16),
+        "m.weight_packed": torch.zeros(8, 2, dtype=torch.int32),
+        "m.weight_scale": torch.ones(8, 1),
+        "m.weight_shape": torch.tensor([8, 16]),
+        "m.weight_zero_point": torch.ones(8, 1, dtype=torch.int8),
+    }
+    save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"m has \['weight'\], which contradict"):
+        open_quantized(tmp_path, PACKED)
+    del packed["m.weight"]
+    save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="weight_zero_point is not 0, and the config says symm"):
+        open_quantized(tmp_path, PACKED).read("m.weight")
+
+
+def test_codes_that_need_more_bits_are_refused(tmp_path: Path) -> None:
+    """A product of 4 bits would cut them off."""
+    config = with_scheme(format="int-quantized")
+    tensors = {
+        "m.weight": torch.full((8, 16), 7, dtype=torch.int8),
+        "m.weight_scale": torch.ones(8, 1),
+    }
+    tensors["m.weight"][3, 4] = -8
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert open_quantized(tmp_path, config).read("m.weight").bits == 4
+    tensors["m.weight"][3, 4] = -9
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"m\.weight is of more than 4 bits"):
+        open_quantized(tmp_path, config).read("m.weight")
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
@@ -241,6 +307,13 @@ def test_a_quant_state_that_contradicts_its_file_is_refused(state: Any, tmp_path
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("module", ["fields", "schemes"])
+def test_a_config_is_checked_without_torch(module: str) -> None:
+    code = f"import sys, nanoserve.quantization.formats.{module}; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
 def test_patterns_end_soon(tmp_path: Path) -> None:
     """The slowest that are accepted, on the longest name, which they nearly match."""
     from nanoserve.quantization.formats.schemes import read_schemes, scheme_of
@@ -263,3 +336,27 @@ def test_ignored_modules_must_not_be_quantised(tmp_path: Path) -> None:
     config = with_scheme(targets=["re:.*mlp"])
     with pytest.raises(ValueError, match="no config_groups' targets name it"):
         scheme_of(MODULE, config, read_schemes(config))
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq, act order", "awq", "fp8, blocks", "bitsandbytes NF4, nested"]
+)
+def test_a_damaged_file_is_refused_or_read(name: str, tmp_path: Path) -> None:
+    """Never another exception, and never a weight of another shape than was told."""
+    write, config = CASES[name]
+    rng, refused = random.Random(0), 0
+    parts, _ = write(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)))
+    for _ in range(40):
+        tensors = {f"m.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        damaged = rng.choice(sorted(tensors))
+        shape = [rng.choice((0, 1, 2, 64, 96)) for _ in range(rng.randint(0, 3))]
+        dtype = rng.choice((torch.float32, torch.int32, torch.uint8, torch.int64, torch.bool))
+        old = tensors[damaged]
+        new = rng.choice((torch.ones(shape, dtype=dtype), torch.ones(shape), old.to(dtype)))
+        tensors[damaged] = new
+        save_file(tensors, tmp_path / "model.safetensors")
+        try:
+            read_all(open_quantized(tmp_path, config))
+        except ValueError:
+            refused += 1
+    assert refused > 20

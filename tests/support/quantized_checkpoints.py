@@ -10,6 +10,7 @@ appendix E.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,12 +162,14 @@ NF4 = (
 
 def write_nf4(weight: Tensor, *, blocksize: int = 64, nested: bool = False) -> Written:
     table = torch.tensor(NF4)
-    blocks = weight.flatten().view(-1, blocksize)
+    padding = -weight.numel() % blocksize  # the last block may be shorter
+    blocks = torch.nn.functional.pad(weight.flatten(), (0, padding)).view(-1, blocksize)
     absmax = blocks.abs().amax(dim=1)
     codes = (blocks[:, :, None] / absmax[:, None, None] - table).abs().argmin(dim=-1)
     state = {"quant_type": "nf4", "blocksize": blocksize, "dtype": "float32"}
     state["shape"] = list(weight.shape)
-    parts = {"weight": (codes.flatten()[::2] << 4 | codes.flatten()[1::2]).to(torch.uint8)[:, None]}
+    flat = codes.flatten()[: weight.numel()]
+    parts = {"weight": (flat[::2] << 4 | flat[1::2]).to(torch.uint8)[:, None]}
     parts["weight.quant_map"] = table
     parts["weight.absmax"] = absmax
     if nested:
@@ -181,4 +184,36 @@ def write_nf4(weight: Tensor, *, blocksize: int = 64, nested: bool = False) -> W
         parts["weight.nested_absmax"], parts["weight.nested_quant_map"] = largest, table2
     text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     parts["weight.quant_state.bitsandbytes__nf4"] = text
-    return parts, (table[codes] * absmax[:, None]).view(weight.shape)
+    plain = (table[codes] * absmax[:, None]).flatten()[: weight.numel()]
+    return parts, plain.view(weight.shape)
+
+
+# What is published, and the quantization_config that goes with it.
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "desc_act": False}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+V2 = {"checkpoint_format": "gptq_v2"}
+CASES: dict[str, tuple[Writer, dict]] = {
+    "gptq": (write_gptq, GPTQ),
+    "gptq-v2": (partial(write_gptq, is_v2=True), GPTQ | V2),
+    "gptq-v2, named as GPTQModel does": (
+        partial(write_gptq, is_v2=True),
+        GPTQ | {"format": "gptq_v2"},
+    ),
+    "gptq, act order": (partial(write_gptq, act_order=True), GPTQ | {"desc_act": True}),
+    "gptq, symmetric": (partial(write_gptq, symmetric=True), GPTQ | {"sym": True}),
+    "gptq, 8 bits": (partial(write_gptq, bits=8), GPTQ | {"bits": 8}),
+    "gptq, 2 bits": (partial(write_gptq, bits=2), GPTQ | {"bits": 2}),
+    # 64 inputs are two groups and a bit; 96 are three that must not be taken for three of 32.
+    "gptq, uneven groups": (partial(write_gptq, group_size=40), GPTQ | {"group_size": 40}),
+    "gptq, a group a row": (partial(write_gptq, group_size=96), GPTQ | {"group_size": -1}),
+    "awq": (write_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "fp8, blocks": (write_fp8, FP8 | {"weight_block_size": [32, 48]}),
+    "fp8, a scale each": (partial(write_fp8, block=None), FP8),
+    "fp8, per output": (partial(write_fp8, block=None, per_output=True, name="weight_scale"), FP8),
+    "bitsandbytes int8": (write_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes NF4": (write_nf4, BNB4),
+    "bitsandbytes NF4, old config": (write_nf4, {"load_in_4bit": True, "load_in_8bit": False}),
+    "bitsandbytes NF4, a short last block": (partial(write_nf4, blocksize=4096), BNB4),
+    "bitsandbytes NF4, nested": (partial(write_nf4, nested=True), BNB4),
+}

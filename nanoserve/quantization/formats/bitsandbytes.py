@@ -41,6 +41,7 @@ class NF4Reader(Reader):
             "weight": (count // 2 // value_bytes, 1),
             "weight.absmax": (blocks,),
             "weight.quant_map": (16,),
+            state["name"]: self.header(module, state["name"]).shape,
         }
         if "nested_blocksize" in state:
             wanted["weight.nested_absmax"] = (-(-blocks // state["nested_blocksize"]),)
@@ -91,7 +92,7 @@ class NF4Reader(Reader):
         if "nested_blocksize" in state:
             offset = state.get("nested_offset")
             require(isinstance(offset, float), f"{where}: nested_offset={offset} is no number")
-        return state
+        return state | {"name": names[0]}
 
 
 class Int8Reader(Reader):
@@ -99,11 +100,12 @@ class Int8Reader(Reader):
 
     marks = ("SCB",)
     parts = ("weight", "SCB", "weight_format")
+    optional = ("weight_format",)
 
     def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
         shape = self.matrix_header(module, "weight", "I8")
         self.check_dtype(module, "SCB", "F32", "F16")
-        return shape, {"SCB": (shape[0],)}
+        return shape, {"weight": shape, "SCB": (shape[0],)}
 
     def weight(self, module: str) -> QuantizedMatrix:
         if self.has(module, "weight_format"):

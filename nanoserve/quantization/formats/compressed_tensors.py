@@ -32,6 +32,7 @@ class CompressedTensorsReader(Reader):
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
         "weight_g_idx",
     )  # fmt: skip
+    optional = ("weight_zero_point",)  # some releases store those of symmetric weights too: zeros
 
     def __init__(self, tensors: StoredTensors, config: dict) -> None:
         self._groups = read_schemes(config)
@@ -44,20 +45,24 @@ class CompressedTensorsReader(Reader):
             self.check_dtype(module, "weight_scale", "U8")
             is_whole = octets * 2 % GROUP_SIZE == 0
             require(is_whole, f"{module:.99}: {octets * 2} inputs are no groups of {GROUP_SIZE}")
-            return (out, octets * 2), {"weight_scale": (out, octets * 2 // GROUP_SIZE)}
+            parts = {
+                "weight_packed": (out, octets),
+                "weight_scale": (out, octets * 2 // GROUP_SIZE),
+            }
+            return (out, octets * 2), parts
         self.check_dtype(module, "weight_scale", "F32", "BF16", "F16")
         if scheme.type == "float":
             shape = self.matrix_header(module, "weight", "F8_E4M3")
             found = self.header(module, "weight_scale").shape
             check_scale(shape, found, scheme.block, f"{module}.weight_scale")
-            return shape, {}
+            return shape, {"weight": shape, "weight_scale": found}
         if scheme.format != "pack-quantized":
             shape = self.matrix_header(module, "weight", "I8")
-            return shape, self._integer_parts(module, scheme, shape)
+            return shape, {"weight": shape} | self._integer_parts(module, scheme, shape)
         shape = self._packed_shape(module)
         words = -(-shape[1] * scheme.num_bits // 32)
         self.matrix_header(module, "weight_packed", "I32")
-        parts = {"weight_packed": (shape[0], words)}
+        parts = {"weight_packed": (shape[0], words), "weight_shape": (2,)}
         return shape, parts | self._integer_parts(module, scheme, shape)
 
     def weight(self, module: str) -> Tensor | QuantizedMatrix:
@@ -72,9 +77,7 @@ class CompressedTensorsReader(Reader):
             codes = unpack_int32(self.part(module, "weight_packed"), scheme.num_bits)
             codes = codes[:, :num_inputs]
         else:
-            codes = _unsigned(self.part(module, "weight"), scheme.num_bits)
-            is_in_range = scheme.num_bits == 8 or int(codes.max()) < 2**scheme.num_bits
-            require(is_in_range, f"{module:.99}.weight is of more than {scheme.num_bits} bits")
+            codes = _unsigned(self.part(module, "weight"), scheme.num_bits, f"{module}.weight")
         scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
         scale = scale.expand(out, -1)
         return affine_matrix(
@@ -93,7 +96,7 @@ class CompressedTensorsReader(Reader):
         wanted = {"weight_scale": (out, groups)}
         if scheme.strategy == "tensor":
             check_scale(shape, scale, None, f"{module}.weight_scale")
-            wanted = {}
+            wanted = {"weight_scale": scale}
         if not scheme.symmetric:
             # Older releases did not pack them.
             dtypes = ("I8", "I32") if scheme.format == "pack-quantized" else ("I8",)
@@ -118,19 +121,24 @@ class CompressedTensorsReader(Reader):
 
     def _zeros(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
         """uint8 [out, groups]."""
-        half = 2 ** (scheme.num_bits - 1)
+        name = "weight_zero_point"
+        zeros = self.part(module, name) if self.has(module, name) else None
         if scheme.symmetric:
-            return torch.full(shape, half, dtype=torch.uint8)
-        zeros = self.part(module, "weight_zero_point")
+            is_zero = zeros is None or not bool(zeros.any())
+            require(is_zero, f"{module:.99}.{name} is not 0, and the config says symmetric")
+            return torch.full(shape, 2 ** (scheme.num_bits - 1), dtype=torch.uint8)
         if zeros.dtype == torch.int32:
             return unpack_int32(zeros.T, scheme.num_bits)[:, : shape[0]].T
         zeros = zeros.reshape(-1, 1) if zeros.dim() < 2 else zeros
-        return _unsigned(zeros, scheme.num_bits).expand(shape)
+        return _unsigned(zeros, scheme.num_bits, f"{module}.{name}").expand(shape)
 
     def _g_idx(self, module: str, scheme: Scheme) -> Tensor | None:
         return self.part(module, "weight_g_idx") if scheme.has_g_idx else None
 
 
-def _unsigned(codes: Tensor, bits: int) -> Tensor:
+def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
     """int8 codes around 0 -> uint8 around 2^(bits - 1)."""
-    return codes.view(torch.uint8) + 2 ** (bits - 1)  # wraps around, as it should
+    result = codes.view(torch.uint8) + 2 ** (bits - 1)  # wraps around, as it should
+    is_in_range = bits == 8 or int(result.max()) < 2**bits
+    require(is_in_range, f"{where:.199} is of more than {bits} bits")
+    return result

@@ -21,19 +21,15 @@ class FP8Reader(Reader):
 
     def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
         shape = self.matrix_header(module, "weight", "F8_E4M3")
-        require(
-            not all(self.has(module, name) for name in _SCALES),
-            f"{module:.99} has both {' and '.join(_SCALES)}: one of them must go",
-        )
         part = self._scale_part(module)
         block = self.config.get("weight_block_size")
-        check_scale(shape, self.header(module, part).shape, block, f"{module}.{part}")
-        dtype = self.header(module, part).dtype
+        _, found, dtype = self.header(module, part)
+        check_scale(shape, found, block, f"{module}.{part}")
         is_known = dtype in ("F32", "BF16", "F16", "F8_E8M0") or (
             dtype == "U8" and self.config.get("scale_fmt") == "ue8m0"
         )
         require(is_known, f"{module:.99}.{part} is {dtype}, which is no scale")
-        return shape, {}
+        return shape, {"weight": shape, part: found}
 
     def weight(self, module: str) -> Tensor:
         scale = self.part(module, self._scale_part(module))

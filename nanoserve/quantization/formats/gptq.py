@@ -36,6 +36,7 @@ class GPTQReader(Reader):
         num_inputs = words * 32 // bits
         groups = num_groups(num_inputs, size)
         wanted: dict[str, tuple[int, ...]] = {
+            "qweight": (words, out),
             "qzeros": (groups, -(-out * bits // 32)),
             "scales": (groups, out),
         }

@@ -15,7 +15,7 @@ def unpack_int32(packed: Tensor, bits: int) -> Tensor:
     """
     octets = packed.contiguous().view(torch.uint8)  # little-endian, as safetensors is
     if bits == 8:
-        return octets.clone()  # never the pages of the file, which a caller may not change
+        return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return ((octets.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
 

@@ -19,11 +19,12 @@ class Reader:
     A linear is quantised if and only if it has one of the `marks`: what a file holds says more than
     the lists of modules in its config, which describe it. Of `parts` (names within a module), all
     that `layout` returns must be there, of those shapes; a quantised module may have nothing else
-    but a bias.
+    but the `optional` parts and a bias.
     """
 
     marks: tuple[str, ...]
     parts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
 
     def __init__(self, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
         self._tensors, self.config = tensors, config
@@ -83,6 +84,9 @@ class Reader:
 
     def _checked_shape(self, module: str) -> tuple[int, int]:
         shape, wanted = self.layout(module)
+        known = {*wanted, *self.optional}
+        extra = [part for part in self.parts if self.has(module, part) and part not in known]
+        require(not extra, f"{module:.99} has {extra}, which contradict its other parts")
         for part, part_shape in wanted.items():
             found = self.header(module, part).shape
             require(
