@@ -23,7 +23,7 @@ class FP8Reader(Reader):
         shape = self.matrix_header(module, "weight", "F8_E4M3")
         part = self._scale_part(module)
         block = self.config.get("weight_block_size")
-        _, found, dtype = self.header(module, part)
+        found, dtype = self.header(module, part).shape, self.header(module, part).dtype
         check_scale(shape, found, block, f"{module}.{part}")
         is_known = dtype in ("F32", "BF16", "F16", "F8_E8M0") or (
             dtype == "U8" and self.config.get("scale_fmt") == "ue8m0"

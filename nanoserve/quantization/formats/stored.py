@@ -3,10 +3,19 @@
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanoserve.checkpoint.shards import shard_files
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
+from nanoserve.checks import json_object, require
+
+# Of the types that a reader asks for.
+_TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 
 
 class Stored(NamedTuple):
@@ -15,6 +24,8 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int  # of its bytes in the file
+    num_bytes: int
 
 
 class StoredTensors:
@@ -28,19 +39,38 @@ class StoredTensors:
         single = path / SINGLE_FILE
         self.headers: dict[str, Stored] = {}
         for file in [single] if single.is_file() else shard_files(path):
-            with open_weights(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
-                    if name in self.headers:
-                        told = f"{name:.99} is both in {self.headers[name].file} and in {file}"
-                        raise ValueError(told)
-                    tensor = tensors.get_slice(name)
-                    self.headers[name] = Stored(file, tuple(tensor.get_shape()), tensor.get_dtype())
+            for name, header in _read_header(file).items():
+                if name in self.headers:
+                    first = self.headers[name].file
+                    raise ValueError(f"{name:.99} is both in {first} and in {file}")
+                self.headers[name] = header
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is stored.
+        """One tensor, as it is stored, in memory of its own.
 
-        The file is mapped anew each time, so threads share nothing, and its pages count as this
-        process's memory only as long as the tensor lives.
+        Reads its bytes and nothing else. A mixture of experts has a hundred thousand tensors, and
+        whoever maps the file for each of them parses as long a header each time.
         """
-        with open_weights(self.headers[name].file) as tensors:
-            return tensors.get_tensor(name)
+        header = self.headers[name]
+        octets = torch.empty(header.num_bytes, dtype=torch.uint8)
+        with header.file.open("rb") as file:
+            file.seek(header.start)
+            num_read = file.readinto(memoryview(octets.numpy()))
+        require(num_read == header.num_bytes, f"{header.file} has become shorter")
+        return octets.view(_TORCH[header.dtype]).view(header.shape)
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """A file begins with the length of its header (8 bytes, little-endian), a JSON object."""
+    with open_weights(file):
+        pass  # so safetensors has found lengths, types and places consistent
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        entries = json_object(content.read(length), f"the header of {file}")
+    headers = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            headers[name] = Stored(file, shape, entry["dtype"], 8 + length + first, end - first)
+    return headers
