@@ -72,7 +72,7 @@ class CompressedTensorsReader(Reader):
             return mxfp4_matrix(self.part(module, "weight_packed"), scale, f"{module}.weight_scale")
         if scheme.type == "float":
             return dequantize_fp8(self.part(module, "weight"), scale, scheme.block)
-        out, num_inputs = self.shapes()[f"{module}.weight"]
+        out, num_inputs = self._shapes[f"{module}.weight"]
         if scheme.format == "pack-quantized":
             codes = unpack_int32(self.part(module, "weight_packed"), scheme.num_bits)
             codes = codes[:, :num_inputs]
