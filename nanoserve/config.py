@@ -41,7 +41,7 @@ _CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
-    "quantization": ("int8", "int4"),
+    "quantization": ("int8", "int4", "compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes"),
     "quantization_group_size": (32, 64, 128),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
@@ -68,7 +68,8 @@ class EngineConfig:
     trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
     dtype: str = "auto"  # "auto" is the checkpoint's own
     load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
-    quantization: str | None = None  # of the weights, as they are loaded: "int8" | "int4"
+    # Bits of the weights: None is what the checkpoint has; "int8" and "int4" are made of plain ones.
+    quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
     seed: int = 0  # seeds the requests that bring no seed of their own
 

@@ -55,6 +55,7 @@ class ModelConfig:
     moe: "MoEConfig | None" = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
+    quantization_config: Mapping[str, Any] | None = None  # as the file has it; None: plain weights
 
     @classmethod
     def from_checkpoint(
@@ -84,8 +85,6 @@ class ModelConfig:
     ) -> "ModelConfig":
         """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
         file = ConfigFile(raw)
-        quantization = raw.get("quantization_config")
-        require(not quantization, f"quantization_config={shown(quantization)} is not implemented")
         for name in ("sparse_config", "use_bidirectional_attention"):
             require(not file.get(name), f"{name}={shown(file.get(name))} is not implemented")
         if dtype == "auto":
@@ -115,11 +114,9 @@ class ModelConfig:
             default_sampling=_default_sampling(generation),
             **features,
         )
-        require(
-            config.num_attention_heads % config.num_key_value_heads == 0,
-            f"num_attention_heads={config.num_attention_heads} is no multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}",
-        )
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        told = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        require(heads % kv_heads == 0, told)
         require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for rotation")
         return config
 
@@ -156,6 +153,10 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         from nanoserve.checkpoint.moe_config import MoEConfig
 
         fields["moe"] = MoEConfig.from_hf(file)
+    if file.raw.get("quantization_config"):
+        from nanoserve.quantization.formats.fields import check_quantization_config
+
+        fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields
 
 

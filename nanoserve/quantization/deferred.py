@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.plain_source import PlainSource, RandomSource
 from nanoserve.quantization.source import WeightSource
@@ -39,9 +40,17 @@ def load_deferred(
     method = next(module.method for module in model.modules() if hasattr(module, "method"))
     if load_format == "dummy":
         source: WeightSource = RandomSource(model, model.model.embed_tokens.weight.dtype)
+    elif model.config.quantization_config:
+        source = open_quantized(path, model.config.quantization_config)
     else:
         source = PlainSource(path, model.tied_tensors)
     fill(model, source, method.to_integers, shows_progress)
+
+
+def check_weights(model: nn.Module, path: Path) -> None:
+    """As `nanoserve.checkpoint.loader.check_weights`, for a quantised checkpoint."""
+    source = open_quantized(path, model.config.quantization_config)
+    _check(expected_tensors(model), source, model.tied_tensors)
 
 
 def fill(

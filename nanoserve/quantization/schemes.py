@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_int4, quantize_int8
 
+_BITS = {"int8": 8, "int4": 4}
 _GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
 
 
@@ -40,8 +42,21 @@ class Scheme:
 
 
 def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
-    """None if weights stay floats."""
-    if config.quantization is None:
-        return None
-    bits = {"int8": 8, "int4": 4}[config.quantization]
-    return Scheme(bits, config.quantization_group_size)
+    """None if weights stay floats.
+
+    Raises `ValueError` for an option that the checkpoint contradicts.
+    """
+    asked, stored = config.quantization, model_config.quantization_config
+    if stored:
+        method = stored.get("quant_method")
+        require(
+            asked in (None, method),
+            f"quantization={asked!r}, but the checkpoint's weights are {method!r} already",
+        )
+        return Scheme(None)
+    require(
+        asked in (None, *_BITS),
+        f"quantization={asked!r} is a format that checkpoints have, and this one's weights are "
+        f"plain; what can be made of plain ones is {' or '.join(_BITS)}",
+    )
+    return Scheme(_BITS[asked], config.quantization_group_size) if asked else None

@@ -56,7 +56,8 @@ def make_runner(
     attention, ops = _backend(name)
     method = None
     # In float32, torch's products stay with its attention, as the plain reference.
-    if config.quantization or name == "numba" or (name == "torch" and dtype.itemsize < 4):
+    is_quantized = config.quantization or model_config.quantization_config
+    if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
         from nanoserve.worker.linear_methods import choose_linear_method
 
         method = choose_linear_method(config, model_config, device)

@@ -130,7 +130,7 @@ def test_a_download_dir_takes_the_place_of_the_hubs_cache(
     ("file", "changes", "told"),
     [
         ("config.json", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ("config.json", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("config.json", {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ("generation_config.json", {"temperature": -1}, "temperature=-1"),
         ("tokenizer.json", None, "tokenizer.json"),
     ],

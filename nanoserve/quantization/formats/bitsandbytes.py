@@ -1,0 +1,116 @@
+"""bitsandbytes: NF4 and FP4 (QLoRA, Dettmers et al., 2023), and LLM.int8() (the same, 2022).
+
+Four bits: `weight` holds two codes a byte, the first in the high nibble, over the rows as one run;
+code c of block b means quant_map[c] x absmax[b]. With double quantisation `weight.absmax` are codes
+themselves: nested_quant_map[c] x nested_absmax[b'] + nested_offset. `weight.quant_state` is JSON,
+as bytes: the shape, the sizes of blocks. Eight bits: `weight` is int8 and `SCB` each row's largest
+magnitude, which is code 127.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.checks import check_int, check_list, is_int, json_object, require
+from nanoserve.quantization.formats.reader import Reader
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+_MAX_STATE_BYTES = 2**16
+_VALUE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # bnb_4bit_quant_storage
+
+
+class NF4Reader(Reader):
+    """NF4, and FP4: what the codes mean is stored with them."""
+
+    marks = ("weight.absmax",)
+    parts = ("weight", "weight.absmax", "weight.quant_map", *_NESTED, *_STATES)
+
+    def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
+        state = self._state(module)
+        count = state["shape"][0] * state["shape"][1]
+        self.check_dtype(module, "weight", *_VALUE_BYTES)
+        value_bytes = _VALUE_BYTES[self.header(module, "weight").dtype]
+        is_whole = count % (2 * value_bytes) == 0
+        told = f"{module:.99}.weight: {count} codes of 4 bits fill no whole number of values"
+        require(is_whole, f"{told} of {value_bytes} bytes")
+        blocks = -(-count // state["blocksize"])
+        wanted: dict[str, tuple[int, ...]] = {
+            "weight": (count // 2 // value_bytes, 1),
+            "weight.absmax": (blocks,),
+            "weight.quant_map": (16,),
+            state["name"]: self.header(module, state["name"]).shape,
+        }
+        if "nested_blocksize" in state:
+            wanted["weight.nested_absmax"] = (-(-blocks // state["nested_blocksize"]),)
+            wanted["weight.nested_quant_map"] = (256,)
+            self.check_dtype(module, "weight.nested_absmax", "F32")
+            self.check_dtype(module, "weight.nested_quant_map", "F32")
+        self.check_dtype(module, "weight.quant_map", "F32")
+        self.check_dtype(module, "weight.absmax", "U8" if "nested_blocksize" in state else "F32")
+        return tuple(state["shape"]), wanted
+
+    def weight(self, module: str) -> Tensor:
+        state = self._state(module)
+        octets = self.part(module, "weight").flatten().view(torch.uint8)
+        both = torch.arange(256)
+        meaning = self.part(module, "weight.quant_map").float()
+        values = meaning[torch.stack((both >> 4, both & 15), dim=1)][octets.int()].flatten()
+        absmax, size = self._absmax(module, state), state["blocksize"]
+        whole = len(values) // size  # blocks; a shorter one may follow
+        values[: whole * size].view(-1, size).mul_(absmax[:whole, None])
+        values[whole * size :].mul_(absmax[-1])
+        return values.view(state["shape"])
+
+    def _absmax(self, module: str, state: dict[str, Any]) -> Tensor:
+        """float32 [blocks]."""
+        absmax = self.part(module, "weight.absmax")
+        if "nested_blocksize" not in state:
+            return absmax.float()
+        values = self.part(module, "weight.nested_quant_map").float()[absmax.int()]
+        largest = self.part(module, "weight.nested_absmax").float()
+        largest = largest.repeat_interleave(state["nested_blocksize"])[: len(values)]
+        return values * largest + state["nested_offset"]
+
+    def _state(self, module: str) -> dict[str, Any]:
+        names = [name for name in _STATES if self.has(module, name)]
+        require(len(names) == 1, f"{module:.99} has {names} and must have one of {[*_STATES]}")
+        header = self.header(module, names[0])
+        where = f"{module:.99}.{names[0]}"
+        is_text = header.dtype == "U8" and len(header.shape) == 1
+        is_text = is_text and 0 < header.shape[0] <= _MAX_STATE_BYTES
+        require(is_text, f"{where} is no JSON of at most {_MAX_STATE_BYTES} bytes")
+        state = json_object(bytes(self.part(module, names[0]).tolist()), where)
+        shape = state.get("shape")
+        check_list(f"{where}: shape", shape, lambda n: is_int(n) and 0 < n < 2**31, "two sizes")
+        require(len(shape) == 2, f"{where}: shape={shape} must be that of a matrix")
+        for name in ("blocksize", "nested_blocksize"):
+            if name in state or name == "blocksize":
+                check_int(f"{where}: {name}", state.get(name), 1, 2**20)
+        if "nested_blocksize" in state:
+            offset = state.get("nested_offset")
+            require(isinstance(offset, float), f"{where}: nested_offset={offset} is no number")
+        return state | {"name": names[0]}
+
+
+class Int8Reader(Reader):
+    """LLM.int8(): rows of one scale. Which inputs are outliers, it decides as it computes."""
+
+    marks = ("SCB",)
+    parts = ("weight", "SCB", "weight_format")
+    optional = ("weight_format",)
+
+    def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
+        shape = self.matrix_header(module, "weight", "I8")
+        self.check_dtype(module, "SCB", "F32", "F16")
+        return shape, {"weight": shape, "SCB": (shape[0],)}
+
+    def weight(self, module: str) -> QuantizedMatrix:
+        if self.has(module, "weight_format"):
+            is_rows = not bool(self.part(module, "weight_format").any())
+            told = "is not 0 (by rows): an old file, for one GPU; save it anew with bitsandbytes"
+            require(is_rows, f"{module:.99}.weight_format {told}")
+        scale = self.part(module, "SCB").float().unsqueeze(1) / 127
+        return QuantizedMatrix(codes=self.part(module, "weight"), scale=scale, bits=8)

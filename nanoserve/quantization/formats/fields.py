@@ -1,0 +1,177 @@
+"""What `quantization_config` may say: what changes numbers is implemented, or refused by name.
+
+It imports no torch: `config.json` is checked before anything is read, or even fetched.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nanoserve.checks import is_int, require, shown
+
+METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes")
+
+
+class _Field(NamedTuple):
+    """The values that are read, and what to do about others."""
+
+    allowed: tuple[Any, ...]
+    instead: str
+
+
+_NOTHING = (None, False, "", [], {})
+_DENSE = {"format": "dense"}
+_ANOTHER = "use a checkpoint without it"
+_KV = _Field(_NOTHING, "delete it: K and V are then kept in the model's dtype")
+# The fields that change numbers, and what of them is implemented.
+_FIELDS: dict[str, dict[str, _Field]] = {
+    "compressed-tensors": {
+        "kv_cache_scheme": _KV,
+        "sparsity_config": _Field((*_NOTHING, _DENSE), _ANOTHER),
+        "moe_sparsity_config": _Field(_NOTHING, _ANOTHER),
+        "transform_config": _Field(_NOTHING, "use a checkpoint without rotations"),
+        "quantization_status": _Field((None, "compressed"), "save it compressed"),
+    },
+    "fp8": {
+        "activation_scheme": _Field(
+            (None, "dynamic"), "use a checkpoint whose activations have no calibrated scales"
+        ),
+        "fmt": _Field((None, "e4m3", "float8_e4m3fn"), "use a checkpoint in e4m3"),
+        "scale_fmt": _Field((None, "float", "ue8m0"), "use float or ue8m0 scales"),
+        "expert_dtype": _Field((None, "fp8"), "use a checkpoint whose experts are FP8"),
+        "modules_to_convert": _Field(_NOTHING, "use a checkpoint of quantised linears only"),
+        "kv_cache_scheme": _KV,
+    },
+    "awq": {
+        "bits": _Field((4,), "use a checkpoint of 4 bits"),
+        "version": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
+        "format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
+        "checkpoint_format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
+        "desc_act": _Field(_NOTHING, "set it to false: AWQ has no order of activations"),
+        "pack_dtype": _Field((None, "int32"), "pack it in int32"),
+        "method": _Field((None, "awq"), "use a checkpoint of one method"),
+    },
+    "gptq": {
+        "bits": _Field((2, 4, 8), "use a checkpoint of 2, 4 or 8 bits"),
+        "checkpoint_format": _Field((None, "gptq", "gptq_v2"), "save it as gptq, with GPTQModel"),
+        "format": _Field((None, "gptq", "gptq_v2"), "save it as gptq, with GPTQModel"),
+        "is_marlin_format": _Field(_NOTHING, "save it as gptq, with GPTQModel"),
+        "pack_dtype": _Field((None, "int32"), "pack it in int32"),
+        "method": _Field((None, "gptq"), "use a checkpoint of one method"),
+        "rotation": _Field(_NOTHING, "use a checkpoint without rotations"),
+        "adapter": _Field(_NOTHING, "merge the adapter first"),
+        "desc_act": _Field((None, True, False), "write true or false"),
+        "sym": _Field((None, True, False), "write true or false"),
+    },
+    "bitsandbytes": {
+        "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
+        "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
+    },
+}
+# These say how the file was made, which kernel its makers used, or which modules are not quantised:
+# the file itself says that.
+_OF_GPTQ = {
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+    "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "dynamic",
+    "exllama_config", "group_size", "lm_head", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "mse", "offload_to_disk", "pad_token_id", "quantizer",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+}  # fmt: skip
+_HARMLESS: dict[str, set[str]] = {
+    "compressed-tensors": {
+        "config_groups", "format", "global_compression_ratio", "ignore", "version",
+    },
+    "fp8": {"weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"},
+    "awq": {
+        *_OF_GPTQ, "zero_point", "sym", "modules_to_not_convert", "do_fuse", "modules_to_fuse",
+        "fuse_max_seq_len",
+    },
+    "gptq": _OF_GPTQ,
+    "bitsandbytes": {
+        "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_threshold",
+        "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
+        "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "modules_to_not_convert",
+    },
+}  # fmt: skip
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """`quant_method`; old files of bitsandbytes have none."""
+    if config.get("quant_method") is None and (
+        "load_in_4bit" in config or "load_in_8bit" in config
+    ):
+        return "bitsandbytes"
+    return config.get("quant_method")
+
+
+def check_quantization_config(config: Any) -> dict[str, Any]:
+    """The config, if all of it is implemented; else `ValueError`, with the field and a way out."""
+    require(
+        isinstance(config, Mapping),
+        f"quantization_config={shown(config)} is not implemented: it must be an object",
+    )
+    method = method_of(config)
+    require(
+        isinstance(method, str) and method in METHODS,
+        f"quantization_config: quant_method={shown(method)} is not implemented: use the plain "
+        f"model, or one quantised as {', '.join(METHODS)}",
+    )
+    for name in {**_FIELDS[method], **config}:
+        _check_field(method, name, config.get(name))
+    if method == "compressed-tensors":
+        from nanoserve.quantization.formats.schemes import read_schemes
+
+        read_schemes(config)
+    elif method == "fp8":
+        _check_blocks(config.get("weight_block_size"))
+    elif method in ("awq", "gptq"):
+        _check_groups(config)
+    else:
+        is_one = bool(config.get("load_in_4bit")) != bool(config.get("load_in_8bit"))
+        told = "load_in_4bit and load_in_8bit: one of them must be true"
+        require(is_one, f"quantization_config: {told}")
+    return dict(config)
+
+
+def _check_field(method: str, name: str, value: Any) -> None:
+    told = f"quantization_config: {shown(name)}={shown(value)} is not implemented in {method}"
+    field = _FIELDS[method].get(name)
+    if field is not None:
+        require(_is_among(value, field.allowed), f"{told}: {field.instead}")
+    elif name != "quant_method" and name not in _HARMLESS[method]:
+        require(
+            _is_among(value, _NOTHING),
+            f"{told}; if it changes no numbers, delete it from config.json",
+        )
+
+
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """1 is not True here, and 4.0 not 4."""
+    return any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _check_blocks(block: Any) -> None:
+    is_pair = isinstance(block, list) and len(block) == 2
+    is_good = is_pair and all(is_int(size) and 0 < size < 2**18 for size in block)
+    told = f"quantization_config: weight_block_size={shown(block)} must be two positive sizes"
+    require(block is None or is_good, told)
+
+
+def _check_groups(config: Mapping[str, Any]) -> None:
+    size = config.get("group_size", 128)
+    require(
+        is_int(size) and (size == -1 or 0 < size < 2**18),
+        f"quantization_config: group_size={shown(size)} must be a size, or -1: one group a row",
+    )
+    labels = [config.get(name) for name in ("checkpoint_format", "format")]
+    is_clear = None in labels or labels[0] == labels[1]
+    told = f"quantization_config: checkpoint_format={labels[0]!r} and format={labels[1]!r}"
+    require(is_clear, f"{told} contradict each other: delete the wrong one")
+    overrides = config.get("dynamic") or {}
+    is_object = isinstance(overrides, Mapping)
+    changed = [key for key in overrides if not key.startswith("-:")] if is_object else overrides
+    require(
+        not changed,
+        f"quantization_config: dynamic={shown(changed)} is not implemented: modules with bits or "
+        "groups of their own; use a checkpoint of one scheme",
+    )

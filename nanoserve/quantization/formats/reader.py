@@ -1,0 +1,122 @@
+"""What all formats share: which stored tensors make up one weight, and which are plain."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from nanoserve.checkpoint.misfits import some
+from nanoserve.checks import require, shown
+from nanoserve.quantization.formats.stored import Stored, StoredTensors
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class Reader:
+    """A `WeightSource`. A format says which `parts` a quantised linear is stored as.
+
+    A linear is quantised if and only if it has one of the `marks`: what a file holds says more than
+    the lists of modules in its config, which describe it. Of `parts` (names within a module), all
+    that `layout` returns must be there, of those shapes; a quantised module may have nothing else
+    but the `optional` parts and a bias.
+    """
+
+    marks: tuple[str, ...]
+    parts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def __init__(self, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
+        self._tensors, self.config = tensors, config
+        modules = {
+            name.removesuffix(f".{mark}"): None
+            for name in tensors.headers
+            for mark in self.marks
+            if name.endswith(f".{mark}")
+        }
+        self._plain = self._plain_tensors(modules)
+        self._shapes = {name: header.shape for name, header in self._plain.items()}
+        for module in modules:
+            self._shapes[f"{module}.weight"] = self._checked_shape(module)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def read(self, name: str) -> Tensor | QuantizedMatrix:
+        if name not in self._shapes:
+            raise ValueError(f"the checkpoint has no tensor {shown(name)}")
+        if name in self._plain:
+            return self._tensors.read(name)
+        return self.weight(name.removesuffix(".weight"))
+
+    def is_quantized(self, name: str) -> bool:
+        return name not in self._plain
+
+    def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
+        """The shape [out, in] of a module's weight; its parts, and the shape of each."""
+        raise NotImplementedError
+
+    def weight(self, module: str) -> Tensor | QuantizedMatrix:
+        """The weight of a quantised module."""
+        raise NotImplementedError
+
+    def has(self, module: str, part: str) -> bool:
+        return f"{module}.{part}" in self._tensors.headers
+
+    def header(self, module: str, part: str) -> Stored:
+        name = f"{module}.{part}"
+        require(self.has(module, part), f"{name:.199} is missing: {module:.99} is quantised")
+        return self._tensors.headers[name]
+
+    def part(self, module: str, part: str) -> Tensor:
+        return self._tensors.read(f"{module}.{part}")
+
+    def check_dtype(self, module: str, part: str, *dtypes: str) -> None:
+        dtype = self.header(module, part).dtype
+        require(
+            dtype in dtypes, f"{module:.99}.{part} is {dtype}: it must be {' or '.join(dtypes)}"
+        )
+
+    def matrix_header(self, module: str, part: str, *dtypes: str) -> tuple[int, int]:
+        """The shape of a part that must be a matrix of one of these dtypes."""
+        self.check_dtype(module, part, *dtypes)
+        shape = self.header(module, part).shape
+        is_matrix = len(shape) == 2 and 0 not in shape
+        require(is_matrix, f"{module:.99}.{part} is {shown(list(shape))}: it must be a matrix")
+        return shape
+
+    def _checked_shape(self, module: str) -> tuple[int, int]:
+        shape, wanted = self.layout(module)
+        known = {*wanted, *self.optional}
+        extra = [part for part in self.parts if self.has(module, part) and part not in known]
+        require(not extra, f"{module:.99} has {extra}, which contradict its other parts")
+        for part, part_shape in wanted.items():
+            found = self.header(module, part).shape
+            require(
+                found == part_shape,
+                f"{module:.99}.{part} is {shown(list(found))}, not {list(part_shape)}, of a "
+                f"weight {list(shape)}",
+            )
+        return shape
+
+    def _plain_tensors(self, modules: Mapping[str, None]) -> dict[str, Stored]:
+        """What is stored as any checkpoint stores it. Raises `ValueError` for what nobody reads."""
+        plain, strange = {}, []
+        for name, header in self._tensors.headers.items():
+            owner = next(
+                (name.removesuffix(f".{p}") for p in self.parts if name.endswith(f".{p}")), None
+            )
+            if owner in modules:
+                continue
+            parent, _, own_name = name.rpartition(".")
+            is_extra = parent in modules and own_name != "bias"
+            is_stray = owner is not None and own_name != "weight"
+            if is_extra or is_stray or header.dtype not in _PLAIN_DTYPES:
+                strange.append(f"{name:.199} ({header.dtype})")
+            plain[name] = header
+        if strange:
+            raise ValueError(
+                f"tensors that the reader of {shown(self.config.get('quant_method'))} does not "
+                f"know, or that lack others: {some(sorted(strange))}"
+            )
+        return plain

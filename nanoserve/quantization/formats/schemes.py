@@ -1,0 +1,166 @@
+"""`config_groups` of compressed-tensors: which scheme a module's weight was quantised by.
+
+It imports no torch: `config.json` is checked before anything is read.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanoserve.checks import check_choice, check_int, check_list, is_int, require, shown
+
+# Format and type: the bits of a value, and what may have a scale of its own.
+_INTEGERS = ((4, 8), ("tensor", "channel", "group"))
+_FLOATS = ((8,), ("tensor", "channel", "block"))
+_KINDS = {
+    ("int-quantized", "int"): _INTEGERS,
+    ("pack-quantized", "int"): _INTEGERS,
+    ("naive-quantized", "int"): _INTEGERS,
+    ("float-quantized", "float"): _FLOATS,
+    ("naive-quantized", "float"): _FLOATS,
+    ("mxfp4-pack-quantized", "float"): ((4,), ("group",)),
+}
+FORMATS = tuple(dict.fromkeys(kind for kind, _ in _KINDS))
+# "weight" (or "static") changed how codes were found, "group" (or "dynamic") permutes the groups.
+_ACTIVATION_ORDERS = (None, False, "weight", "static", "group", "dynamic")
+_WEIGHT_FIELDS = {
+    "num_bits", "type", "strategy", "symmetric", "group_size", "block_structure", "dynamic",
+    "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+}  # fmt: skip
+# A pattern comes from anyone, and Python's may take forever on a name of its maker's choice.
+_MAX_PATTERN, _MAX_NAME, _MAX_REPEATS = 200, 250, 3
+_CLASSES = ("Linear",)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights are quantised, in the words of `config.json`."""
+
+    format: str
+    num_bits: int
+    type: str  # "int" or "float"
+    strategy: str  # "tensor", "channel", "group" or "block"
+    symmetric: bool
+    group_size: int  # -1: a row
+    block: tuple[int, int] | None
+    has_g_idx: bool
+
+
+def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
+    """The targets and the scheme of each group. Raises `ValueError` for what is not implemented."""
+    groups = config.get("config_groups")
+    require(
+        isinstance(groups, Mapping) and len(groups) > 0,
+        f"config_groups={shown(groups)} must be an object of schemes",
+    )
+    _check_targets("ignore", config.get("ignore") or [])
+    schemes = []
+    for name, group in groups.items():
+        where = f"config_groups[{shown(name)}]"
+        require(
+            isinstance(group, Mapping),
+            f"{where}={shown(group)} must be an object: presets by name are not implemented; "
+            "write out what the name stands for",
+        )
+        _check_targets(f"{where}.targets", group.get("targets"))
+        _check_activations(where, group)
+        kind = group.get("format") or config.get("format")
+        check_choice(f"{where}: format", kind, FORMATS)
+        schemes.append((group["targets"], _scheme(f"{where}.weights", group.get("weights"), kind)))
+    return schemes
+
+
+def scheme_of(module: str, config: Mapping[str, Any], schemes: list) -> Scheme:
+    """The one of a module that is stored quantised. A name or pattern wins over "Linear"."""
+    if any(_matches(module, target) for target in config.get("ignore") or []):
+        raise ValueError(f"{module:.199} is stored quantised, and `ignore` says that it is not")
+    for is_class in (False, True):
+        for targets, scheme in schemes:
+            if any(
+                (t in _CLASSES) == is_class and (is_class or _matches(module, t)) for t in targets
+            ):
+                return scheme
+    raise ValueError(f"{module:.199} is stored quantised, and no config_groups' targets name it")
+
+
+def _matches(module: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    require(len(module) <= _MAX_NAME, f"{module:.99}... is longer than {_MAX_NAME} characters")
+    return re.match(target.removeprefix("re:"), module) is not None
+
+
+def _check_targets(where: str, targets: Any) -> None:
+    check_list(where, targets, lambda target: isinstance(target, str), "names, re:patterns")
+    for target in targets:
+        if target.startswith("re:"):
+            pattern = target.removeprefix("re:")
+            is_tame = len(pattern) <= _MAX_PATTERN and not re.search(r"\)[*+{]", pattern)
+            is_tame = is_tame and len(re.findall(r"[*+{]", pattern)) <= _MAX_REPEATS
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError):
+                is_tame = False
+            require(
+                is_tame,
+                f"{where}: {shown(target)} must be a pattern of at most {_MAX_PATTERN} characters "
+                f"and {_MAX_REPEATS} of * + {{, none of a group; write the names instead",
+            )
+
+
+def _check_activations(where: str, group: Mapping[str, Any]) -> None:
+    """Scales that are found anew for each token change no weight; calibrated ones would be lost."""
+    known = {"targets", "weights", "input_activations", "output_activations", "format"}
+    unknown = sorted(key for key in group.keys() - known if group[key] is not None)
+    require(not unknown, f"{where}: {shown(unknown)} is not implemented")
+    outputs, inputs = group.get("output_activations"), group.get("input_activations")
+    require(
+        outputs is None, f"{where}.output_activations={shown(outputs)} is not implemented: "
+        "use a checkpoint without quantised outputs",
+    )  # fmt: skip
+    require(
+        inputs is None or (isinstance(inputs, Mapping) and inputs.get("dynamic") is True),
+        f"{where}.input_activations={shown(inputs)}: calibrated (static) scales of activations are "
+        "not implemented; use a checkpoint whose activations are dynamic",
+    )
+
+
+def _scheme(where: str, weights: Any, kind: str) -> Scheme:
+    require(isinstance(weights, Mapping), f"{where}={shown(weights)} must be an object")
+    unknown = sorted(key for key in weights.keys() - _WEIGHT_FIELDS if weights[key] is not None)
+    require(not unknown, f"{where}: {shown(unknown)} is not implemented")
+    bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
+    known = _KINDS.get((kind, type_) if isinstance(type_, str) else (kind, ""))
+    require(
+        known is not None and is_int(bits) and bits in known[0],
+        f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not implemented in {kind}; there "
+        f"is {_KINDS}",
+    )
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    check_choice(f"{where}: strategy", strategy, known[1])
+    check_choice(f"{where}: dynamic", weights.get("dynamic", False), (False, None))
+    symmetric, actorder = weights.get("symmetric", True), weights.get("actorder")
+    check_choice(f"{where}: symmetric", symmetric, (True, False) if type_ == "int" else (True,))
+    check_choice(f"{where}: actorder", actorder, _ACTIVATION_ORDERS)
+    return Scheme(
+        format=kind, num_bits=bits, type=type_, strategy=strategy, symmetric=symmetric,
+        group_size=_group_size(where, weights, strategy, kind),
+        block=_block(where, weights) if strategy == "block" else None,
+        has_g_idx=actorder in ("group", "dynamic"),
+    )  # fmt: skip
+
+
+def _group_size(where: str, weights: Mapping[str, Any], strategy: str, kind: str) -> int:
+    if strategy != "group":
+        return -1
+    size = check_int(f"{where}: group_size", weights.get("group_size"), 1, 2**18)
+    require("mxfp4" not in kind or size == 32, f"{where}: group_size={size}: MXFP4 has 32")
+    return size
+
+
+def _block(where: str, weights: Mapping[str, Any]) -> tuple[int, int]:
+    block = weights.get("block_structure")
+    check_list(f"{where}: block_structure", block, lambda n: is_int(n) and 0 < n < 2**18, "sizes")
+    require(len(block) == 2, f"{where}: block_structure={shown(block)} must be two sizes")
+    return int(block[0]), int(block[1])

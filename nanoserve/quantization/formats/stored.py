@@ -1,0 +1,76 @@
+"""What the safetensors files of a folder hold, whatever its data type, one tensor at a time."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoserve.checkpoint.shards import shard_files
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
+from nanoserve.checks import json_object, require
+
+# Of the types that a reader asks for.
+_TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor in a file; `dtype` is safetensors' name of it, such as "I32"."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    start: int  # of its bytes in the file
+    num_bytes: int
+
+
+class StoredTensors:
+    """The tensors of a checkpoint by name, from one file or from several with an index.
+
+    Only headers are read before `read` is called. Raises `ValueError` for a folder without
+    safetensors files, for a damaged one, and for a name that is in two files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        single = path / SINGLE_FILE
+        self.headers: dict[str, Stored] = {}
+        for file in [single] if single.is_file() else shard_files(path):
+            for name, header in _read_header(file).items():
+                if name in self.headers:
+                    first = self.headers[name].file
+                    raise ValueError(f"{name:.99} is both in {first} and in {file}")
+                self.headers[name] = header
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as it is stored, in memory of its own.
+
+        Reads its bytes and nothing else. A mixture of experts has a hundred thousand tensors, and
+        whoever maps the file for each of them parses as long a header each time.
+        """
+        header = self.headers[name]
+        octets = torch.empty(header.num_bytes, dtype=torch.uint8)
+        with header.file.open("rb") as file:
+            file.seek(header.start)
+            num_read = file.readinto(memoryview(octets.numpy()))
+        require(num_read == header.num_bytes, f"{header.file} has become shorter")
+        return octets.view(_TORCH[header.dtype]).view(header.shape)
+
+
+def _read_header(file: Path) -> dict[str, Stored]:
+    """A file begins with the length of its header (8 bytes, little-endian), a JSON object."""
+    with open_weights(file):
+        pass  # so safetensors has found lengths, types and places consistent
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        entries = json_object(content.read(length), f"the header of {file}")
+    headers = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            headers[name] = Stored(file, shape, entry["dtype"], 8 + length + first, end - first)
+    return headers
