@@ -7,8 +7,13 @@
 Names are resolved on first use (PEP 562), so that `import nanoserve.engine` stays free of torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Before torch is imported, because OpenMP reads it once. Threads that wait for each other by
+# spinning cost a tick of the scheduler, 8 ms, in each product if anything else runs on the machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchParams

@@ -44,7 +44,7 @@ def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
     return found | {"torch": Plain}
 
 
-def choose_form(dtype: torch.dtype, weight_bytes: int) -> Choice:
+def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
     """For a model of so many bytes; a small one is not worth a measurement."""
     found = forms(dtype)
     name = next(iter(found))
@@ -52,7 +52,7 @@ def choose_form(dtype: torch.dtype, weight_bytes: int) -> Choice:
         logger.info(
             "without numba, products are torch's: pip install 'nanoserve[cpu]' brings faster"
         )
-    if weight_bytes < rates.MATRIX_BYTES or len(found) == 1:
+    if num_bytes < rates.MATRIX_BYTES or len(found) == 1:
         return Choice(name, found[name])
     measured = rates.rates(dtype, found)
     choice = _best(found, measured)

@@ -15,7 +15,11 @@ built as `cls(model_config, layer_context)`, see `nanoserve.models.qwen3` for wh
 
 from importlib import import_module
 
+import torch
 from torch import nn
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.layers.context import LayerContext
 
 _MODELS: dict[str, str | type[nn.Module]] = {
     "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
@@ -60,3 +64,10 @@ def model_class(architecture: str) -> type[nn.Module]:
         return model
     module, name = model.split(":")
     return getattr(import_module(module), name)
+
+
+def weight_bytes(model_config: ModelConfig) -> int:
+    """Of the whole model, in its dtype."""
+    meta = LayerContext(getattr(torch, model_config.dtype), torch.device("meta"), num_positions=1)
+    model = model_class(model_config.architecture)(model_config, meta)
+    return sum(parameter.nbytes for parameter in model.parameters())

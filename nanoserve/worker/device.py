@@ -15,8 +15,10 @@ from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.registry import weight_bytes
 from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.threads import choose_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +56,19 @@ def make_runner(
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
+    num_bytes = weight_bytes(model_config)
+    host = HostDevice(choose_num_threads(config.num_threads, num_bytes))
     method = None
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
         from nanoserve.worker.linear_methods import choose_linear_method
 
-        method = choose_linear_method(config, model_config, device)
+        with host.guard():
+            method = choose_linear_method(config, model_config, device, num_bytes)
     context = LayerContext(dtype, device, tp, attention, ops, method)
     if device.type == "cpu":
-        return ModelRunner(config, model_config, path, context, HostDevice())
+        return ModelRunner(config, model_config, path, context, host)
     from nanoserve.worker.cuda_runner import make_cuda_runner
 
     return make_cuda_runner(config, model_config, path, context)

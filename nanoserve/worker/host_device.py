@@ -16,6 +16,7 @@ from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
+from nanoserve.worker.threads import threads
 
 # (tensors, header, block tables) -> hidden states [num_tokens, hidden_size]
 Forward = Callable[[BatchTensors, BatchHeader, torch.Tensor], torch.Tensor]
@@ -28,13 +29,14 @@ class HostDevice:
 
     sampler_class = Sampler
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self._tensors: dict[Batch, BatchTensors] = {}
         self._pid = os.getpid()
 
     def guard(self) -> AbstractContextManager[Any]:
         """A context in which work is launched on this device, whatever the caller chose."""
-        return nullcontext()
+        return nullcontext() if self._num_threads is None else threads(self._num_threads)
 
     def memory_bytes(self, tp: TensorParallel) -> int:
         """All that a rank may ever have."""

@@ -45,6 +45,7 @@ SUPPORT = {
     "nanoserve/worker/host_device.py",
     "nanoserve/worker/kv_cache.py",
     "nanoserve/worker/startup.py",
+    "nanoserve/worker/threads.py",
 }
 
 
