@@ -31,7 +31,7 @@ _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the f
 def load_weights(
     model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
 ) -> None:
-    """Fill the parameters of `model` from the safetensors files in `path`.
+    """Fill the parameters of `model` from the safetensors files in `path`, or from a GGUF file.
 
     Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
     fills with random values instead. Raises `ValueError` as `check_weights` does, before it copies
@@ -41,6 +41,10 @@ def load_weights(
         from nanoserve.checkpoint.dummy_weights import fill_randomly
 
         fill_randomly(model)
+    elif path.is_file():
+        from nanoserve.quantization.gguf.loading import load_dequantized
+
+        load_dequantized(path, check_weights(model, path)[0])
     else:
         _load_safetensors(model, path, shows_progress)
     for module in model.modules():
@@ -95,7 +99,7 @@ def check_weights(
     The model may be one without memory, on torch's "meta" device. Raises `ValueError` that names
     offending tensors unless the two are the same, but for tied tensors that may be stored or not.
     """
-    expected, stored = expected_tensors(model), _read_headers(_weight_files(path))
+    expected, stored = expected_tensors(model), _read_headers(path)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
     if wanted != {name: found[name] for name in found.keys() - model.tied_tensors.keys()}:
@@ -116,30 +120,24 @@ def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> Non
     size = sum(parameter.nbytes for parameter in model.parameters())
     # What all threads together have mapped is a twentieth of the model, or little.
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
-    copies = [
-        copy
-        for name, source in stored.items()
-        for target in expected.get(name, ())
-        for copy in _copies(name, source, target, piece_bytes)
-    ]
-    bar = tqdm(
-        desc="Loading weights",
-        total=sum(copy.num_bytes for copy in copies),
-        unit="B",
-        unit_scale=True,
-        delay=1,
-        dynamic_ncols=True,
-        disable=not shows_progress,
-    )
+    pairs = ((name, target) for name in stored for target in expected.get(name, ()))
+    copies = [c for name, to in pairs for c in _copies(name, stored[name], to, piece_bytes)]
+    total = sum(copy.num_bytes for copy in copies)
+    options = {"unit": "B", "unit_scale": True, "delay": 1, "dynamic_ncols": True}
+    bar = tqdm(desc="Loading weights", total=total, disable=not shows_progress, **options)
     with bar, _one_thread_each(num_threads) as pool:
         for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
             bar.update(num_bytes)
 
 
-def _read_headers(files: list[Path]) -> dict[str, Stored]:
-    """What the files hold, in the order in which they hold it."""
+def _read_headers(path: Path) -> dict[str, Stored]:
+    """What the files hold, in the order in which they hold it. Of a GGUF, only shapes count."""
+    if path.is_file():
+        from nanoserve.quantization.gguf.source import GGUFSource
+
+        return GGUFSource(path).places
     stored: dict[str, Stored] = {}
-    for file in files:
+    for file in _weight_files(path):
         with open_weights(file) as tensors:
             for name in tensors.offset_keys():
                 tensor = tensors.get_slice(name)
@@ -192,9 +190,8 @@ def _copy(piece: list[_Copy]) -> int:
 
 def _num_threads() -> int:
     """As many as there are cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    return min(os.cpu_count() or 1, _MAX_THREADS)
+    is_linux = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1, _MAX_THREADS)
 
 
 @contextmanager

@@ -66,8 +66,10 @@ class ModelConfig:
         the `supported` ones, and for every setting that would change the model's output and that
         nanoserve does not implement: refusing is better than being silently wrong.
         """
-        is_there = (path / "config.json").is_file()
-        require(is_there, f"{path} is no checkpoint: it has no config.json")
+        if not (path / "config.json").is_file():
+            from nanoserve.checkpoint.misfits import tell_no_config
+
+            raise ValueError(tell_no_config(path))
         raw = read_json(path / "config.json")
         architecture = architecture_of(raw)
         require(

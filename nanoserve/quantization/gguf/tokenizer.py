@@ -1,0 +1,128 @@
+"""The tokenizer in a GGUF file.
+
+Of byte-level BPE ("gpt2") a file holds words and merges, and a name for how text is cut before
+they apply: the cuts behind the names that are known here are those of the models' own
+tokenizer.json. A name that is not known is refused, for a wrong cut gives other tokens to a tenth
+of all texts, and nobody would see it. SentencePiece ("llama") is left to transformers, which has to
+reconstruct the merges.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from nanoserve.checks import require, shown
+from nanoserve.quantization.gguf.container import GGUFFile
+
+_ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"
+_CONTROL, _USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type: special, and never cut
+
+
+class _Cut(NamedTuple):
+    """What happens to a text before merges apply. None: GPT-2's pattern, which tokenizers has."""
+
+    pattern: str | None
+    is_normalized: bool = False  # to NFC
+    keeps_words: bool = False  # a piece that is a word is one, whatever merges say
+    splits_digits: bool = False
+
+
+_QWEN2 = _Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    is_normalized=True,
+)
+_LLAMA3 = _Cut(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    keeps_words=True,
+)
+_CUTS = {
+    "qwen2": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+    "gpt-2": _Cut(None), "smollm": _Cut(None, splits_digits=True),
+}  # fmt: skip
+
+
+def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Raises `ValueError`, with what to do, for a kind that is not known, or a file without one."""
+    settings = GGUFFile.open(path).settings
+    kind = settings.get("tokenizer.ggml.model")
+    require(
+        kind in ("gpt2", "llama") and isinstance(settings.get("tokenizer.ggml.tokens"), list),
+        f"{path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
+        f"skip_tokenizer_init=True to work with token ids alone",
+    )
+    return _byte_level(path, settings) if kind == "gpt2" else _sentencepiece(path)
+
+
+def _sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # whatever transformers raises, for one that gguf is not installed
+        told = f"transformers cannot read the tokenizer in {path}"
+        raise ValueError(f"{told} ({error!s:.300}): {_ADVICE}") from error
+
+
+def _byte_level(path: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+    name = settings.get("tokenizer.ggml.pre")
+    cut = _CUTS.get(name) if isinstance(name, str) else None
+    if cut is None:
+        known = ", ".join(_CUTS)
+        raise ValueError(
+            f"{path}: tokenizer.ggml.pre={shown(name)} is not known, only {known}: {_ADVICE}"
+        )
+    words = settings["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in settings.get("tokenizer.ggml.merges", [])]
+    try:
+        model = BPE({w: i for i, w in enumerate(words)}, merges, ignore_merges=cut.keeps_words)
+        backend = _cutting(Tokenizer(model), cut)
+    except Exception as error:  # the library's own are plain ones
+        raise ValueError(f"{path}: its merges are not of its words: {error!s:.300}") from error
+    types = settings.get("tokenizer.ggml.token_type", [])
+    for word, kind in zip(words, types, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            is_special = kind == _CONTROL
+            backend.add_tokens([AddedToken(word, normalized=False, special=is_special)])
+    return _with_marks(backend, words, settings)
+
+
+def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
+    if cut.is_normalized:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if cut.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if cut.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _with_marks(
+    backend: Tokenizer, words: list[str], settings: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """The tokens with a role, and those that are put around a text."""
+    roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    tokens = {role: words[i] for role, i in ids.items() if i is not None and i < len(words)}
+    around = {
+        role: settings.get(f"tokenizer.ggml.add_{role}_token") is True and role in tokens
+        for role in ("bos", "eos")
+    }
+    if any(around.values()):
+        template = [tokens["bos"]] * around["bos"] + ["$A"] + [tokens["eos"]] * around["eos"]
+        special = [(tokens[role], ids[role]) for role in around if around[role]]
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    named = {f"{role}_token": token for role, token in tokens.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=settings.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
