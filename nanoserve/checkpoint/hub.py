@@ -26,7 +26,7 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
         repository, _, file = name.rpartition("/")
     require(
         _is_hub_name(repository),
-        f"{str(name)!r} is neither a folder nor a GGUF file nor a bundled checkpoint, nor can it "
+        f"{str(name)!r} is neither a folder nor a bundled checkpoint nor a GGUF file, nor can it "
         f"be a name on the hub, which is a str of the form 'organisation/model' or "
         f"'organisation/model/file.gguf'",
     )

@@ -29,6 +29,7 @@ class _Cut(NamedTuple):
     is_normalized: bool = False  # to NFC
     keeps_words: bool = False  # a piece that is a word is one, whatever merges say
     splits_digits: bool = False
+    adds_bos: bool = False  # unless the file says otherwise
 
 
 _QWEN2 = _Cut(
@@ -40,6 +41,7 @@ _LLAMA3 = _Cut(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     keeps_words=True,
+    adds_bos=True,
 )
 _CUTS = {
     "qwen2": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
@@ -87,7 +89,7 @@ def _byte_level(path: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase
         if kind in (_CONTROL, _USER_DEFINED):
             is_special = kind == _CONTROL
             backend.add_tokens([AddedToken(word, normalized=False, special=is_special)])
-    return _with_marks(backend, words, settings)
+    return _with_marks(backend, words, {"tokenizer.ggml.add_bos_token": cut.adds_bos} | settings)
 
 
 def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
@@ -111,13 +113,15 @@ def _with_marks(
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
     tokens = {role: words[i] for role, i in ids.items() if i is not None and i < len(words)}
-    around = {
-        role: settings.get(f"tokenizer.ggml.add_{role}_token") is True and role in tokens
+    around = [
+        role
         for role in ("bos", "eos")
-    }
-    if any(around.values()):
-        template = [tokens["bos"]] * around["bos"] + ["$A"] + [tokens["eos"]] * around["eos"]
-        special = [(tokens[role], ids[role]) for role in around if around[role]]
+        if settings.get(f"tokenizer.ggml.add_{role}_token") is True and role in tokens
+    ]
+    if around:
+        before, after = ([tokens[r] for r in around if r == role] for role in ("bos", "eos"))
+        special = [(tokens[role], ids[role]) for role in around]
+        template = [*before, "$A", *after]
         backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
     named = {f"{role}_token": token for role, token in tokens.items()}
     return PreTrainedTokenizerFast(
