@@ -49,10 +49,6 @@ class Checkpoint:
 
     def model_config(self, supported: Collection[str]) -> ModelConfig:
         """What its `config.json` says; see `ModelConfig.from_checkpoint` for what is refused."""
-        if self.folder.is_file():
-            from nanoserve.quantization.gguf.config import read_model_config
-
-            return read_model_config(self.folder, self.config.dtype, supported)
         return ModelConfig.from_checkpoint(self.folder, self.config.dtype, supported)
 
     def fetch_weights(self) -> None:

