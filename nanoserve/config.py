@@ -58,7 +58,7 @@ class EngineConfig:
     """
 
     model: str
-    tokenizer: str | None = None  # a folder or a name, as `model` is
+    tokenizer: str | None = None  # a folder, a GGUF file or a name, as `model` is
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     revision: str | None = None  # of a model from the hub: branch, tag or commit
     download_dir: str | None = None  # of the hub's files; None is the hub's own cache

@@ -33,11 +33,14 @@ def texts() -> list[str]:
     return [*lines, *noise, "<|im_start|>user\nHi<|im_end|>", "I'll DON'T 12345 1,000.5   x"]
 
 
-def write_bundled(path: Path, arch: str = "qwen3", pre: str = "qwen2", **extra: Any) -> Path:
+def write_bundled(
+    path: Path, arch: str = "qwen3", pre: str = "qwen2", more: tuple[str, ...] = (), **extra: Any
+) -> Path:
     """The bundled tokenizer as llama.cpp's converter writes one of byte-level BPE."""
     writer = gguf.GGUFWriter(path, arch)
     backend = Backend.from_file(str(BUNDLED / "tokenizer.json"))
     words = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    words += more
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(words)
@@ -45,7 +48,9 @@ def write_bundled(path: Path, arch: str = "qwen3", pre: str = "qwen2", **extra: 
     for i, token in backend.get_added_tokens_decoder().items():
         types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_token_types(types)
-    gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words)).add_to_gguf(writer)
+    special = gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words))
+    special.merges = extra.pop("merges", special.merges)
+    special.add_to_gguf(writer)
     for name, value in extra.items():
         add_setting(writer, f"tokenizer.ggml.{name}", value)
     if arch != "qwen3":
@@ -71,9 +76,24 @@ def test_texts_are_cut_as_transformers_cuts_them(pre: str, tmp_path: Path) -> No
     path = write_bundled(tmp_path / "model.gguf", "llama", pre)
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     ours, qwen = Tokenizer(path), Tokenizer(BUNDLED)
+    cut = ours.backend.pre_tokenizer.pre_tokenize_str
+    for text in texts():
+        assert cut(text) == theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     found = [ours.encode(text, add_special_tokens=False) for text in texts()]
     assert found == [theirs.encode(text, add_special_tokens=False) for text in texts()]
     assert found != [qwen.encode(text, add_special_tokens=False) for text in texts()]
+
+
+def test_a_word_that_no_merges_lead_to_is_one_in_llama_3_alone(tmp_path: Path) -> None:
+    """`ignore_merges` of its tokenizer.json, and llama.cpp's."""
+    for pre, ids in (("llama-bpe", [2048]), ("qwen2", Tokenizer(BUNDLED).encode("zqzq"))):
+        path = write_bundled(tmp_path / "model.gguf", pre=pre, more=("zqzq",))
+        assert Tokenizer(path).encode("zqzq", add_special_tokens=False) == ids
+
+
+def test_merges_of_other_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"merges are not of its words.*tokenizer=FOLDER"):
+        Tokenizer(write_bundled(tmp_path / "model.gguf", merges=["zq zq"]))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def _byte_level(path: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase
         model = BPE({w: i for i, w in enumerate(words)}, merges, ignore_merges=cut.keeps_words)
         backend = _cutting(Tokenizer(model), cut)
     except Exception as error:  # the library's own are plain ones
-        raise ValueError(f"{path}: its merges are not of its words: {error!s:.300}") from error
+        told = f"{path}: its merges are not of its words ({error!s:.300})"
+        raise ValueError(f"{told}: {_ADVICE}") from error
     types = settings.get("tokenizer.ggml.token_type", [])
     for word, kind in zip(words, types, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):
