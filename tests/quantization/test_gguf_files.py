@@ -1,7 +1,9 @@
 """Files of GGUF: several parts, damage, and what is refused by name."""
 
+import contextlib
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_models import ModelWriter, add_setting, close  # noqa: E402
+from gguf_models import ModelWriter, add_setting, close, write_bundled  # noqa: E402
 from tiny_checkpoints import make_checkpoint  # noqa: E402
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: E402
 
@@ -19,6 +21,7 @@ from nanoserve.checkpoint.model_config import ModelConfig  # noqa: E402
 from nanoserve.quantization.gguf.config import config_json  # noqa: E402
 from nanoserve.quantization.gguf.container import GGUFFile  # noqa: E402
 from nanoserve.quantization.gguf.source import GGUFSource  # noqa: E402
+from nanoserve.quantization.gguf.tokenizer import _byte_level as byte_level  # noqa: E402
 
 OPTIONS = {"skip_tokenizer_init": True, "device": "cpu", "num_kv_blocks": 8, "max_num_seqs": 4}
 
@@ -143,6 +146,30 @@ def test_a_type_that_is_not_implemented_is_refused_by_name(kind: str, tmp_path: 
     message = refusal(tmp_path / "model.gguf")
     assert f"blk.0.attn_q.weight as {kind}, which is not implemented" in message
     assert "llama-quantize" in message and "Q6_K" in message
+
+
+@pytest.mark.parametrize(
+    "value", ["text", True, [1], [2**70, "x"], 1.5, -1, 2**63, float("nan"), []]
+)
+def test_a_setting_of_any_type_is_read_or_refused(
+    value: Any, writer: ModelWriter, tmp_path
+) -> None:
+    """`ValueError`, and nothing else."""
+    path = tmp_path / "model.gguf"
+    writer.write(path, {"vocab_size": None})
+    write_bundled(tmp_path / "words.gguf")
+    words = GGUFFile.open(tmp_path / "words.gguf").settings
+    file = GGUFFile.open(path)
+    settings = words | file.settings
+    more = ["eot_token_id", "bos_token_id", "add_bos_token", "merges"]
+    more = [f"tokenizer.ggml.{name}" for name in more] + ["llama.expert_count"]
+    for name in [*settings, *more]:
+        other = replace(file, settings=settings | {name: value})
+        with contextlib.suppress(ValueError):
+            ModelConfig.from_hf(config_json(other), {})
+        if other.settings["tokenizer.ggml.model"] == "gpt2":
+            with contextlib.suppress(ValueError):
+                byte_level(other)
 
 
 # ---------------------------------------------------------------- what it says of its model

@@ -215,3 +215,8 @@ def test_an_engine_generates_from_a_file(case: str, kind: str, ranks: int, tmp_p
 def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Path) -> None:
     _, path = write("qwen3", tmp_path, kind)
     assert ModelConfig.from_checkpoint(path).dtype == dtype
+
+
+def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
+    _, path = write("gemma2", tmp_path, "F16")
+    assert ModelConfig.from_checkpoint(path).dtype == "bfloat16"

@@ -10,16 +10,13 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_models import ModelWriter, add_setting, close  # noqa: E402
+from gguf_models import BUNDLED, ModelWriter, add_setting, close, write_bundled  # noqa: E402
 from tiny_checkpoints import make_qwen3  # noqa: E402
-from tokenizers import Tokenizer as Backend  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
-from nanoserve.checkpoint.checkpoint import bundled_checkpoint  # noqa: E402
 from nanoserve.tokenizer import Tokenizer  # noqa: E402
 
-BUNDLED = bundled_checkpoint("tiny-qwen3")
 MESSAGES = [{"role": "user", "content": "What is a KV cache?"}]
 
 
@@ -31,32 +28,6 @@ def texts() -> list[str]:
     alphabet = "aB'sé \t\n\r0123456789.,!?-_()中文字ñ🙂\u0301\u00a0\u200b<|im_end|>"
     noise = ["".join(rng.choices(alphabet, k=rng.randrange(30))) for _ in range(300)]
     return [*lines, *noise, "<|im_start|>user\nHi<|im_end|>", "I'll DON'T 12345 1,000.5   x"]
-
-
-def write_bundled(
-    path: Path, arch: str = "qwen3", pre: str = "qwen2", more: tuple[str, ...] = (), **extra: Any
-) -> Path:
-    """The bundled tokenizer as llama.cpp's converter writes one of byte-level BPE."""
-    writer = gguf.GGUFWriter(path, arch)
-    backend = Backend.from_file(str(BUNDLED / "tokenizer.json"))
-    words = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
-    words += more
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(words)
-    types = [gguf.TokenType.NORMAL] * len(words)
-    for i, token in backend.get_added_tokens_decoder().items():
-        types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
-    writer.add_token_types(types)
-    special = gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words))
-    special.merges = extra.pop("merges", special.merges)
-    special.add_to_gguf(writer)
-    for name, value in extra.items():
-        add_setting(writer, f"tokenizer.ggml.{name}", value)
-    if arch != "qwen3":
-        add_setting(writer, f"{arch}.block_count", 1)
-    close(writer)
-    return path
 
 
 def test_the_bundled_tokenizer_comes_back(tmp_path: Path) -> None:

@@ -11,8 +11,12 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+
+BUNDLED = bundled_checkpoint("tiny-qwen3")
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes with float16 numbers
 ARCHS = {
@@ -165,3 +169,29 @@ def close(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_bundled(
+    path: Path, arch: str = "qwen3", pre: str = "qwen2", more: tuple[str, ...] = (), **extra: Any
+) -> Path:
+    """The bundled tokenizer as llama.cpp's converter writes one of byte-level BPE."""
+    writer = gguf.GGUFWriter(path, arch)
+    backend = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    words = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    words += more
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(words)
+    types = [gguf.TokenType.NORMAL] * len(words)
+    for i, token in backend.get_added_tokens_decoder().items():
+        types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words))
+    special.merges = extra.pop("merges", special.merges)
+    special.add_to_gguf(writer)
+    for name, value in extra.items():
+        add_setting(writer, f"tokenizer.ggml.{name}", value)
+    if arch != "qwen3":
+        add_setting(writer, f"{arch}.block_count", 1)
+    close(writer)
+    return path

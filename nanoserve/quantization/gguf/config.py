@@ -8,10 +8,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checks import require, shown
+from nanoserve.checks import is_int, require, shown
 from nanoserve.quantization.gguf.container import GGUFFile
+from nanoserve.quantization.gguf.names import Form
 from nanoserve.quantization.gguf.rope import read_rope
-from nanoserve.quantization.gguf.settings import Settings, form_of
+from nanoserve.quantization.gguf.settings import Settings, form_of, list_of
 
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -40,7 +41,11 @@ def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def config_json(file: GGUFFile) -> dict[str, Any]:
-    """As transformers writes it. Raises `ValueError` for what is missing or not implemented."""
+    """As transformers writes it. There is no window in what was a Mistral: the converter leaves it
+    out, and llama.cpp computes without.
+
+    Raises `ValueError` for what is missing or not implemented.
+    """
     form, settings = form_of(file), Settings(file)
     embedding = file.tensors.get("token_embd.weight")
     require(embedding is not None, f"{file.path} has no tensor token_embd.weight, so no model")
@@ -49,7 +54,7 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     context = settings.size("context_length")
     raw = {
         "architectures": [form.architecture],
-        "dtype": _dtype(file),
+        "dtype": _dtype(file, form),
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": settings.size("block_count"),
@@ -116,21 +121,24 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _dtype(file: GGUFFile) -> str:
-    """That of the matrices. In a quantised file no number says in which type the model computed:
-    bfloat16 has the range that nearly all of these were trained in, and Gemma's activations
-    overflow float16."""
+def _dtype(file: GGUFFile, form: Form) -> str:
+    """That of the matrices. In a quantised file nothing says in which type the model computed:
+    bfloat16 has the range that nearly all of these were trained in. Gemma's activations overflow
+    float16, whatever its weights are stored as."""
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F16", "F32"}:
-        return "float16" if "F16" in types else "float32"
+        half = "bfloat16" if form.adds_one_to_norms else "float16"
+        return half if "F16" in types else "float32"
     return "bfloat16"
 
 
 def _eos_token_ids(file: GGUFFile) -> list[int]:
     """What ends an answer, as llama.cpp takes it: what is called so, and words spelt so."""
     found = [file.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    words = file.settings.get("tokenizer.ggml.tokens", [])
-    types = file.settings.get("tokenizer.ggml.token_type", [])
+    for token_id in found:
+        known = token_id is None or is_int(token_id)
+        require(known, f"{file.path}: the id of an end, {shown(token_id)}, must be an integer")
+    words, types = (list_of(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     pairs = enumerate(zip(words, types, strict=False))
-    spelt = [i for i, (word, kind) in pairs if kind == _CONTROL and word in _ENDS]
-    return sorted({token_id for token_id in found if token_id is not None} | set(spelt))
+    spelt = {i for i, (word, kind) in pairs if kind == _CONTROL and word in _ENDS}
+    return sorted({token_id for token_id in found if token_id is not None} | spelt)

@@ -24,6 +24,14 @@ def form_of(file: GGUFFile) -> Form:
     return form._replace(architecture="MixtralForCausalLM") if is_mixture else form
 
 
+def list_of(file: GGUFFile, name: str, kind: type = object) -> list[Any]:
+    """A setting that is a list, of none if it is not there."""
+    value = file.settings.get(name, [])
+    is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
+    require(is_list, f"{file.path}: {name}={shown(value)} must be a list of {kind.__name__}")
+    return value
+
+
 class Settings:
     """Those of the model, "llama.block_count" as "block_count". What was read is taken out."""
 

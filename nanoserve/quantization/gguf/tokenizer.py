@@ -15,8 +15,9 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanoserve.checks import require, shown
+from nanoserve.checks import is_int, require, shown
 from nanoserve.quantization.gguf.container import GGUFFile
+from nanoserve.quantization.gguf.settings import list_of
 
 _ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"
 _CONTROL, _USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type: special, and never cut
@@ -51,14 +52,14 @@ _CUTS = {
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Raises `ValueError`, with what to do, for a kind that is not known, or a file without one."""
-    settings = GGUFFile.open(path).settings
-    kind = settings.get("tokenizer.ggml.model")
+    file = GGUFFile.open(path)
+    kind = file.settings.get("tokenizer.ggml.model")
     require(
-        kind in ("gpt2", "llama") and isinstance(settings.get("tokenizer.ggml.tokens"), list),
+        kind in ("gpt2", "llama"),
         f"{path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
         f"skip_tokenizer_init=True to work with token ids alone",
     )
-    return _byte_level(path, settings) if kind == "gpt2" else _sentencepiece(path)
+    return _byte_level(file) if kind == "gpt2" else _sentencepiece(path)
 
 
 def _sentencepiece(path: Path) -> PreTrainedTokenizerBase:
@@ -69,7 +70,8 @@ def _sentencepiece(path: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{told} ({error!s:.300}): {_ADVICE}") from error
 
 
-def _byte_level(path: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
+    path, settings = file.path, file.settings
     name = settings.get("tokenizer.ggml.pre")
     cut = _CUTS.get(name) if isinstance(name, str) else None
     if cut is None:
@@ -77,15 +79,15 @@ def _byte_level(path: Path, settings: dict[str, Any]) -> PreTrainedTokenizerBase
         raise ValueError(
             f"{path}: tokenizer.ggml.pre={shown(name)} is not known, only {known}: {_ADVICE}"
         )
-    words = settings["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in settings.get("tokenizer.ggml.merges", [])]
+    words = list_of(file, "tokenizer.ggml.tokens", str)
+    merges = [tuple(m.split(" ", 1)) for m in list_of(file, "tokenizer.ggml.merges", str)]
     try:
         model = BPE({w: i for i, w in enumerate(words)}, merges, ignore_merges=cut.keeps_words)
         backend = _cutting(Tokenizer(model), cut)
     except Exception as error:  # the library's own are plain ones
         told = f"{path}: its merges are not of its words ({error!s:.300})"
         raise ValueError(f"{told}: {_ADVICE}") from error
-    types = settings.get("tokenizer.ggml.token_type", [])
+    types = list_of(file, "tokenizer.ggml.token_type", int)
     for word, kind in zip(words, types, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):
             is_special = kind == _CONTROL
@@ -113,7 +115,7 @@ def _with_marks(
     """The tokens with a role, and those that are put around a text."""
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
-    tokens = {role: words[i] for role, i in ids.items() if i is not None and i < len(words)}
+    tokens = {role: words[i] for role, i in ids.items() if is_int(i) and 0 <= i < len(words)}
     around = [
         role
         for role in ("bos", "eos")
@@ -125,9 +127,10 @@ def _with_marks(
         template = [*before, "$A", *after]
         backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
     named = {f"{role}_token": token for role, token in tokens.items()}
+    template = settings.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=settings.get("tokenizer.chat_template"),
+        chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,
         **named,
     )
