@@ -161,6 +161,8 @@ def test_a_setting_of_any_type_is_read_or_refused(
     words = GGUFFile.open(tmp_path / "words.gguf").settings
     file = GGUFFile.open(path)
     settings = words | file.settings
+    good = replace(file, settings=settings)
+    assert ModelConfig.from_hf(config_json(good), {}) and byte_level(good).eos_token_id == 2
     more = ["eot_token_id", "bos_token_id", "add_bos_token", "merges"]
     more = [f"tokenizer.ggml.{name}" for name in more] + ["llama.expert_count"]
     for name in [*settings, *more]:
