@@ -18,6 +18,7 @@ from nanoserve.checks import (
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+_STORED_FORMATS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "gguf")
 _SMALLEST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -41,7 +42,7 @@ _CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
-    "quantization": ("int8", "int4", "compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes"),
+    "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
@@ -61,7 +62,7 @@ class EngineConfig:
     """
 
     model: str
-    tokenizer: str | None = None  # a folder or a name, as `model` is
+    tokenizer: str | None = None  # a folder, a GGUF file or a name, as `model` is
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     revision: str | None = None  # of a model from the hub: branch, tag or commit
     download_dir: str | None = None  # of the hub's files; None is the hub's own cache

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class LLM:
     """A model, ready to generate.
 
-    `model` is a checkpoint folder, the name of one that ships with the package ("tiny-qwen3") or of
-    one on the Hugging Face hub ("Qwen/Qwen3-0.6B"); `options` are the fields of `EngineConfig`.
+    `model` is a checkpoint folder or a GGUF file, the name of one that ships with the package
+    ("tiny-qwen3") or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
+    "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`.
     Raises `ValueError` for an unknown option, a value out of range, a name or path that is no
     checkpoint and a checkpoint that cannot be run faithfully.
 

@@ -22,12 +22,17 @@ _FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what 
 class Tokenizer:
     """What the engine and `LLM.chat` need of a tokenizer.
 
-    Raises `ValueError` if the folder has none, for transformers would make one up that knows no
-    word, and if a file of it is damaged. Code that a checkpoint brings along runs only with
-    `trust_remote_code`.
+    `path` is a folder or a GGUF file. Raises `ValueError` if the folder has none, for transformers
+    would make one up that knows no word, and if a file of it is damaged. Code that a checkpoint
+    brings along runs only with `trust_remote_code`.
     """
 
     def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
+        if Path(path).is_file():
+            from nanoserve.quantization.gguf.tokenizer import read_tokenizer
+
+            self._hf = read_tokenizer(Path(path))
+            return
         if not (Path(path) / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; give tokenizer=FOLDER, or "

@@ -19,7 +19,8 @@ class Checkpoint:
     """A model or a tokenizer whose name has been looked up, once."""
 
     name: str | Path  # as the user gave it
-    folder: Path  # with everything in it; of one from the hub, everything but the weights
+    # With everything in it; of one from the hub, everything but the weights. Or a file: a GGUF.
+    folder: Path
     is_from_hub: bool
     config: EngineConfig
 
@@ -27,18 +28,19 @@ class Checkpoint:
     def find(
         cls, name: str | Path, config: EngineConfig, revision: str | None = None
     ) -> "Checkpoint":
-        """A folder that exists wins, then a bundled name; then "organisation/model" is looked up on
-        the hub, at `revision` (a branch, a tag or a commit).
+        """A folder or a GGUF file that exists wins, then a bundled name; then "organisation/model"
+        or "organisation/model/file.gguf" is looked up on the hub, at `revision` (a branch, a tag or
+        a commit).
 
         Raises `ValueError`, with what to do, for a name that is none of these and for a model that
         cannot be had from the hub.
         """
         folder = _local_folder(name)
         if folder is not None:
-            require(
-                revision is None,
-                f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk",
+            told = (
+                f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk"
             )
+            require(revision is None, told)
             return cls(name, folder, is_from_hub=False, config=config)
         from nanoserve.checkpoint.hub import fetch_all_but_weights
 
@@ -61,7 +63,8 @@ class Checkpoint:
 
 
 def _local_folder(name: str | Path) -> Path | None:
-    if os.path.isdir(name):  # unlike Path.is_dir, it takes names that are too long for a file
+    # Unlike those of a Path, these take names that are too long for a file.
+    if os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name)):
         return Path(name)
     return bundled_checkpoint(name) if isinstance(name, str) else None
 

@@ -18,13 +18,20 @@ _NEVER = ["*/*", "tekken.json"]
 def fetch_all_but_weights(name: str | Path, revision: str | None, config: EngineConfig) -> Path:
     """The folder of a model or a tokenizer at `revision`, with the small files that are read.
 
-    Raises `ValueError` for what cannot be a name on the hub, and when `_snapshot` does.
+    Of "organisation/model/file.gguf" it is the file, with the weights in it. Raises `ValueError`
+    for what cannot be a name on the hub, and when `_snapshot` does.
     """
+    repository, file = name, ""
+    if isinstance(name, str) and name.endswith(".gguf"):
+        repository, _, file = name.rpartition("/")
     require(
-        _is_hub_name(name),
-        f"{str(name)!r} is neither a folder nor a bundled checkpoint, nor can it be a name on "
-        f"the hub, which is a str of the form 'organisation/model'",
+        _is_hub_name(repository),
+        f"{str(name)!r} is neither a folder nor a bundled checkpoint nor a GGUF file, nor can it "
+        f"be a name on the hub, which is a str of the form 'organisation/model' or "
+        f"'organisation/model/file.gguf'",
     )
+    if file:
+        return _fetch_gguf(repository, file, revision, config.download_dir)
     patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
     return _snapshot(name, revision, patterns, config.download_dir)
 
@@ -35,6 +42,8 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
     Only the files that the loader reads: repositories hold copies in other formats. Raises
     `ValueError` if there are none.
     """
+    if folder.is_file():  # a GGUF is complete
+        return
     index = folder / INDEX
     files = shard_names(index) if index.is_file() else [SINGLE_FILE]
     if not all((folder / file).is_file() for file in files):
@@ -46,6 +55,19 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
         f"{name} has no {', '.join(missing)} on the hub or in the cache, and nothing but "
         f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers",
     )
+
+
+def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | None) -> Path:
+    """The file, with the others of its model beside it if there are several."""
+    from nanoserve.quantization.gguf.container import parts_of
+
+    files = parts_of(file)
+    # They are patterns, too, of which this one would match others.
+    require(not set(file) & set("*?["), f"{file!r} is no name of a file on the hub")
+    folder = _snapshot(name, revision, files, cache, are_weights=True)
+    missing = [part for part in files if not (folder / part).is_file()]
+    require(not missing, f"{name} has no {', '.join(missing)} on the hub or in the cache")
+    return folder / file
 
 
 def _is_hub_name(name: str | Path) -> bool:

@@ -116,21 +116,11 @@ def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> Non
     size = sum(parameter.nbytes for parameter in model.parameters())
     # What all threads together have mapped is a twentieth of the model, or little.
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
-    copies = [
-        copy
-        for name, source in stored.items()
-        for target in expected.get(name, ())
-        for copy in _copies(name, source, target, piece_bytes)
-    ]
-    bar = tqdm(
-        desc="Loading weights",
-        total=sum(copy.num_bytes for copy in copies),
-        unit="B",
-        unit_scale=True,
-        delay=1,
-        dynamic_ncols=True,
-        disable=not shows_progress,
-    )
+    pairs = ((name, target) for name in stored for target in expected.get(name, ()))
+    copies = [c for name, to in pairs for c in _copies(name, stored[name], to, piece_bytes)]
+    total = sum(copy.num_bytes for copy in copies)
+    options = {"unit": "B", "unit_scale": True, "delay": 1, "dynamic_ncols": True}
+    bar = tqdm(desc="Loading weights", total=total, disable=not shows_progress, **options)
     with bar, _one_thread_each(num_threads) as pool:
         for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
             bar.update(num_bytes)
@@ -192,9 +182,8 @@ def _copy(piece: list[_Copy]) -> int:
 
 def _num_threads() -> int:
     """As many as there are cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    return min(os.cpu_count() or 1, _MAX_THREADS)
+    is_linux = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1, _MAX_THREADS)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What to say of weights that are not those that their `config.json` describes."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from nanoserve.checks import shown
@@ -24,6 +25,16 @@ def tell_misfits(
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     return "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
+
+
+def tell_no_config(path: Path) -> str:
+    """Of a folder; those of llama.cpp's models hold files that say everything themselves."""
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    advice = f"give one of its files ({some(files)})" if files else "name the file as well"
+    return (
+        f"{path} is no checkpoint: it has no config.json; if it is a model in GGUF, {advice}, "
+        f"as in 'folder/model-Q4_K_M.gguf' or, on the hub, 'organisation/model/model-Q4_K_M.gguf'"
+    )
 
 
 def some(names: list[str]) -> str:

@@ -61,22 +61,17 @@ class ModelConfig:
     def from_checkpoint(
         cls, path: Path, dtype: str = "auto", supported: Collection[str] | None = None
     ) -> "ModelConfig":
-        """Read `config.json` and, where there is one, `generation_config.json` of a folder.
+        """Read `config.json` and, where there is one, `generation_config.json` of a folder; or
+        what a GGUF file has in their place.
 
         Raises `ValueError` for a folder without a config, for an architecture that is not among
         the `supported` ones, and for every setting that would change the model's output and that
         nanoserve does not implement: refusing is better than being silently wrong.
         """
-        is_there = (path / "config.json").is_file()
-        require(is_there, f"{path} is no checkpoint: it has no config.json")
-        raw = read_json(path / "config.json")
+        raw, generation = _read_files(path)
         architecture = architecture_of(raw)
-        require(
-            supported is None or architecture in supported,
-            f"architecture {shown(architecture)} is not supported; supported: {supported}",
-        )
-        other = path / "generation_config.json"
-        generation = read_json(other) if other.exists() or other.is_symlink() else {}
+        told = f"architecture {shown(architecture)} is not supported; supported: {supported}"
+        require(supported is None or architecture in supported, told)
         return cls.from_hf(raw, generation, dtype)
 
     @classmethod
@@ -133,6 +128,21 @@ class ModelConfig:
         return (
             2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
         )
+
+
+def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `config.json` and `generation_config.json` say."""
+    if path.is_file():
+        from nanoserve.quantization.gguf.config import read_settings
+
+        return read_settings(path)
+    if not (path / "config.json").is_file():
+        from nanoserve.checkpoint.misfits import tell_no_config
+
+        raise ValueError(tell_no_config(path))
+    other = path / "generation_config.json"
+    generation = read_json(other) if other.exists() or other.is_symlink() else {}
+    return read_json(path / "config.json"), generation
 
 
 def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:

@@ -39,6 +39,9 @@ class Kind:
     weight_bytes, x_bytes = 16, 2
     is_x_wide = False  # codes of x have 16 bits, not 8
 
+    def takes(self, group_size: int) -> bool:
+        return group_size % (self.depth * self.steps_at_once) == 0
+
     def add(self, b, totals, num_rows, num_vectors, weights_at, x_at):
         """totals[row, i] += weights . x, of `steps_at_once` steps.
 

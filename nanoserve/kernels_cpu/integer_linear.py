@@ -28,7 +28,7 @@ class IntegerPanels:
 
     def __init__(self, matrix: QuantizedMatrix, kind: str | None = None) -> None:
         self.outputs, self.inputs = matrix.shape
-        self.kind = kind or next(k for k in kinds_here() if KINDS[k].bits == matrix.bits)
+        self.kind = kind or best_kind(matrix.bits, matrix.group_size)
         self.own, self.groups = KINDS[self.kind], matrix.scale.shape[1]
         if matrix.group_of_input is not None:
             raise ValueError("groups that are no runs of inputs have to be sorted before")
@@ -121,11 +121,19 @@ def _quantize_parallel(x, given, shift, codes, starts, sums, scale):
         scale[row] = _quantize_row(x[row], largest, shift, codes[row], starts[row], sums[row])
 
 
+def best_kind(bits: int, group_size: int) -> str:
+    """Of this processor's, for codes of so many bits: of more, if only those take such groups."""
+    return next(
+        name
+        for own_bits in (bits, 8)
+        for name in kinds_here()
+        if KINDS[name].bits == own_bits and KINDS[name].takes(group_size)
+    )
+
+
 def _pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
     """uint8 [panels, steps, ...]: `depth` inputs of an output side by side."""
     outputs, inputs = matrix.shape
-    if inputs // matrix.scale.shape[1] % (own.depth * own.steps_at_once):
-        raise ValueError(f"groups of {matrix.group_size} are no multiple of {own.depth}")
     codes = matrix.codes
     if own.bits == 8:
         return pack((codes.view(torch.uint8) ^ own.shift) if own.shift else codes, own.depth)

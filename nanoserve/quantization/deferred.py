@@ -23,6 +23,7 @@ from nanoserve.quantization.plain_source import PlainSource, RandomSource
 from nanoserve.quantization.source import WeightSource
 
 Weight = Tensor | QuantizedMatrix
+_MAX_VALUES = 2**24  # that are float32 at a time: of an embedding, all would be gigabytes
 
 
 def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
@@ -37,14 +38,13 @@ def load_deferred(
     model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
 ) -> None:
     """As `nanoserve.checkpoint.loader.load_weights`, for a model with deferred weights."""
-    method = next(module.method for module in model.modules() if hasattr(module, "method"))
     if load_format == "dummy":
         source: WeightSource = RandomSource(model, model.model.embed_tokens.weight.dtype)
     elif model.config.quantization_config:
         source = open_quantized(path, model.config.quantization_config)
     else:
         source = PlainSource(path, model.tied_tensors)
-    fill(model, source, method.to_integers, shows_progress)
+    fill(model, source, getattr(model.lm_head.method, "to_integers", None), shows_progress)
 
 
 def check_weights(model: nn.Module, path: Path) -> None:
@@ -56,20 +56,19 @@ def check_weights(model: nn.Module, path: Path) -> None:
 def fill(
     model: nn.Module,
     source: WeightSource,
-    to_integers: Callable[[Weight, bool], Weight],
+    to_integers: Callable[[Weight, bool], Weight] | None,
     shows_progress: bool,
 ) -> None:
     """Fill `model` from `source`.
 
     What is read for a deferred weight goes through `to_integers`, with whether the checkpoint has
-    it in fewer bits.
+    it in fewer bits. Where nothing is deferred, integers become numbers of the model's dtype.
 
     Raises `ValueError`, before anything is read, unless the two have the same tensors.
     """
     expected = expected_tensors(model)
     _check(expected, source, model.tied_tensors)
-    owners = {id(parameter): owner for owner, parameter in _deferred(model)}
-    pending = _Pending()
+    pending = {_memory(parameter): _Pending(*both) for *both, parameter in _deferred(model)}
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
     bar = tqdm(
         desc="Loading weights",
@@ -89,54 +88,54 @@ def fill(
             for part in parts:
                 own = _slice(weight, part)
                 if not part.destination.is_meta:
-                    part.destination.copy_(_as_float(own))
+                    _copy(own, part.destination)
                     _keep_head(model.lm_head, part.destination, own)
-                elif pending.add(part.destination, own):
-                    parameter, whole = pending.take(part.destination)
-                    owners[id(parameter)](whole)
+                else:
+                    pending[_memory(part.destination)].add(part.destination, own)
                 bar.update(part.destination.numel())
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
 
 
-def _deferred(model: nn.Module) -> Iterator[tuple[Callable[[Weight], None], nn.Parameter]]:
-    """Each weight without memory, and whom to give what takes its place."""
+def _deferred(
+    model: nn.Module,
+) -> Iterator[tuple[Callable[[Weight], None], int, nn.Parameter]]:
+    """Whom to give what takes the place of a weight without memory, its number of rows, and it."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                yield partial(module.method.fill, module, name), parameter
+                num_rows = parameter.numel() // parameter.shape[-1]
+                yield partial(module.method.fill, module, name), num_rows, parameter
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for a tensor and for its views, also where there is no memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _keep_head(head: nn.Module, destination: Tensor, weight: Weight) -> None:
     """An LM head whose integers the checkpoint has, its own or the embedding's, keeps these."""
-    is_whole = weight.shape == head.weight.shape and isinstance(weight, QuantizedMatrix)
-    if is_whole and _base(destination) is head.weight:
+    is_whole = isinstance(weight, QuantizedMatrix) and weight.shape == head.weight.shape
+    is_heads = hasattr(head.method, "fill") and _memory(destination) == _memory(head.weight)
+    if is_whole and is_heads:
         head.method.fill(head, "weight", weight)
 
 
 class _Pending:
-    """Rows of weights that are not complete yet."""
+    """A deferred weight, some rows of which have been read."""
 
-    def __init__(self) -> None:
-        self._rows: dict[int, list[tuple[int, Weight]]] = {}
+    def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
+        self._fill, self._num_missing = fill, num_rows
+        self._found: list[tuple[int, Weight]] = []
 
-    def add(self, destination: Tensor, rows: Weight) -> bool:
-        """Whether the weight has all of its rows now."""
-        base = _base(destination)
-        found = self._rows.setdefault(id(base), [])
-        found.append((destination.storage_offset() // base.shape[-1], rows))
-        num_rows = base.numel() // base.shape[-1]
-        return sum(each.shape[0] for _, each in found) == num_rows
-
-    def take(self, destination: Tensor) -> tuple[Tensor, Weight]:
-        base = _base(destination)
-        found = sorted(self._rows.pop(id(base)), key=lambda each: each[0])
-        return base, stack_rows([rows for _, rows in found])
-
-
-def _base(view: Tensor) -> Tensor:
-    return view if view._base is None else view._base
+    def add(self, destination: Tensor, rows: Weight) -> None:
+        self._found.append((destination.storage_offset(), rows))
+        self._num_missing -= rows.shape[0]
+        if self._num_missing == 0:
+            found = [rows for _, rows in sorted(self._found, key=lambda each: each[0])]
+            self._found.clear()
+            self._fill(stack_rows(found))
 
 
 def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
@@ -150,8 +149,15 @@ def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
     return weight.narrow(part.dim, first, size)
 
 
-def _as_float(weight: Weight) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedMatrix) else weight
+def _copy(weight: Weight, destination: Tensor) -> None:
+    """As numbers of the destination's type, some rows at a time."""
+    if isinstance(weight, Tensor):
+        destination.copy_(weight)
+        return
+    step = max(1, _MAX_VALUES // weight.shape[1])
+    for row in range(0, len(destination), step):
+        piece = destination[row : row + step]
+        piece.copy_(weight.rows(row, row + len(piece)).dequantize())
 
 
 def _check(

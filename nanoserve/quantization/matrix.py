@@ -8,6 +8,7 @@ points (w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = 
 zero) x scale. Nothing executes this form as it is; see `nanoserve.kernels_cpu.integer_linear`.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,17 +83,19 @@ class QuantizedMatrix:
         return [self.rows(first, min(first + num_rows, self.shape[0])) for first in firsts]
 
     def columns(self, first: int, end: int) -> "QuantizedMatrix":
-        """Of the inputs [first, end), which are whole groups or lie in one; else `ValueError`."""
+        """Of the inputs [first, end). Where they cut a group, all groups become smaller."""
         codes = self.codes[:, first:end]
         if self.group_of_input is not None:
             return replace(self, codes=codes, group_of_input=self.group_of_input[first:end])
         size = self.group_size
-        groups = slice(first // size, -(-end // size))
-        is_whole = first % size == 0 and end % size == 0
-        if not is_whole and groups.stop - groups.start > 1:
-            raise ValueError(f"inputs {first} to {end} cut a group of {size}")
-        offset = None if self.offset is None else self.offset[:, groups]
-        return replace(self, codes=codes, scale=self.scale[:, groups], offset=offset)
+        smaller = math.gcd(first, end, size)
+        scale, offset = (
+            None
+            if values is None
+            else values.repeat_interleave(size // smaller, 1)[:, first // smaller : end // smaller]
+            for values in (self.scale, self.offset)
+        )
+        return replace(self, codes=codes, scale=scale, offset=offset)
 
     def in_runs(self) -> "tuple[QuantizedMatrix, Tensor | None]":
         """The same with groups that are runs, and how its inputs are to be ordered for it.

@@ -1,5 +1,7 @@
 """How the linears of an engine keep and use their weights."""
 
+import logging
+
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -9,18 +11,26 @@ from nanoserve.kernels_cpu.linear_method import FormLinearMethod
 from nanoserve.layers.context import LinearMethod
 from nanoserve.quantization.schemes import scheme_of
 
+logger = logging.getLogger(__name__)
+
 
 def choose_linear_method(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, num_bytes: int
-) -> LinearMethod:
-    """`num_bytes` are the plain model's. Raises `ValueError` for what cannot run here."""
+) -> LinearMethod | None:
+    """`num_bytes` are the plain model's. Raises `ValueError` for what cannot run here.
+
+    None keeps plain weights.
+    """
     dtype = getattr(torch, model_config.dtype)
-    if device.type != "cpu":
-        raise ValueError(
-            f"quantization={config.quantization!r} runs on a CPU only, not on {device}"
-        )
-    floats = FormLinearMethod(choose_form(dtype, num_bytes).make)
     scheme = scheme_of(config, model_config)
+    if device.type != "cpu":
+        if scheme is not None and scheme.bits is not None:
+            raise ValueError(
+                f"quantization={config.quantization!r} runs on a CPU only, not on {device}"
+            )
+        logger.warning("on a GPU, a quantised checkpoint takes the memory of a plain one")
+        return None
+    floats = FormLinearMethod(choose_form(dtype, num_bytes).make)
     if scheme is None:
         return floats
     from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod

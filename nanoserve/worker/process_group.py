@@ -31,15 +31,19 @@ class Group:
         self._process_group, self._store, self._device = process_group, store, device
         self._is_cuda = device.type == "cuda"
         self.device_bytes = 0  # that NCCL has taken from the GPU, beside torch's own memory
-        self._sum, self._minimum = dist.AllreduceOptions(), dist.AllreduceOptions()
-        self._minimum.reduceOp = dist.ReduceOp.MIN
-        for options in (self._sum, self._minimum):
+        self._sum, self._minimum, self._maximum = (dist.AllreduceOptions() for _ in range(3))
+        self._minimum.reduceOp, self._maximum.reduceOp = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+        for options in (self._sum, self._minimum, self._maximum):
             # By default NCCL has a stream of its own, which costs two events for each sum.
             if self._is_cuda and hasattr(options, "asyncOp"):
                 options.asyncOp = False
 
     def all_reduce(self, x: torch.Tensor) -> None:
         self._wait(self._process_group.allreduce([x], self._sum))
+
+    def largest(self, x: torch.Tensor) -> None:
+        """Of each element, the largest of all ranks, in place."""
+        self._wait(self._process_group.allreduce([x], self._maximum))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         is_first = self._process_group.rank() == 0

@@ -64,7 +64,8 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
-    if any(parameter.is_meta for parameter in runner.model.parameters()):
+    is_deferred = any(parameter.is_meta for parameter in runner.model.parameters())
+    if is_deferred or model_config.quantization_config:
         from nanoserve.quantization.deferred import load_deferred as load_weights
     else:
         from nanoserve.checkpoint.loader import load_weights

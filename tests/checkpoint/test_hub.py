@@ -126,6 +126,39 @@ def test_a_download_dir_takes_the_place_of_the_hubs_cache(
     assert not (tmp_path / "home").exists()
 
 
+@pytest.fixture(scope="module")
+def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with one model twice, in one file and in three, and nothing else but decoys."""
+    pytest.importorskip("gguf")
+    from gguf_models import ModelWriter
+
+    path = tmp_path_factory.mktemp("gguf_source")
+    writer = ModelWriter(
+        make_qwen3(path / "made", hidden_size=64, intermediate_size=96), "qwen3", "Q8_0"
+    )
+    writer.write(path / "tiny-Q8_0.gguf")
+    writer.write(path / "split.gguf", split_max_tensors=9)
+    shutil.rmtree(path / "made")
+    (path / "README.md").write_text("")
+    return path
+
+
+def test_of_a_gguf_repository_one_model_is_fetched(server: FakeHub, gguf_source: Path) -> None:
+    server.repositories[NAME] = Repository({"main": gguf_source})
+    no_text = {"skip_tokenizer_init": True, "max_num_seqs": 4, "num_kv_blocks": 8}
+    with LLM(f"{NAME}/tiny-Q8_0.gguf", **no_text) as llm:
+        assert llm.engine.model_config.hidden_size == 64
+    assert server.fetched == ["tiny-Q8_0.gguf"]
+    server.requests.clear()
+    LLM(f"{NAME}/split-00001-of-00003.gguf", **no_text)
+    assert server.fetched == [f"split-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert "has no absent.gguf" in refusal(f"{NAME}/absent.gguf", **no_text)
+    assert "no name of a file" in refusal(f"{NAME}/*.gguf", **no_text)
+    assert "give the first" in refusal(f"{NAME}/split-00002-of-00003.gguf", **no_text)
+    assert "'organisation/model/file.gguf'" in refusal(f"{NAME}/a/tiny.gguf", **no_text)
+    assert "no config.json" in refusal(NAME, **no_text)
+
+
 @pytest.mark.parametrize(
     ("file", "changes", "told"),
     [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nanoserve.checks import is_int, require, shown
 
-METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes")
+METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "gguf")
 
 
 class _Field(NamedTuple):
@@ -66,6 +66,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
         "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
     },
+    "gguf": {},  # which is what `nanoserve.quantization.gguf.config` writes
 }
 # These say how the file was made, which kernel its makers used, or which modules are not quantised:
 # the file itself says that.
@@ -92,6 +93,7 @@ _HARMLESS: dict[str, set[str]] = {
         "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
         "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "modules_to_not_convert",
     },
+    "gguf": set(),
 }  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
         _check_blocks(config.get("weight_block_size"))
     elif method in ("awq", "gptq"):
         _check_groups(config)
-    else:
+    elif method == "bitsandbytes":
         is_one = bool(config.get("load_in_4bit")) != bool(config.get("load_in_8bit"))
         told = "load_in_4bit and load_in_8bit: one of them must be true"
         require(is_one, f"quantization_config: {told}")

@@ -17,7 +17,12 @@ def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> Weight
     not have, and for one that is missing.
     """
     check_quantization_config(quantization_config)
-    method, tensors = method_of(quantization_config), StoredTensors(path)
+    method = method_of(quantization_config)
+    if method == "gguf":
+        from nanoserve.quantization.gguf.source import GGUFSource
+
+        return GGUFSource(path)
+    tensors = StoredTensors(path)
     if method == "compressed-tensors":
         from nanoserve.quantization.formats.compressed_tensors import CompressedTensorsReader
 

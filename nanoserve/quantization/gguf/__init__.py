@@ -1,0 +1,1 @@
+"""GGUF, the files of llama.cpp: model, settings and tokenizer in one."""

@@ -1,0 +1,132 @@
+"""The blocks of GGUF's types -> the canonical form (`QuantizedMatrix`), or a tensor of floats.
+
+A row is a run of blocks. Those of 32 values (Q8_0, Q4_0, ...) have a scale, and some a minimum, in
+float16. Those of 256 (the "K" types) are 8 or 16 groups whose scales, and minima, are integers of 6
+or 8 bits times one float16. The layouts are those of ggml-quants.c; `gguf.quants` is what tests
+compare with. Q4_1, Q5_0 and Q5_1 are here because llama.cpp falls back to them in files of the K
+types where rows are no multiple of 256, as in Qwen2.5-0.5B.
+
+Arrays are uint8 [rows, blocks, ...] of bytes.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from nanoserve.quantization.gguf.container import BLOCKS
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# (codes, scale, offset or None), each [rows, blocks, values or groups of a block]
+Parts = tuple[ndarray, ndarray, ndarray | None]
+
+
+def read_values(kind: str, data: ndarray) -> Tensor | QuantizedMatrix:
+    """`data` is uint8 [..., bytes of a row]; of a block type, it must have two dimensions.
+
+    Floats keep their type. Raises `ValueError` for blocks that are no matrix.
+    """
+    if kind in FLOATS:
+        return torch.from_numpy(np.array(data)).view(FLOATS[kind])
+    if data.ndim != 2:
+        raise ValueError(f"a tensor of {data.ndim} dimensions is stored as {kind}, not in floats")
+    blocks = np.array(data).reshape(len(data), -1, BLOCKS[kind][1])
+    read, bits = _READERS[kind]
+    codes, scale, offset = (
+        None if part is None else torch.from_numpy(part.reshape(len(data), -1))
+        for part in read(blocks)
+    )
+    return QuantizedMatrix(codes, scale, offset, bits)
+
+
+def _q8_0(blocks: ndarray) -> Parts:
+    return blocks[..., 2:].view(np.int8), _half(blocks, 0), None
+
+
+def _q4_0(blocks: ndarray) -> Parts:
+    return _nibbles(blocks[..., 2:], 16).view(np.int8) - 8, _half(blocks, 0), None
+
+
+def _q4_1(blocks: ndarray) -> Parts:
+    scale = _half(blocks, 0)
+    return _centred(_nibbles(blocks[..., 4:], 16), scale, _half(blocks, 2))
+
+
+def _q5_0(blocks: ndarray) -> Parts:
+    codes = _nibbles(blocks[..., 6:], 16) | _high_bits(blocks[..., 2:6])
+    return codes.view(np.int8) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: ndarray) -> Parts:
+    codes = _nibbles(blocks[..., 8:], 16) | _high_bits(blocks[..., 4:8])
+    return codes.view(np.int8), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q4_k(blocks: ndarray) -> Parts:
+    scale, minimum = _scales_and_minima(blocks)
+    return _centred(_nibbles(blocks[..., 16:], 32), scale, -minimum)
+
+
+def _q5_k(blocks: ndarray) -> Parts:
+    """A byte of the 32 at 16 has a high bit for each group: that of the same place in it."""
+    scale, minimum = _scales_and_minima(blocks)
+    bits = np.arange(8, dtype=np.uint8)[:, None]
+    high = (blocks[..., None, 16:48] >> bits & 1) << 4
+    codes = _nibbles(blocks[..., 48:], 32) | high.reshape(*blocks.shape[:2], 256)
+    return codes.view(np.int8), scale, -minimum
+
+
+def _q6_k(blocks: ndarray) -> Parts:
+    """Halves of 128 values: 64 bytes of low nibbles, and 32 bytes of two high bits for each of four
+    runs. 16 values share a scale of 8 bits."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3
+    codes = _nibbles(blocks[..., :128], 64) | high.reshape(*blocks.shape[:2], 256) << 4
+    scale = _half(blocks, 208) * blocks[..., 192:208].view(np.int8).astype(np.float32)
+    return codes.view(np.int8) - 32, scale, None
+
+
+_READERS: dict[str, tuple[Callable[[ndarray], Parts], int]] = {
+    "Q8_0": (_q8_0, 8), "Q4_0": (_q4_0, 4), "Q4_1": (_q4_1, 4), "Q5_0": (_q5_0, 8),
+    "Q5_1": (_q5_1, 8), "Q4_K": (_q4_k, 4), "Q5_K": (_q5_k, 8), "Q6_K": (_q6_k, 8),
+}  # fmt: skip
+
+
+def _half(blocks: ndarray, start: int) -> ndarray:
+    """The float16 at a byte of each block, as float32 [rows, blocks, 1]."""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: ndarray, run: int) -> ndarray:
+    """Of each `run` of bytes the low halves, then the high ones: [rows, blocks, twice as many]."""
+    runs = packed.reshape(*packed.shape[:2], -1, 1, run)
+    halves = runs >> np.array([[0], [4]], np.uint8) & 15
+    return halves.reshape(*packed.shape[:2], -1)
+
+
+def _high_bits(packed: ndarray) -> ndarray:
+    """The fifth bit of 32 codes, one after the other in 4 bytes: 0 or 16."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+
+
+def _centred(codes: ndarray, scale: ndarray, minimum: ndarray) -> Parts:
+    """Codes 0 to 15 with w = code x scale + minimum, as -8 to 7."""
+    return codes.view(np.int8) - 8, scale, minimum + 8 * scale
+
+
+def _scales_and_minima(blocks: ndarray) -> tuple[ndarray, ndarray]:
+    """Of the 8 groups of a Q4_K or Q5_K block, float32 [rows, blocks, 8].
+
+    Two float16, and 12 bytes with 16 integers of 6 bits: bytes 0 to 3 and 4 to 7 hold the first
+    four scales and minima, and in their upper two bits those of the other four, whose lower halves
+    are the nibbles of bytes 8 to 11.
+    """
+    scales, minima, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
+    scales = np.concatenate([scales & 63, (rest & 15) | (scales >> 6 << 4)], axis=-1)
+    minima = np.concatenate([minima & 63, (rest >> 4) | (minima >> 6 << 4)], axis=-1)
+    return _half(blocks, 0) * scales.astype(np.float32), _half(blocks, 2) * minima.astype(
+        np.float32
+    )

@@ -1,0 +1,145 @@
+"""The settings of a GGUF file -> the entries that `config.json` of the same model would have.
+
+From there `ModelConfig` reads them as ever. A setting of the model that is not read here is refused
+by name: whatever it means, llama.cpp may compute something else for it. No torch is imported.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from nanoserve.checks import is_int, require, shown
+from nanoserve.quantization.gguf.container import GGUFFile
+from nanoserve.quantization.gguf.names import Form
+from nanoserve.quantization.gguf.rope import read_rope
+from nanoserve.quantization.gguf.settings import Settings, form_of, list_of
+
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+# Words that end an answer, which llama.cpp knows by their spelling: files name only one as "eos".
+_ENDS = {
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
+    "<end_of_turn>", "<EOT>",
+}  # fmt: skip
+_CONTROL = 3  # in tokenizer.ggml.token_type
+# The layers of Gemma's largest models, whose attention is scaled otherwise than by its head size.
+# No setting says so; llama.cpp counts layers too.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `config.json` and `generation_config.json` would say."""
+    file = GGUFFile.open(path)
+    sampling = {
+        theirs: file.settings[f"general.sampling.{name}"]
+        for name, theirs in _SAMPLING.items()
+        if f"general.sampling.{name}" in file.settings
+    }
+    return config_json(file), sampling
+
+
+def config_json(file: GGUFFile) -> dict[str, Any]:
+    """As transformers writes it. There is no window in what was a Mistral: the converter leaves it
+    out, and llama.cpp computes without.
+
+    Raises `ValueError` for what is missing or not implemented.
+    """
+    form, settings = form_of(file), Settings(file)
+    embedding = file.tensors.get("token_embd.weight")
+    require(embedding is not None, f"{file.path} has no tensor token_embd.weight, so no model")
+    hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
+    head_dim = settings.size("attention.key_length", hidden // heads)
+    context = settings.size("context_length")
+    raw = {
+        "architectures": [form.architecture],
+        "dtype": _dtype(file, form),
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": settings.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": settings.positive("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "eos_token_id": _eos_token_ids(file),
+        "quantization_config": {"quant_method": "gguf"},
+    }
+    value_dim = settings.size("attention.value_length", head_dim)
+    told = f"{settings.told('attention.value_length', value_dim)} is not the key_length={head_dim}"
+    require(value_dim == head_dim, told)
+    raw |= read_rope(settings, file, context, head_dim) | _experts(settings)
+    raw |= _own_settings(settings, raw)
+    require(
+        not settings.left,
+        f"{file.path}: {shown(settings.left)} of {settings.name} not implemented; give the model's "
+        f"checkpoint in safetensors",
+    )
+    return raw
+
+
+def _experts(settings: Settings) -> dict[str, Any]:
+    """Nothing but the size of the feed-forward for a model without."""
+    count = settings.take("expert_count", 0)
+    used = settings.take("expert_used_count", 0)
+    size = settings.take("expert_feed_forward_length")
+    if not count:
+        return {"intermediate_size": settings.size("feed_forward_length")}
+    return {
+        "intermediate_size": settings.size("feed_forward_length", size),
+        "moe_intermediate_size": size,
+        "num_local_experts": count,
+        "num_experts_per_tok": used,
+        "norm_topk_prob": True,  # as llama.cpp does in all of these models
+    }
+
+
+def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
+    """Those that only some architectures have."""
+    if settings.name == "minicpm":
+        depth = settings.positive("residual_scale") * math.sqrt(raw["num_hidden_layers"])
+        base = raw["hidden_size"] / settings.positive("logit_scale")
+        embedding = settings.positive("embedding_scale")
+        return {"scale_emb": embedding, "scale_depth": depth, "dim_model_base": base}
+    if settings.name == "phi3":
+        return {"sliding_window": settings.take("attention.sliding_window") or None}
+    if settings.name not in _GEMMA_27B:
+        return {}
+    is_27b = raw["num_hidden_layers"] == _GEMMA_27B[settings.name]
+    scalar = raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"]
+    found = {
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": settings.size("attention.sliding_window"),
+        "sliding_window_pattern": settings.take("attention.sliding_window_pattern"),
+        "rope_local_base_freq": settings.take("rope.freq_base_swa"),
+        "attn_logit_softcapping": settings.take("attn_logit_softcapping"),
+        "final_logit_softcapping": settings.take("final_logit_softcapping"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _dtype(file: GGUFFile, form: Form) -> str:
+    """That of the matrices. In a quantised file nothing says in which type the model computed:
+    bfloat16 has the range that nearly all of these were trained in. Gemma's activations overflow
+    float16, whatever its weights are stored as."""
+    types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    if types <= {"F16", "F32"}:
+        half = "bfloat16" if form.adds_one_to_norms else "float16"
+        return half if "F16" in types else "float32"
+    return "bfloat16"
+
+
+def _eos_token_ids(file: GGUFFile) -> list[int]:
+    """What ends an answer, as llama.cpp takes it: what is called so, and words spelt so."""
+    found = [file.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    for token_id in found:
+        known = token_id is None or is_int(token_id)
+        require(known, f"{file.path}: the id of an end, {shown(token_id)}, must be an integer")
+    words, types = (list_of(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    pairs = enumerate(zip(words, types, strict=False))
+    spelt = {i for i, (word, kind) in pairs if kind == _CONTROL and word in _ENDS}
+    return sorted({token_id for token_id in found if token_id is not None} | spelt)

@@ -1,0 +1,75 @@
+"""What GGUF calls a tensor -> what a checkpoint in safetensors calls it, for each architecture.
+
+llama.cpp's converter (convert_hf_to_gguf.py) also changes some values; `FORMS` says for which
+architectures, and `nanoserve.quantization.gguf.source` undoes it.
+"""
+
+import re
+from typing import NamedTuple
+
+_PLAIN = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_GEMMA = _PLAIN | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+# One tensor of three dimensions in GGUF, and one per expert in a checkpoint.
+_QWEN_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}  # fmt: skip
+_OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+# They are no weights: `nanoserve.quantization.gguf.rope` reads them.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class Form(NamedTuple):
+    """How an architecture is stored."""
+
+    architecture: str  # in `config.json`
+    names: dict[str, str] = _PLAIN  # of the tensors of a layer
+    # Rows of q and k lie so that RoPE turns neighbours, where checkpoints in safetensors have the
+    # two halves of a head turn together.
+    has_permuted_heads: bool = False
+    adds_one_to_norms: bool = False  # Gemma's (1 + w), added up
+
+
+FORMS = {
+    "llama": Form("LlamaForCausalLM", _PLAIN | _MIXTRAL_EXPERTS, has_permuted_heads=True),
+    "qwen2": Form("Qwen2ForCausalLM"),
+    "qwen3": Form("Qwen3ForCausalLM"),
+    "qwen3moe": Form("Qwen3MoeForCausalLM", _PLAIN | _QWEN_EXPERTS),
+    "gemma2": Form("Gemma2ForCausalLM", _GEMMA, adds_one_to_norms=True),
+    "gemma3": Form("Gemma3ForCausalLM", _GEMMA, adds_one_to_norms=True),
+    "phi3": Form(
+        "Phi3ForCausalLM",
+        _PLAIN | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "minicpm": Form("MiniCPMForCausalLM", has_permuted_heads=True),
+}
+
+
+def plain_name(form: Form, name: str) -> str | None:
+    """The name in a checkpoint, with a {} for the number of an expert; None if it has none."""
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        layer, part, kind = match.groups()
+        theirs = form.names.get(part)
+        return None if theirs is None else f"model.layers.{int(layer)}.{theirs}.{kind}"
+    part, _, kind = name.rpartition(".")
+    return f"{_OUTSIDE[part]}.{kind}" if part in _OUTSIDE and kind == "weight" else None

@@ -1,0 +1,63 @@
+"""How a GGUF file says what RoPE does: settings, or a factor for each pair of dimensions.
+
+llama.cpp divides the angle of a pair by its factor. That is what "longrope" means too, so factors
+become one: those of Phi-3, one list for short and one for long contexts; and those of Llama 3.1,
+which the converter has computed from that model's own rule, as one list for all contexts.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from nanoserve.checks import check_number, require
+from nanoserve.quantization.gguf.container import GGUFFile
+from nanoserve.quantization.gguf.names import ROPE_TENSORS
+from nanoserve.quantization.gguf.settings import Settings
+
+
+def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -> dict[str, Any]:
+    """Entries of `config.json`. Raises `ValueError` for a kind that is not implemented."""
+    dims = settings.take("rope.dimension_count", head_dim)
+    told = f"{settings.told('rope.dimension_count', dims)} of {head_dim} is not implemented"
+    require(dims == head_dim, f"{told}: RoPE turns all dimensions of a head, or none are right")
+    theta = settings.take("rope.freq_base", 10_000.0)  # llama.cpp's, for files that do not say
+    scaling = _scaling(settings, file, context)
+    return {"rope_theta": theta, "rope_scaling": scaling} if scaling else {"rope_theta": theta}
+
+
+def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]:
+    factor = settings.take("rope.scaling.factor", settings.take("rope.scale_linear")) or 1.0
+    original = settings.take("rope.scaling.original_context_length", context)
+    kind = settings.take("rope.scaling.type", "linear" if factor != 1 else "none")
+    factors = {name: _list(file, name) for name in ROPE_TENSORS if name in file.tensors}
+    if factors:
+        is_alone = kind in ("none", "longrope") and factor == 1
+        told = f"{settings.told('rope.scaling.type', kind)}, factor={factor}"
+        require(is_alone, f"{told}, together with {list(factors)}, is not implemented")
+        every = factors.get("rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors.get("rope_factors_short.weight", every),
+            "long_factor": factors.get("rope_factors_long.weight", every),
+            "original_max_position_embeddings": original,
+            "attention_factor": settings.take("rope.scaling.attn_factor", 1.0),
+        }
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": check_number(f"{file.path}: rope.scaling.factor", factor, 1),
+            "original_max_position_embeddings": original,
+            "beta_fast": settings.take("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": settings.take("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    told = f"{settings.told('rope.scaling.type', kind)} is not implemented"
+    require(kind in ("none", "linear"), f"{told}: none, linear, yarn are, and lists of factors")
+    is_scaled = kind == "linear" and factor != 1
+    return {"rope_type": "linear", "factor": factor} if is_scaled else {}
+
+
+def _list(file: GGUFFile, name: str) -> list[float]:
+    tensor = file.tensors[name]
+    is_list = tensor.type == "F32" and len(tensor.shape) == 1
+    require(is_list, f"{file.path}: {name} is {tensor.type} {list(tensor.shape)}, no list of F32")
+    return tensor.data().view(np.float32).tolist()

@@ -1,0 +1,80 @@
+"""The weights of a GGUF file under the names, and in the order, of a plain checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoserve.checks import require
+from nanoserve.quantization.gguf.blocks import FLOATS, read_values
+from nanoserve.quantization.gguf.container import GGUFFile, StoredTensor
+from nanoserve.quantization.gguf.names import ROPE_TENSORS, plain_name
+from nanoserve.quantization.gguf.settings import Settings, form_of
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+
+class _Place(NamedTuple):
+    tensor: StoredTensor
+    expert: int | None  # of a tensor of three dimensions
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+
+class GGUFSource:
+    """Reads whole tensors: matrices of a block type as integers, whatever is in floats as those."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ValueError` as `GGUFFile.open` does, and for a tensor that no model has."""
+        self._file = GGUFFile.open(path)
+        self._form, settings = form_of(self._file), Settings(self._file)
+        self._num_heads = settings.size("attention.head_count")
+        self._num_kv_heads = settings.size("attention.head_count_kv", self._num_heads)
+        self._places: dict[str, _Place] = {}
+        for tensor in self._file.tensors.values():
+            if tensor.name not in ROPE_TENSORS:
+                self._places |= self._places_of(tensor)
+
+    def _places_of(self, tensor: StoredTensor) -> dict[str, _Place]:
+        name = plain_name(self._form, tensor.name)
+        architecture = self._file.settings["general.architecture"]
+        told = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not know in a"
+        require(name is not None, f"{told} {architecture!r} model")
+        if "{}" not in name:
+            return {name: _Place(tensor, None)}
+        is_stack = len(tensor.shape) == 3
+        require(is_stack, f"{tensor.file}: {tensor.name} is {list(tensor.shape)}, no experts")
+        return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: place.shape for name, place in self._places.items()}
+
+    def is_quantized(self, name: str) -> bool:
+        return self._places[name].tensor.type not in FLOATS
+
+    def read(self, name: str) -> Tensor | QuantizedMatrix:
+        tensor, expert = self._places[name]
+        data = tensor.data() if expert is None else tensor.data()[expert]
+        try:
+            values = read_values(tensor.type, data)
+        except ValueError as error:
+            raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
+        if self._form.adds_one_to_norms and name.endswith("norm.weight"):
+            return values.float() - 1
+        if self._form.has_permuted_heads and ".attn_q." in tensor.name:
+            return _in_halves(values, self._num_heads)
+        if self._form.has_permuted_heads and ".attn_k." in tensor.name:
+            return _in_halves(values, self._num_kv_heads)
+        return values
+
+
+def _in_halves(values: Tensor | QuantizedMatrix, num_heads: int) -> Tensor | QuantizedMatrix:
+    """Of each head the even rows, then the odd ones: what the converter has put side by side."""
+    order = torch.arange(values.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    if isinstance(values, Tensor):
+        return values[order]
+    offset = None if values.offset is None else values.offset[order]
+    return replace(values, codes=values.codes[order], scale=values.scale[order], offset=offset)

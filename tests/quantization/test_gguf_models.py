@@ -1,0 +1,225 @@
+"""Models from GGUF files against transformers' with the same dequantised weights, in float32."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+
+from gguf_models import KINDS, ModelWriter
+from minicpm_reference import MINICPM4, MiniCPMForCausalLM
+from tiny_checkpoints import make_checkpoint, prompt_logits
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.quantization.deferred import load_deferred
+
+PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
+SMALL = {"hidden_size": 64, "intermediate_size": 96}  # blocks of 32
+LARGE = {"hidden_size": 256, "intermediate_size": 512}  # and of 256
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}
+GEMMA |= {"tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
+}  # fmt: skip
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def llama3_factors() -> np.ndarray:
+    """As the converter computes them (LlamaModel.generate_extra_tensors), for heads of 16."""
+    factors = []
+    for i in range(0, 16, 2):
+        wavelength = 2 * math.pi * 1e4 ** (i / 16)
+        if wavelength < 256 / 4.0:
+            factors.append(1.0)
+        elif wavelength > 256 / 1.0:
+            factors.append(8.0)
+        else:
+            smooth = (256 / wavelength - 1.0) / (4.0 - 1.0)
+            factors.append(1 / ((1 - smooth) / 8.0 + smooth))
+    return np.array(factors, np.float32)
+
+
+# arch, transformers' model, its settings, and what the file says beside the usual
+CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", LlamaForCausalLM, {}, {}),
+    "llama, biased, tied": (
+        "llama", LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {},
+    ),
+    "llama 3.1": (
+        "llama", LlamaForCausalLM, {"rope_parameters": LLAMA3},
+        {"rope_freqs.weight": llama3_factors()},
+    ),
+    "llama, linear": (
+        "llama", LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    ),
+    "mixtral": (
+        "llama", MixtralForCausalLM, {"num_local_experts": 3},
+        {"expert_count": 3, "expert_used_count": 2},
+    ),
+    "minicpm": (
+        "minicpm", MiniCPMForCausalLM, MINICPM4,
+        {"embedding_scale": 12.0, "residual_scale": 1.4 / math.sqrt(2), "logit_scale": 64 / 16},
+    ),
+    "qwen2": ("qwen2", Qwen2ForCausalLM, {}, {}),
+    "qwen2, yarn": (
+        "qwen2", Qwen2ForCausalLM, {"rope_parameters": YARN},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+         "rope.scaling.original_context_length": 128},
+    ),
+    "qwen3": ("qwen3", Qwen3ForCausalLM, {}, {}),
+    "qwen3-moe": (
+        "qwen3moe", Qwen3MoeForCausalLM, MOE | {"norm_topk_prob": True},
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "gemma2": (
+        "gemma2", Gemma2ForCausalLM,
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+        {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    ),
+    "gemma3": (
+        "gemma3", Gemma3ForCausalLM,
+        GEMMA
+        | {"num_hidden_layers": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "phi3": (
+        "phi3", Phi3ForCausalLM, {"sliding_window": 17},
+        {"attention.sliding_window": 17, "attention.key_length": None, "vocab_size": None},
+    ),
+    "phi3, longrope": (
+        "phi3", Phi3ForCausalLM,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32,
+         "sliding_window": None},
+        {
+            "attention.sliding_window": 0,
+            "rope.scaling.original_context_length": 32,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / 32) / math.log(32)),
+            "rope_factors_short.weight": np.ones(8, np.float32),
+            "rope_factors_long.weight": np.arange(1, 9, dtype=np.float32),
+        },
+    ),
+}  # fmt: skip
+
+
+def write(case: str, folder: Path, kind: str = "F32", **sizes: Any) -> tuple[PreTrainedModel, Path]:
+    """transformers' model, and the file, with the same weights in both."""
+    arch, architecture, settings, extra = CASES[case]
+    settings = SMALL | settings | sizes
+    model = make_checkpoint(architecture, folder / "checkpoint", **settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
+    ModelWriter(model, arch, kind).write(folder / "model.gguf", extra)
+    return model, folder / "model.gguf"
+
+
+@torch.inference_mode()
+def our_logits(path: Path) -> torch.Tensor:
+    config = ModelConfig.from_checkpoint(path, "float32")
+    model = model_class(config.architecture)(config, LayerContext())
+    load_deferred(model, path)  # of which nothing is deferred: integers become plain numbers
+    return prompt_logits(model, PROMPT)
+
+
+@torch.inference_mode()
+def assert_agrees(model: PreTrainedModel, path: Path) -> None:
+    expected = model(torch.tensor([PROMPT])).logits[0]
+    assert expected.std() > 0.1 and expected.isfinite().all()
+    torch.testing.assert_close(our_logits(path), expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    assert_agrees(*write(case, tmp_path))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
+    assert_agrees(*write(case, tmp_path, kind))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("_K")])
+def test_so_they_are_from_blocks_of_256(case: str, kind: str, tmp_path: Path) -> None:
+    sizes = LARGE | {"head_dim": 64} | ({"moe_intermediate_size": 256} if "moe" in case else {})
+    model, path = write(case, tmp_path, kind, **sizes)
+    assert_agrees(model, path)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@torch.inference_mode()
+def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_path: Path) -> None:
+    """Its own reader of GGUF, where it knows the architecture: names, permutation, settings."""
+    pytest.importorskip("accelerate")
+    # Of a Qwen3's file it does not read the size of a head.
+    _, path = write(case, tmp_path, kind, **{"head_dim": 128} if case == "qwen3" else {})
+    options = {"gguf_file": path.name, "dtype": torch.float32}
+    assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path, **options), path)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "ranks"), [("llama", "F32", 1), ("llama", "Q8_0", 2), ("mixtral", "Q4_0", 2)]
+)
+@torch.inference_mode()
+def test_an_engine_generates_from_a_file(case: str, kind: str, ranks: int, tmp_path: Path) -> None:
+    """On two ranks, each takes its part of the heads or its experts, one more or one less."""
+    model, path = write(case, tmp_path, kind)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"skip_tokenizer_init": True, "device": "cpu", "num_kv_blocks": 8}
+    options |= {"tensor_parallel_size": ranks}
+    with LLM(path, dtype="float32", max_num_seqs=4, **options) as llm:
+        (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    ours = output.outputs[0].token_ids
+    logits = model(torch.tensor([PROMPT + ours])).logits[0, len(PROMPT) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
+    # The inputs of products with integers are rounded to integers, too.
+    tolerance = 1e-4 if kind == "F32" else 0.1 * float(logits.std())
+    assert (logits.amax(dim=1) - chosen).max() <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")],
+)
+def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Path) -> None:
+    _, path = write("qwen3", tmp_path, kind)
+    assert ModelConfig.from_checkpoint(path).dtype == dtype
+
+
+def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
+    _, path = write("gemma2", tmp_path, "F16")
+    assert ModelConfig.from_checkpoint(path).dtype == "bfloat16"
