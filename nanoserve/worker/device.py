@@ -54,6 +54,10 @@ def make_runner(
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
     attention, ops = _backend(name)
+    if config.kv_cache_dtype != "auto":
+        from nanoserve.worker.kv_dtypes import quantized_backend
+
+        attention, ops = quantized_backend(name, config.kv_cache_dtype)
     context = LayerContext(dtype, device, tp, attention, ops, _linear_method(dtype, device))
     if device.type == "cpu":
         return ModelRunner(config, model_config, path, context, HostDevice())
