@@ -29,7 +29,9 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 class QuantizedKV(NamedTuple):
     """The cache of one layer, K before V."""
 
-    codes: Tensor  # int8, or uint8 for the bits of e4m3: [2, blocks, KV heads, block_size, head_dim]
+    codes: (
+        Tensor  # int8, or uint8 for the bits of e4m3: [2, blocks, KV heads, block_size, head_dim]
+    )
     scales: Tensor  # float32 [2, num_blocks, num_kv_heads, block_size]
 
     def blocks(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,6 +72,31 @@ class QuantizedKVCache:
         codes, scales = quantize(torch.full((1,), value), self.codes.dtype)
         self.codes.fill_(codes.item())
         self.scales.fill_(scales.item())
+
+
+def codes_and_scales(
+    kv_cache: Tensor | QuantizedKV, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """For a kernel that takes a layer's cache of either kind; of floats there are no scales.
+
+    Raises `ValueError` unless floats are of `dtype`, and codes contiguous, each with its scale.
+    """
+    if isinstance(kv_cache, Tensor):
+        if kv_cache.dtype != dtype:
+            raise ValueError(f"kv_cache {kv_cache.dtype} of values in {dtype} is not supported")
+        return kv_cache, None
+    codes, scales = kv_cache
+    is_good = codes.dtype in LARGEST_CODE and scales.dtype == torch.float32
+    if not is_good or scales.shape != codes.shape[:-1]:
+        raise ValueError(
+            f"codes {codes.dtype} {list(codes.shape)} must be int8 or uint8, and scales "
+            f"{scales.dtype} {list(scales.shape)} float32, one for each head of each slot"
+        )
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        raise ValueError(
+            f"codes and scales must be contiguous: {codes.stride()}, {scales.stride()}"
+        )
+    return kv_cache
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def attend_quantized_rows(
     first: int,
     end: int,
 ) -> Tensor:
-    """`attend_rows` over a small cache of floats: the blocks that these rows have, and no others."""
+    """`attend_rows` over a small cache of floats: the blocks of these rows, and no others."""
     block_size = kv_cache.codes.shape[3]
     length = int(metadata.context_lens[first:end].max())
     tables = metadata.block_tables[first:end, : -(-length // block_size)].long()
