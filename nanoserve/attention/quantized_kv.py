@@ -13,7 +13,7 @@ With a head_dim of 128, a scale of 4 bytes makes 132 bytes of a head that takes 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +48,14 @@ class QuantizedKVCache:
 
     @classmethod
     def allocate(
-        cls,
-        kv_cache_dtype: str,
-        shape: tuple[int, ...],
-        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        cls, shape: tuple[int, ...], context: Any, zeros: Callable[..., Tensor]
     ) -> "QuantizedKVCache":
-        """`shape` is that of an unquantised cache: [num_layers, *attention.kv_cache_shape()]."""
-        return cls(zeros(shape, CODE_DTYPES[kv_cache_dtype]), zeros(shape[:-1], torch.float32))
+        """What is [num_layers, *attention.kv_cache_shape()] in floats, for a `LayerContext`.
+
+        `zeros(shape, dtype, device)` takes the memory.
+        """
+        dtype, device = CODE_DTYPES[context.attention.kv_cache_dtype], context.device
+        return cls(zeros(shape, dtype, device), zeros(shape[:-1], torch.float32, device))
 
     def __iter__(self) -> Iterator[QuantizedKV]:
         return iter(self._layers)

@@ -73,9 +73,9 @@ def paged_attention(
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
     group, num_chunks = num_heads // num_kv_heads, len(context_lens) - num_decode_rows
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared_memory = _shared_memory(q.device)
+    shared_memory, has_codes = _shared_memory(q.device), scales is not None
     if num_decode_rows > 0:
-        config = tile_config(head_dim, q.dtype, group, True, shared_memory)
+        config = tile_config(head_dim, q.dtype, group, True, shared_memory, has_codes)
         if num_shares is None:
             num_keys = min(max_context_len, sliding_window or max_context_len)
             most = num_decode_rows * (num_keys // config.tile_n + 2)
@@ -83,7 +83,7 @@ def paged_attention(
             num_shares = max(1, min(at_once, most))
         _decode(batch, config, out, num_decode_rows, num_shares)
     if num_chunks > 0:
-        config = tile_config(head_dim, q.dtype, group, False, shared_memory)
+        config = tile_config(head_dim, q.dtype, group, False, shared_memory, has_codes)
         _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
     return out
 

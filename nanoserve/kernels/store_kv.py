@@ -188,12 +188,16 @@ def _store_kv(
         slot = tl.load(slot_mapping + token, mask=in_batch, other=0).to(tl.int64)[:, None]
         row = is_v * cache_kv_stride + kv_head * cache_head_stride
         row += slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_offset_stride
-        if scales is not None:
-            first, second, scale = quantized(first, second, kv_cache.dtype.element_ty)
-            tl.store(scales + row // HEAD_DIM, scale[:, None], mask=in_batch[:, None])
-        target = kv_cache + row + pair
-        tl.store(target, first.to(kv_cache.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, second.to(kv_cache.dtype.element_ty), mask=mask)
+        # One name has one type, so K and V have names of their own.
+        place = kv_cache + row + pair
+        if scales is None:
+            tl.store(place, first.to(kv_cache.dtype.element_ty), mask=mask)
+            tl.store(place + HALF, second.to(kv_cache.dtype.element_ty), mask=mask)
+        else:
+            codes = quantized(first, second, kv_cache.dtype.element_ty)
+            tl.store(place, codes[0], mask=mask)
+            tl.store(place + HALF, codes[1], mask=mask)
+            tl.store(scales + row // HEAD_DIM, codes[2][:, None], mask=in_batch[:, None])
 
 
 @triton.jit

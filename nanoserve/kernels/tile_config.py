@@ -28,11 +28,13 @@ def tile_config(
     group: int,
     is_decode: bool,
     shared_memory: int = SHARED_MEMORY_WITHOUT_GPU,
+    has_codes: bool = False,
 ) -> TileConfig:
     """The largest tiles that stay within registers and shared memory, as ptxas reports them.
 
     `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
-    the smaller GPUs of their generations, an RTX 4090 or an L4, 99.
+    the smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: K and V are in 8
+    bits, and become floats in registers, of which fewer are left for tiles.
     """
     wide, full_precision = head_dim > 128, dtype == torch.float32
     # The tensor cores do no full float32: its operands go through registers, in small tiles.
@@ -52,4 +54,17 @@ def tile_config(
         config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
     else:  # as fast as the tensor cores: large tiles use every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
+    if has_codes:
+        config = _for_codes(config, full_precision, is_decode)
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
+
+
+def _for_codes(config: TileConfig, full_precision: bool, is_decode: bool) -> TileConfig:
+    """Not measured yet: chosen so that registers suffice, as ptxas reports them."""
+    if full_precision:
+        config = config._replace(num_warps=8)
+    if is_decode:
+        return config
+    if full_precision:
+        return config._replace(block_m=16, tile_n=16)
+    return config._replace(tile_n=32)

@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,15 +74,15 @@ def allocate_kv_cache(
     shape = context.attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
     )
-    shape, zeros = (model_config.num_hidden_layers, *shape), partial(_zeros, context.device)
+    shape = (model_config.num_hidden_layers, *shape)
     if context.attention.kv_cache_dtype == "auto":
-        return zeros(shape, context.dtype)
+        return _zeros(shape, context.dtype, context.device)
     from nanoserve.attention.quantized_kv import QuantizedKVCache
 
-    return QuantizedKVCache.allocate(context.attention.kv_cache_dtype, shape, zeros)
+    return QuantizedKVCache.allocate(shape, context, _zeros)
 
 
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return _map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

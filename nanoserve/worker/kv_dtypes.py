@@ -1,9 +1,12 @@
 """Which attention backend keeps K and V in which type; see `nanoserve.attention.quantized_kv`."""
 
+import logging
 from importlib import import_module
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.layers.ops import TorchOps
+
+logger = logging.getLogger(__name__)
 
 # Attention, and the small operations that go with it, of which one stores K and V.
 _QUANTIZED = {
@@ -33,4 +36,5 @@ def quantized_backend(name: str, kv_cache_dtype: str) -> tuple[AttentionBackend,
     places = [location.split(":") for location in _QUANTIZED[name]]
     attention, ops = (getattr(import_module(module), kind)() for module, kind in places)
     attention.kv_cache_dtype = kv_cache_dtype
+    logger.info("KV cache in %s, with a scale per token and head", kv_cache_dtype)
     return attention, ops

@@ -97,6 +97,5 @@ def _allocate_pool(runner: Any) -> None:
     pool = runner.kv_cache.nbytes / 2**30
     logger.info(
         f"{model_config.architecture}, {model_config.dtype}, {runner.num_kv_blocks} KV "
-        f"blocks of {block_size} tokens ({pool:.2f} GiB, kv_cache_dtype {config.kv_cache_dtype}), "
-        f"max_model_len {runner.max_model_len}"
+        f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {runner.max_model_len}"
     )
