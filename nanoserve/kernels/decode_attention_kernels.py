@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from nanoserve.kernels.paged_attention_kernels import online_softmax_step
-from nanoserve.kernels.quantized_kv import load_kv
+from nanoserve.kernels.quantized_kv import as_floats
 
 _ROWS = tl.constexpr(256)  # whose lengths are looked at in one go
 _PARTS = tl.constexpr(16)  # that are merged in one go
@@ -116,8 +116,11 @@ def decode_attention_kernel(
             kv_mask = is_seen[:, None] & (d < HEAD_DIM)[None, :]
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
-            k = load_kv(k_ptr, k_scales_ptr, slot, d, kv_mask, is_seen, HEAD_DIM, DOT_DTYPE)
-            v = load_kv(v_ptr, v_scales_ptr, slot, d, kv_mask, is_seen, HEAD_DIM, DOT_DTYPE)
+            kv_offsets = slot[:, None] + d[None, :]
+            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
             acc, row_max, row_sum = online_softmax_step(
                 q, k, v, is_seen[None, :], acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
             )

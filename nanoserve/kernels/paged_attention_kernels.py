@@ -27,7 +27,7 @@ Rows with a single token, whose work is to read keys and not to compute, are cut
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.quantized_kv import load_kv
+from nanoserve.kernels.quantized_kv import as_floats
 
 
 # What changes from step to step is not specialised: values that are 1 or divisible by 16 would
@@ -138,8 +138,11 @@ def chunk_attention_kernel(
                 kv_mask &= (d < HEAD_DIM)[None, :]
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
-            k = load_kv(k_ptr, k_scales_ptr, slot, d, kv_mask, is_seen, HEAD_DIM, DOT_DTYPE)
-            v = load_kv(v_ptr, v_scales_ptr, slot, d, kv_mask, is_seen, HEAD_DIM, DOT_DTYPE)
+            kv_offsets = slot[:, None] + d[None, :]
+            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
 
             visible = None
             if MASKED:

@@ -56,23 +56,20 @@ def _to_e4m3(x):
 
 
 @triton.jit
-def load_kv(
-    ptr, scales_ptr, slot, d, mask, is_seen, HEAD_DIM: tl.constexpr, DOT_DTYPE: tl.constexpr
-):
-    """K or V of some slots, [slots, head_dim], for a product; `slot` is where each one's begins.
+def as_floats(values, scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr):
+    """K or V of some slots, [slots, head_dim]; `slot` is where the values of each one begin.
 
-    If scales_ptr is not None, what lies there are codes, contiguous, so that their slots are
+    If scales_ptr is not None, they are codes, which lie contiguous, so that their heads are
     numbered as the scales are.
     """
-    values = tl.load(ptr + slot[:, None] + d[None, :], mask=mask, other=0)
     if scales_ptr is not None:
         scales = tl.load(scales_ptr + slot // HEAD_DIM, mask=is_seen, other=0.0)
-        values = _as_float(values) * scales[:, None]
-    return values.to(DOT_DTYPE)
+        values = _unscaled(values) * scales[:, None]
+    return values
 
 
 @triton.jit
-def _as_float(codes):
+def _unscaled(codes):
     if codes.dtype == tl.uint8:
         # A float16 has the same bits 7 places higher, with an exponent that counts from 15 and not
         # 7: it is 256 times too small, also where there is no exponent.
