@@ -270,7 +270,7 @@ def test_attention(backend: str, kind: str, case: int) -> None:
     torch.testing.assert_close(actual.double(), expected(is_coded=True), rtol=1e-5, atol=2e-5)
     # And near to what there would be without codes; V grows to 10 times a normal distribution.
     error = (actual.double() - expected(is_coded=False)).abs().max()
-    assert error < {"int8": 0.25, "fp8": 2.5}[kind]
+    assert error < {"int8": 0.8, "fp8": 4.0}[kind]
 
 
 @pytest.mark.parametrize("slots_at_once", [1, 60, 8192])
