@@ -156,6 +156,43 @@ def test_codes_are_the_same_bit_for_bit(backend: str, kind: str, dtype: torch.dt
     assert (~cache.scales.isnan()).sum() == 9 * 2 * 2 - 2  # and no other slot was written to
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_lies_between_two_codes_goes_to_the_even_one(backend: str, kind: str) -> None:
+    numbers = torch.arange(128.0) if kind == "int8" else torch.from_numpy(E4M3).float()
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    step = random_step(torch.float32, 2, is_plain=True, head_dim=256)
+    # The largest number is a code, too: the scale is 1.
+    step.heads[0] = torch.cat([halves, -halves, numbers[-1:].expand(256 - 2 * len(halves))])
+    step.heads[1] = torch.cat([numbers, -numbers, numbers[-1:].expand(256 - 2 * len(numbers))])
+    _, cache = stored(backend, kind, step)
+    blocks, offsets = step.slot_mapping // 16, step.slot_mapping % 16
+    assert cache.scales[:, blocks, :, offsets].eq(1).all()
+    codes = torch.arange(len(numbers)) % 128
+    evens = torch.where(codes[1:] % 2 == 0, codes[1:], codes[:-1])
+    for found, wanted in zip(cache.codes[0][blocks, 0, offsets], (evens, codes), strict=True):
+        found, negative = found[: len(wanted)].long(), found[len(wanted) : 2 * len(wanted)].long()
+        assert torch.equal(found, wanted)
+        assert torch.equal(negative, -wanted if kind == "int8" else wanted + 128)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+def test_numba_knows_every_number_of_e4m3() -> None:
+    from numba import njit
+
+    from nanoserve.kernels_cpu.values import to_float
+
+    @njit
+    def all_floats(codes: np.ndarray, out: np.ndarray) -> None:
+        for i in range(len(codes)):
+            out[i] = to_float(codes[i])
+
+    for sign in (0, 128):
+        out = np.empty(127, dtype=np.float32)
+        all_floats(np.arange(127, dtype=np.uint8) + np.uint8(sign), out)
+        np.testing.assert_array_equal(out, -E4M3 if sign else E4M3)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -271,6 +308,24 @@ def test_attention(backend: str, kind: str, case: int) -> None:
     # And near to what there would be without codes; V grows to 10 times a normal distribution.
     error = (actual.double() - expected(is_coded=False)).abs().max()
     assert error < {"int8": 0.8, "fp8": 4.0}[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_in_16_bits(backend: str, kind: str, dtype: torch.dtype) -> None:
+    if backend == "numba" and dtype == torch.float16:
+        pytest.skip("numba's kernels have no float16")
+    torch.manual_seed(0)
+    layer = AttentionLayer(4, 2, 16, 0.2)
+    q, cache, metadata, expected = random_batch(layer, kind, [(1, 37), (1, 5), (3, 21)], 16)
+    if backend == "torch":
+        metadata.block_tables[metadata.block_tables == 2**30] = 1
+    with torch.inference_mode():
+        actual = quantized_backend(backend, kind)[0].attend(layer, q.to(dtype), cache, metadata)
+    assert actual.dtype == dtype
+    # Of values up to 30, and of scores up to 10.
+    torch.testing.assert_close(actual.double(), expected(is_coded=True), rtol=3e-2, atol=0.15)
 
 
 @pytest.mark.parametrize("slots_at_once", [1, 60, 8192])
