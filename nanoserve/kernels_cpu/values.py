@@ -72,7 +72,11 @@ def _store(out, i, x):
 
         return round_to_integer
     if out.dtype == types.uint8:
-        return lambda out, i, x: _store_e4m3(out, i, x)
+
+        def round_to_e4m3(out, i, x):
+            out[i] = _to_e4m3(x)
+
+        return round_to_e4m3
 
     def round_and_assign(out, i, x):
         bits = np.float32(x).view(np.uint32)
@@ -83,16 +87,16 @@ def _store(out, i, x):
 
 
 @njit(**FAST)
-def _store_e4m3(out, i, x):
+def _to_e4m3(x):
     bits = np.float32(x).view(np.uint32)
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
     is_odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
     rounded = np.uint32((magnitude + np.uint32(0x7FFFF) + is_odd) >> np.uint32(20))
     # Below 2^-6 numbers are multiples of 2^-9; the eighth of them has the first exponent.
-    small = np.uint32(np.rint(np.abs(np.float32(x)) * np.float32(2**9)))
+    small = np.uint32(np.int32(np.rint(magnitude.view(np.float32) * np.float32(2**9))))
     is_small = magnitude < np.uint32((127 - 6) << 23)
     code = small if is_small else np.uint32(rounded - np.uint32((127 - 7) << 3))
-    out[i] = np.uint8(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80) | code)
+    return np.uint8(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80) | code)
 
 
 @njit(inline="always", **FAST)
