@@ -148,7 +148,8 @@ def _decode(
     batch: _Batch, config: TileConfig, out: torch.Tensor, num_rows: int, num_shares: int
 ) -> None:
     """Attends for the first `num_rows` rows, of one token each."""
-    q, kv_cache, _, context_lens, block_tables, scale, sliding_window, soft_cap, scales = batch
+    q, kv_cache, _, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     parts = torch.empty(num_shares, 2, num_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -205,17 +206,8 @@ def _attend_chunks(
     batch: _Batch, config: TileConfig, out: torch.Tensor, first_row: int, num_rows: int
 ) -> None:
     """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
-    (
-        q,
-        kv_cache,
-        cu_seqlens_q,
-        context_lens,
-        block_tables,
-        scale,
-        sliding_window,
-        soft_cap,
-        scales,
-    ) = batch
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
