@@ -138,6 +138,7 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
     limit = ModelConfig.from_checkpoint(model).max_position_embeddings
     options["max_model_len"] = min(longest, limit)
     options |= {"dtype": args.dtype, "device": args.device, "skip_tokenizer_init": True}
+    options["kv_cache_dtype"] = args.kv_cache_dtype
     options["load_format"] = "auto" if args.model else "dummy"
     if args.kv_gib:
         options["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
@@ -196,6 +197,7 @@ def parse_args() -> Namespace:
     add("--contexts", type=numbers, default="64,256,1024,4096", help="%(default)s")
     add("--steps", type=int, default=20, help="measured at each point (%(default)s)")
     add("--kv-gib", type=float, help="the KV pool; if not given, the engine chooses")
+    add("--kv-cache-dtype", default="auto", help='"auto", "int8" or "fp8" (%(default)s)')
     add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
     add("--threads", type=int, help="if not given, torch chooses")

@@ -44,6 +44,7 @@ _CHOICES = {
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
     "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
+    "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
 # computes 2048 for seconds, and whoever decodes waits for their end.
@@ -91,6 +92,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     num_kv_blocks: int | None = None  # fixes the pool
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
+    kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.

@@ -48,6 +48,7 @@ class AttentionBackend:
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
+    kv_cache_dtype = "auto"  # "auto" is the model's own; see nanoserve.attention.quantized_kv
 
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -1,6 +1,7 @@
 """Attention on a CPU with numba (extra: `nanoserve[cpu]`): its own kernel for decode rows."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,9 @@ class NumbaAttention(AttentionBackend):
         out = torch.empty_like(q)
         rows = metadata.num_decode_rows
         if rows:
-            k_cache, v_cache = as_numpy(kv_cache)
             attend_decode(
                 as_numpy(q[:rows]),
-                k_cache,
-                v_cache,
+                *self._caches(kv_cache),
                 metadata.block_tables.numpy(),
                 metadata.context_lens.numpy(),
                 np.float32(layer.scale),
@@ -44,6 +43,14 @@ class NumbaAttention(AttentionBackend):
             )
         if rows < q.shape[0]:  # there are longer rows, too
             chunks = range(rows, metadata.num_rows)
-            parts = [attend_rows(layer, q, kv_cache, metadata, row, row + 1) for row in chunks]
+            attend = self._attend_rows
+            parts = [attend(layer, q, kv_cache, metadata, row, row + 1) for row in chunks]
             torch.cat(parts, out=out[rows:])
         return out
+
+    # What another kind of cache has other answers to.
+    _attend_rows = staticmethod(attend_rows)
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Any, ...]:
+        """K, V, and their scales if they have any."""
+        return (*as_numpy(kv_cache), None, None)

@@ -119,15 +119,16 @@ class ModelConfig:
     def rope_theta(self) -> float:
         return self.rope.theta
 
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self, kv_cache_dtype: str = "auto") -> int:
         """Bytes of K and V of one token over all layers: 2 x layers x heads x dim x size.
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
+        But for "auto", a value is a byte, and a head has a scale of 4 bytes more: 270,336.
         """
-        bytes_per_value = 4 if self.dtype == "float32" else 2
-        return (
-            2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * bytes_per_value
-        )
+        bytes_per_head = self.head_dim * (4 if self.dtype == "float32" else 2)
+        if kv_cache_dtype != "auto":
+            bytes_per_head = self.head_dim + 4
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * bytes_per_head
 
 
 def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -58,6 +58,8 @@ class InputProcessor:
     ) -> None:
         self.clock = clock
         self.by_priority = config.scheduling_policy == "priority"
+        dtype = config.kv_cache_dtype  # in another one, K and V of the same tokens are others
+        self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
         self.num_cached = 0 if config.enable_prompt_tokens_details else None  # None stays None
         self.max_logprobs = min(config.max_logprobs, model_config.vocab_size)
         self.default_sampling = dict(model_config.default_sampling)
@@ -102,7 +104,11 @@ class InputProcessor:
         if priority != 0 and not self.by_priority:
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         text, token_ids = self._tokenize(prompt)
-        cache_key = _cache_key(prompt)
+        cache_key = self.cache_root
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            from nanoserve.engine.cache_salt import key_of_salt
+
+            cache_key += key_of_salt(prompt["cache_salt"])
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
         self._check_prompt_length(len(token_ids))
@@ -195,13 +201,3 @@ class InputProcessor:
                 f"the prompt has {num_tokens} tokens; max_model_len={self.max_model_len} "
                 f"leaves room for at most {self.max_model_len - 1} and one token of output"
             )
-
-
-def _cache_key(prompt: Prompt) -> tuple[str, ...]:
-    """Whose KV blocks it may share: those of requests with the same `cache_salt`."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is None:
-        return ()
-    if not isinstance(salt, str) or not salt:
-        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
-    return ("cache_salt", salt)

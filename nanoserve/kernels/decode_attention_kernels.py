@@ -27,6 +27,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from nanoserve.kernels.paged_attention_kernels import online_softmax_step
+from nanoserve.kernels.quantized_kv import as_floats
 
 _ROWS = tl.constexpr(256)  # whose lengths are looked at in one go
 _PARTS = tl.constexpr(16)  # that are merged in one go
@@ -42,6 +43,9 @@ def decode_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    # None, and what they take is compiled away, or of codes: float32, one for each slot and head.
+    k_scales_ptr,
+    v_scales_ptr,
     context_lens_ptr,
     block_tables_ptr,
     num_rows,
@@ -86,6 +90,9 @@ def decode_attention_kernel(
     q_ptr += head[:, None] * q_head_stride + d[None, :]
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
+    if k_scales_ptr is not None:
+        k_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
+        v_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
     while at < end:
         # 1) Which of the row's tiles.
         context_len = tl.load(context_lens_ptr + row)
@@ -110,8 +117,10 @@ def decode_attention_kernel(
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
             kv_offsets = slot[:, None] + d[None, :]
-            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
-            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
             acc, row_max, row_sum = online_softmax_step(
                 q, k, v, is_seen[None, :], acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
             )

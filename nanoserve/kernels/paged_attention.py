@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.kernels.decode_attention_kernels import decode_attention_kernel, merge_parts_kernel
 from nanoserve.kernels.dependent_launch import has_dependent_launch
 from nanoserve.kernels.paged_attention_kernels import chunk_attention_kernel
+from nanoserve.kernels.tile_config import SHARED_MEMORY_WITHOUT_GPU, TileConfig, tile_config
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -24,58 +26,11 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
-_SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
-_TWO_DECODES = 142 * 1024  # what two programs take with head_dim 128
-_WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
-
-
-class TileConfig(NamedTuple):
-    """How a program is cut to the hardware."""
-
-    block_m: int  # rows of a query tile: tokens times heads of a group
-    tile_n: int  # keys at once
-    num_warps: int
-    num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
-    num_programs: int = 1  # of decoding, for each multiprocessor: as measured on an H100
-
-
-@functools.cache  # of a few shapes in every layer: `next_power_of_2` alone takes microseconds
-def tile_config(
-    head_dim: int,
-    dtype: torch.dtype,
-    group: int,
-    is_decode: bool,
-    shared_memory: int = _SHARED_MEMORY_WITHOUT_GPU,
-) -> TileConfig:
-    """The largest tiles that stay within registers and shared memory, as ptxas reports them.
-
-    `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
-    the smaller GPUs of their generations, an RTX 4090 or an L4, 99.
-    """
-    wide, full_precision = head_dim > 128, dtype == torch.float32
-    # The tensor cores do no full float32: its operands go through registers, in small tiles.
-    if is_decode:  # as fast as the memory: what counts is the bytes under way
-        if full_precision:
-            config = TileConfig(16, 16, num_warps=4, num_stages=5, num_programs=2)
-        elif wide:
-            config = TileConfig(16, 32, num_warps=4, num_stages=5, num_programs=1)
-        else:
-            num_programs = 2 if shared_memory > _TWO_DECODES else 1
-            config = TileConfig(16, 64, num_warps=4, num_stages=5, num_programs=num_programs)
-    elif full_precision:
-        tile_n = 16 if wide else 32
-        num_warps = 16 if head_dim > 64 else 8
-        config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
-    elif wide and shared_memory < _WIDE_PREFILL:  # 68 KiB instead of 136
-        config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
-    else:  # as fast as the tensor cores: large tiles use every K and V often
-        config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
-    return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
 def paged_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantizedKV,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
@@ -90,7 +45,8 @@ def paged_attention(
     """Attends from every query token to the keys of its sequence up to itself.
 
     q             [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-    kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype
+    kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype, or codes and
+                  their scales, both contiguous
     cu_seqlens_q  int32 [num_rows + 1]: row r has the tokens cu_seqlens_q[r : r + 2]
     context_lens  int32 [num_rows]; a row's tokens are the last ones of its context
     block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read,
@@ -108,16 +64,18 @@ def paged_attention(
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.
     """
+    kv_cache, scales = codes_and_scales(kv_cache, q.dtype)
     batch = _Batch(
-        q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale, sliding_window, soft_cap
+        *(q, kv_cache, cu_seqlens_q, context_lens, block_tables),
+        *(scale, sliding_window, soft_cap, (None, None) if scales is None else tuple(scales)),
     )
     _check(batch)
     (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
     group, num_chunks = num_heads // num_kv_heads, len(context_lens) - num_decode_rows
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared_memory = _shared_memory(q.device)
+    shared_memory, has_codes = _shared_memory(q.device), scales is not None
     if num_decode_rows > 0:
-        config = tile_config(head_dim, q.dtype, group, True, shared_memory)
+        config = tile_config(head_dim, q.dtype, group, True, shared_memory, has_codes)
         if num_shares is None:
             num_keys = min(max_context_len, sliding_window or max_context_len)
             most = num_decode_rows * (num_keys // config.tile_n + 2)
@@ -125,7 +83,7 @@ def paged_attention(
             num_shares = max(1, min(at_once, most))
         _decode(batch, config, out, num_decode_rows, num_shares)
     if num_chunks > 0:
-        config = tile_config(head_dim, q.dtype, group, False, shared_memory)
+        config = tile_config(head_dim, q.dtype, group, False, shared_memory, has_codes)
         _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
     return out
 
@@ -139,6 +97,7 @@ class _Batch(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    scales: tuple[torch.Tensor | None, ...]  # of codes: K's and V's
 
 
 def _check(batch: _Batch) -> None:
@@ -151,8 +110,8 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"head_dim is {q.shape[2]} in q and {kv_cache.shape[4]} in kv_cache")
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
-    if q.dtype not in _TRITON_DTYPES or kv_cache.dtype != q.dtype:
-        raise ValueError(f"q is {q.dtype} and kv_cache {kv_cache.dtype}: not supported")
+    if q.dtype not in _TRITON_DTYPES:
+        raise ValueError(f"q is {q.dtype}: not supported")
     if batch.sliding_window is not None and batch.sliding_window < 1:
         raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
     if batch.soft_cap is not None and not batch.soft_cap > 0:
@@ -181,7 +140,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have, of what its multiprocessor shares among its programs."""
     if device.type != "cuda":
-        return _SHARED_MEMORY_WITHOUT_GPU
+        return SHARED_MEMORY_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
@@ -189,7 +148,8 @@ def _decode(
     batch: _Batch, config: TileConfig, out: torch.Tensor, num_rows: int, num_shares: int
 ) -> None:
     """Attends for the first `num_rows` rows, of one token each."""
-    q, kv_cache, _, context_lens, block_tables, scale, sliding_window, soft_cap = batch
+    q, kv_cache, _, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
     _, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     parts = torch.empty(num_shares, 2, num_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -208,6 +168,7 @@ def _decode(
         lse,
         q,
         *kv_cache,
+        *scales,
         context_lens,
         block_tables,
         num_rows,
@@ -245,7 +206,8 @@ def _attend_chunks(
     batch: _Batch, config: TileConfig, out: torch.Tensor, first_row: int, num_rows: int
 ) -> None:
     """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
-    q, kv_cache, cu_seqlens_q, context_lens, block_tables, scale, sliding_window, soft_cap = batch
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
     num_tokens, num_heads, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -257,6 +219,7 @@ def _attend_chunks(
         out,
         q,
         *kv_cache,
+        *scales,
         cu_seqlens_q,
         context_lens,
         block_tables,

@@ -27,6 +27,8 @@ Rows with a single token, whose work is to read keys and not to compute, are cut
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.quantized_kv import as_floats
+
 
 # What changes from step to step is not specialised: values that are 1 or divisible by 16 would
 # each compile the kernel anew.
@@ -36,6 +38,9 @@ def chunk_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    # None, and what they take is compiled away, or of codes: float32, one for each slot and head.
+    k_scales_ptr,
+    v_scales_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -104,6 +109,9 @@ def chunk_attention_kernel(
         position = tl.minimum(position, num_keys - 1)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
+    if k_scales_ptr is not None:
+        k_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
+        v_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
     # Of several queries, a later one's window may begin behind the first tile: there, its scores
@@ -131,8 +139,10 @@ def chunk_attention_kernel(
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
             kv_offsets = slot[:, None] + d[None, :]
-            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
-            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0).to(DOT_DTYPE)
+            k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
 
             visible = None
             if MASKED:

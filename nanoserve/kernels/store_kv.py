@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.kernels.dependent_launch import has_dependent_launch
+from nanoserve.kernels.quantized_kv import quantized
 
 # Up to this many tokens, one program per token and head: there are too few to fill a GPU otherwise.
 _FEW_TOKENS = 64
@@ -26,7 +28,7 @@ def store_kv(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantizedKV,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim], contiguous.
@@ -36,9 +38,11 @@ def store_kv(
     tokens with one slot (padding), any may win.
     cos, sin: [max_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or None.
-    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`.
+    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`, or codes
+    and their scales, both contiguous; to codes, values go from float32.
     The last dimension of every tensor is contiguous; heads and kv_cache may have any other strides.
     """
+    kv_cache, scales = codes_and_scales(kv_cache, heads.dtype)
     _check(heads, positions, cos, sin, q_weight, k_weight, kv_cache, slot_mapping)
     num_tokens, num_all_heads, head_dim = heads.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -55,6 +59,7 @@ def store_kv(
         q_weight,
         k_weight,
         kv_cache,
+        scales,
         slot_mapping,
         q,
         num_tokens,
@@ -95,8 +100,6 @@ def _check(
             f"heads {list(shape)} do not fit kv_cache {list(cache_shape)}: one even head_dim, and "
             f"query heads before two times {cache_shape[2]} KV heads"
         )
-    if heads.dtype != kv_cache.dtype:
-        raise ValueError(f"heads are {heads.dtype}, but kv_cache is {kv_cache.dtype}")
     if heads.stride()[2] != 1 or kv_cache.stride()[4] != 1:
         raise ValueError(
             f"the last dimension must be contiguous; the strides are {list(heads.stride())} of "
@@ -132,6 +135,7 @@ def _store_kv(
     q_weight,
     k_weight,
     kv_cache,
+    scales,
     slot_mapping,
     q,
     num_tokens,
@@ -184,9 +188,16 @@ def _store_kv(
         slot = tl.load(slot_mapping + token, mask=in_batch, other=0).to(tl.int64)[:, None]
         row = is_v * cache_kv_stride + kv_head * cache_head_stride
         row += slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_offset_stride
-        target = kv_cache + row + pair
-        tl.store(target, first.to(kv_cache.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, second.to(kv_cache.dtype.element_ty), mask=mask)
+        # One name has one type, so K and V have names of their own.
+        place = kv_cache + row + pair
+        if scales is None:
+            tl.store(place, first.to(kv_cache.dtype.element_ty), mask=mask)
+            tl.store(place + HALF, second.to(kv_cache.dtype.element_ty), mask=mask)
+        else:
+            codes = quantized(first, second, kv_cache.dtype.element_ty)
+            tl.store(place, codes[0], mask=mask)
+            tl.store(place + HALF, codes[1], mask=mask)
+            tl.store(scales + row // HEAD_DIM, codes[2][:, None], mask=in_batch[:, None])
 
 
 @triton.jit

@@ -18,9 +18,26 @@ from nanoserve.kernels_cpu.values import FAST, exp, prefetch, store, to_float
 
 @njit(parallel=True, **FAST)
 def attend_decode(
-    q, k_cache, v_cache, block_tables, context_lens, scale, window, soft_cap, parts, out
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    block_tables,
+    context_lens,
+    scale,
+    window,
+    soft_cap,
+    parts,
+    out,
 ):
-    """q, out: [num_rows, num_heads, head_dim]; for the caches see `AttentionBackend`."""
+    """q, out: [num_rows, num_heads, head_dim]; for the caches see `AttentionBackend`.
+
+    k_scales and v_scales: float32 [num_blocks, num_kv_heads, block_size] if the caches are codes,
+    see `nanoserve.attention.quantized_kv`; else None, and what they take is compiled away. A scale
+    is that of a whole head, so it is multiplied into the head's score, or its weight: the inner
+    loops are those of any other cache.
+    """
     num_rows, num_heads, head_dim = q.shape
     heads_here = num_heads // parts
     kv_heads_here = k_cache.shape[1] // parts
@@ -37,8 +54,12 @@ def attend_decode(
         sums = np.zeros((heads_here, head_dim), dtype=np.float32)
         kv_heads = (first_kv_head, first_kv_head + kv_heads_here)
         _add_scores(queries, k_cache, block_tables[row], kv_heads, first, length, weights)
+        if k_scales is not None:
+            _multiply(weights, k_scales, block_tables[row], kv_heads, first, length)
         for head in range(heads_here):
             _softmax(weights[head, first:], soft_cap)
+        if v_scales is not None:
+            _multiply(weights, v_scales, block_tables[row], kv_heads, first, length)
         _add_values(weights, v_cache, block_tables[row], kv_heads, first, length, sums)
         for head in range(heads_here):
             for d in range(head_dim):
@@ -70,6 +91,21 @@ def _add_scores(queries, k_cache, blocks, kv_heads, first, length, scores):
             if head < end:
                 for t in range(low, high):
                     scores[head, start + t] = _dot(queries[head], k[t])
+
+
+@njit(**FAST)
+def _multiply(weights, scales, blocks, kv_heads, first, length):
+    """weights[head, t] *= the scale of token t in its KV head, for t in [first, length)"""
+    block_size, group = scales.shape[2], len(weights) // (kv_heads[1] - kv_heads[0])
+    for i in range(first // block_size, (length + block_size - 1) // block_size):
+        start = i * block_size
+        low, high = max(first - start, 0), min(length - start, block_size)
+        for kv_head in range(kv_heads[0], kv_heads[1]):
+            scale = scales[blocks[i], kv_head]
+            for head in range((kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group):
+                weight = weights[head]
+                for t in range(low, high):
+                    weight[start + t] *= scale[t]
 
 
 @njit(**FAST)

@@ -133,7 +133,7 @@ def best_kind(bits: int, group_size: int) -> str:
 
 def _pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
     """uint8 [panels, steps, ...]: `depth` inputs of an output side by side."""
-    outputs, inputs = matrix.shape
+    outputs, _ = matrix.shape
     codes = matrix.codes
     if own.bits == 8:
         return pack((codes.view(torch.uint8) ^ own.shift) if own.shift else codes, own.depth)

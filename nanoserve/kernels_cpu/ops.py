@@ -134,17 +134,17 @@ def _store_kv(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slo
         c, s = cos[positions[token]], sin[positions[token]]
         block, offset = slots[token] // block_size, slots[token] % block_size
         for head in range(num_heads):
-            _norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
+            norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
         for head in range(num_kv_heads):
             k, v = kv_cache[0, block, head, offset], kv_cache[1, block, head, offset]
-            _norm_and_turn(heads[token, num_heads + head], k_weight, eps, c, s, k)
+            norm_and_turn(heads[token, num_heads + head], k_weight, eps, c, s, k)
             source = heads[token, num_heads + num_kv_heads + head]
             for i in range(2 * half):
                 v[i] = source[i]
 
 
 @njit(**FAST)
-def _norm_and_turn(x, weight, eps, cos, sin, out):
+def norm_and_turn(x, weight, eps, cos, sin, out):
     half = len(x) // 2
     if len(weight):
         scale = _scale(x, eps)

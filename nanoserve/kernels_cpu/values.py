@@ -1,6 +1,9 @@
-"""What the CPU kernels compute with: elements of float32 and bfloat16 arrays, e^x, prefetches.
+"""What the CPU kernels compute with: elements of arrays, e^x, prefetches.
 
 bfloat16 has no type in numba. It is the upper half of a float32, so its bits, shifted, are one.
+Nor has e4m3, the 8 bits of which are a sign, 4 of exponent (bias 7) and 3 of mantissa: see
+`nanoserve.attention.quantized_kv`. An array's type says what its elements are: float32, uint16 for
+bfloat16, int8 for integers, uint8 for e4m3.
 """
 
 import math
@@ -31,7 +34,23 @@ def to_float(x):
 def _to_float(x):
     if x == types.float32:
         return lambda x: x
+    if x == types.int8:
+        return lambda x: np.float32(x)
+    if x == types.uint8:
+        return lambda x: _e4m3_to_float(x)
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+@njit(**FAST)
+def _e4m3_to_float(x):
+    """No code is NaN: see `quantize`."""
+    magnitude, sign = np.uint32(x) & np.uint32(0x7F), np.uint32(np.uint32(x) >> np.uint32(7))
+    # In a float32 the 7 bits lie 20 places higher, and the exponent counts from 127.
+    bits = np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32((127 - 7) << 23))
+    # Below 8 there is no exponent: eighths of 2^-6.
+    small = np.float32(np.int32(magnitude)) * np.float32(2**-9)
+    value = bits.view(np.float32) if magnitude >= 8 else small
+    return -value if sign else value
 
 
 def store(out, i, x):
@@ -46,6 +65,18 @@ def _store(out, i, x):
             out[i] = x
 
         return assign
+    if out.dtype == types.int8:
+
+        def round_to_integer(out, i, x):
+            out[i] = np.int8(np.rint(x))
+
+        return round_to_integer
+    if out.dtype == types.uint8:
+
+        def round_to_e4m3(out, i, x):
+            out[i] = _to_e4m3(x)
+
+        return round_to_e4m3
 
     def round_and_assign(out, i, x):
         bits = np.float32(x).view(np.uint32)
@@ -53,6 +84,19 @@ def _store(out, i, x):
         out[i] = np.uint16((bits + np.uint32(0x7FFF) + is_odd) >> np.uint32(16))
 
     return round_and_assign
+
+
+@njit(**FAST)
+def _to_e4m3(x):
+    bits = np.float32(x).view(np.uint32)
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    is_odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
+    rounded = np.uint32((magnitude + np.uint32(0x7FFFF) + is_odd) >> np.uint32(20))
+    # Below 2^-6 numbers are multiples of 2^-9; the eighth of them has the first exponent.
+    small = np.uint32(np.int32(np.rint(magnitude.view(np.float32) * np.float32(2**9))))
+    is_small = magnitude < np.uint32((127 - 6) << 23)
+    code = small if is_small else np.uint32(rounded - np.uint32((127 - 7) << 3))
+    return np.uint8(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80) | code)
 
 
 @njit(inline="always", **FAST)

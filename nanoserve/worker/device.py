@@ -66,6 +66,10 @@ def make_runner(
 
         with host.guard():
             method = choose_linear_method(config, model_config, device, num_bytes)
+    if config.kv_cache_dtype != "auto":
+        from nanoserve.worker.kv_dtypes import quantized_backend
+
+        attention, ops = quantized_backend(name, config.kv_cache_dtype)
     context = LayerContext(dtype, device, tp, attention, ops, method)
     if device.type == "cpu":
         return ModelRunner(config, model_config, path, context, host)

@@ -31,7 +31,7 @@ class GPUMemory:
         Other processes do not shrink the share: if what they hold is missing, this raises, and
         so it does if nothing is left. `ValueError` with the numbers and what to lower.
         """
-        block_bytes = kv_block_bytes(model_config, config.block_size, tp)
+        block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
         share = int(self.total * config.gpu_memory_utilization)
         taken = self.weights + self.activations + self.graphs + self.libraries
         told = (

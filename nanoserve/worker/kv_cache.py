@@ -7,6 +7,7 @@ tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 
 import math
 import os
+from typing import Any
 
 import torch
 
@@ -21,10 +22,12 @@ _GIB = 2**30
 _ALONE = TensorParallel()
 
 
-def kv_block_bytes(model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE) -> int:
-    """Bytes of K and V of one block over all layers, on one rank."""
+def kv_block_bytes(
+    model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE, dtype: str = "auto"
+) -> int:
+    """Bytes of K and V of one block over all layers, on one rank; `dtype` is `kv_cache_dtype`."""
     share = tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
-    return block_size * model_config.kv_bytes_per_token() // share
+    return block_size * model_config.kv_bytes_per_token(dtype) // share
 
 
 def decide_num_kv_blocks(
@@ -38,23 +41,12 @@ def decide_num_kv_blocks(
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
-    block_bytes = kv_block_bytes(model_config, config.block_size, tp)
+    block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
     memory_bytes = memory_bytes or physical_memory_bytes() // tp.size
-    asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
-    if asked > memory_bytes:
-        raise ValueError(
-            f"the KV pool asked for takes {asked} bytes; this machine has {memory_bytes}"
-        )
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    if config.kv_cache_memory_bytes is not None:
-        budget = config.kv_cache_memory_bytes
-        if budget < 2 * block_bytes:
-            raise ValueError(
-                f"kv_cache_memory_bytes={budget} holds no KV block: one takes {block_bytes} "
-                f"bytes, and one more is the dummy block"
-            )
-        return budget // block_bytes - 1
+    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        from nanoserve.worker.explicit_pool import explicit_num_kv_blocks
+
+        return explicit_num_kv_blocks(config, block_bytes, memory_bytes)
     budget = min(4 * _GIB, memory_bytes // 4)
     return max(1, min(blocks_wanted(config, model_config), budget // block_bytes - 1))
 
@@ -67,8 +59,9 @@ def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
 
 def allocate_kv_cache(
     model_config: ModelConfig, num_kv_blocks: int, block_size: int, context: LayerContext
-) -> torch.Tensor:
-    """One tensor [num_layers, *attention.kv_cache_shape()], zeroed.
+) -> Any:
+    """One tensor [num_layers, *attention.kv_cache_shape()], zeroed; in fewer bits than the model's
+    it is a `nanoserve.attention.quantized_kv.QuantizedKVCache`.
 
     Zeroed, because rows that only fill up a batch read the dummy block. On a CPU the memory comes
     straight from the system, which maps a page when it is first used: an ample pool costs nothing
@@ -80,9 +73,17 @@ def allocate_kv_cache(
     shape = context.attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
     )
-    shape, dtype = (model_config.num_hidden_layers, *shape), context.dtype
-    if context.device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=context.device)
+    shape = (model_config.num_hidden_layers, *shape)
+    if context.attention.kv_cache_dtype == "auto":
+        return _zeros(shape, context.dtype, context.device)
+    from nanoserve.attention.quantized_kv import QuantizedKVCache
+
+    return QuantizedKVCache.allocate(shape, context, _zeros)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 

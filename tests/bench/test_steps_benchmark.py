@@ -18,6 +18,7 @@ ARGS = Namespace(
     dtype="float32",
     device="cpu",
     attention_backend="torch",
+    kv_cache_dtype="int8",
 )
 
 

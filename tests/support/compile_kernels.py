@@ -28,6 +28,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 import nanoserve.kernels.paged_attention
+from nanoserve.attention.quantized_kv import CODE_DTYPES, QuantizedKV
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -47,12 +48,13 @@ def _attention(
     num_heads: int,
     num_kv_heads: int,
     is_decode: bool,
+    kv_cache_dtype: str | None = None,
     **sees: float,
 ) -> None:
     num_rows, query_len, context_len = 2, 1 if is_decode else 64, 64
     paged_attention(
         torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
-        torch.zeros(2, 4, num_kv_heads, 16, head_dim, dtype=dtype),
+        _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype),
         torch.zeros(num_rows + 1, dtype=torch.int32),
         torch.zeros(num_rows, dtype=torch.int32),
         torch.zeros(num_rows, 4, dtype=torch.int32),
@@ -63,6 +65,15 @@ def _attention(
     )
 
 
+def _cache(
+    shape: tuple[int, ...], dtype: torch.dtype, kv_cache_dtype: str | None
+) -> torch.Tensor | QuantizedKV:
+    if kv_cache_dtype is None:
+        return torch.zeros(shape, dtype=dtype)
+    codes = torch.zeros(shape, dtype=CODE_DTYPES[kv_cache_dtype])
+    return QuantizedKV(codes, torch.zeros(shape[:-1]))
+
+
 def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
     head_dims, dtypes = (64, 80, 96, 128, 256), (torch.bfloat16, torch.float32)
     shapes = [(head_dim, dtype, 4, 2, {}) for head_dim in head_dims for dtype in dtypes]
@@ -70,22 +81,37 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
     shapes += [(head_dim, torch.bfloat16, 4, 2, window | cap) for head_dim in (64, 128, 256)]
     shapes += [(128, torch.bfloat16, 4, 2, sees) for sees in (window, cap)]
     shapes += [(128, torch.float16, 4, 2, {}), (128, torch.bfloat16, 8, 1, {})]
+    for kv_cache_dtype in ("int8", "fp8"):
+        kind = {"kv_cache_dtype": kv_cache_dtype}
+        shapes += [(head_dim, torch.bfloat16, 4, 2, kind) for head_dim in (64, 128, 256)]
+        shapes += [(128, torch.float32, 4, 2, kind)]
+    shapes += [(128, torch.bfloat16, 8, 1, {"kv_cache_dtype": "int8"})]
     cases = []
     for head_dim, dtype, num_heads, num_kv_heads, sees in shapes:
         label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
-        label = " ".join([label.replace("torch.", "attention "), *sees])
+        label = " ".join([label.replace("torch.", "attention "), *_names(sees)])
         call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads, **sees)
         cases.append((f"{label} prefill", partial(call, is_decode=False)))
         cases.append((f"{label} decode", partial(call, is_decode=True)))
     return cases
 
 
-def _store_kv(num_tokens: int, head_dim: int, dtype: torch.dtype, has_norm: bool) -> None:
+def _names(sees: dict[str, Any]) -> list[str]:
+    return [f"kv={value}" if name == "kv_cache_dtype" else name for name, value in sees.items()]
+
+
+def _store_kv(
+    num_tokens: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_norm: bool,
+    kv_cache_dtype: str | None = None,
+) -> None:
     table = torch.zeros(64, head_dim // 2, dtype=dtype)
     weight = torch.zeros(head_dim, dtype=dtype) if has_norm else None
     integers = torch.zeros(num_tokens, dtype=torch.int32)
     heads = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
-    cache = torch.zeros(2, 4, 2, 16, head_dim, dtype=dtype)
+    cache = _cache((2, 4, 2, 16, head_dim), dtype, kv_cache_dtype)
     store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers)
 
 
@@ -121,6 +147,9 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
             for has_norm in (True, False):
                 label = f"store_kv {dtype} tokens={num_tokens} head_dim={head_dim} norm={has_norm}"
                 cases.append((label, partial(_store_kv, num_tokens, head_dim, dtype, has_norm)))
+        for num_tokens, kv_cache_dtype in product((4, 256), ("int8", "fp8")):
+            label = f"store_kv {dtype} tokens={num_tokens} head_dim=128 kv={kv_cache_dtype}"
+            cases.append((label, partial(_store_kv, num_tokens, 128, dtype, True, kv_cache_dtype)))
         for vocab_size, is_filtered in ((2048, True), (151_936, True), (151_936, False)):
             label = f"choose_tokens {dtype} vocab={vocab_size} filtered={is_filtered}"
             cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
@@ -207,7 +236,7 @@ def compile_cases(capability: int, wanted: str, disassembled: str | None = None)
 
     triton.runtime.driver.set_active(_AbsentGPU(capability))
     # What the launchers ask a GPU for, they take from here for one that is not there.
-    nanoserve.kernels.paged_attention._SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
+    nanoserve.kernels.paged_attention.SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     JITFunction.run = compile_only
     for label, call in CASES:

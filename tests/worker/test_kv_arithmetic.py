@@ -6,6 +6,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -86,3 +88,21 @@ def test_the_pool_follows_the_options() -> None:
         decide(EngineConfig("x", kv_cache_memory_bytes=2 * block - 1), LLAMA_2_7B)
     wanted = decide(EngineConfig("x", max_num_seqs=1, max_model_len=64), LLAMA_2_7B)
     assert wanted == 4  # no more than can ever be used
+
+
+def test_in_8_bits_a_head_takes_a_byte_for_each_number_and_a_scale() -> None:
+    assert LLAMA_2_7B.kv_bytes_per_token("int8") == 2 * 32 * 32 * (128 + 4) == 270_336
+    block, two = 16 * 270_336, TensorParallel(0, 2)
+    assert kv_block_bytes(LLAMA_2_7B, 16, two, "fp8") == block // 2
+    config = EngineConfig("x", kv_cache_memory_bytes=64 * GIB, kv_cache_dtype="int8")
+    num_blocks = decide_num_kv_blocks(config, LLAMA_2_7B, memory_bytes=80 * GIB)
+    assert num_blocks == 64 * GIB // block - 1
+    assert num_blocks / (64 * GIB // (16 * 524_288) - 1) == pytest.approx(256 / 132, abs=1e-3)
+    # A GPU's, too, counts the scales.
+    gpu = GPUMemory(total=80 * GIB, free=80 * GIB, weights=GIB, activations=GIB, graphs=0)
+    sizes = {
+        dtype: gpu.num_kv_blocks(EngineConfig("x", kv_cache_dtype=dtype), LLAMA_2_7B)
+        for dtype in ("auto", "int8", "fp8_e4m3")
+    }
+    assert sizes["int8"] == sizes["fp8_e4m3"] == 70 * GIB // block - 1
+    assert sizes["auto"] == 70 * GIB // (16 * 524_288) - 1

@@ -1,0 +1,70 @@
+"""How the programs of paged attention are cut to the hardware."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
+_TWO_DECODES = 142 * 1024  # what two programs take with head_dim 128
+_WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
+
+
+class TileConfig(NamedTuple):
+    """How a program is cut to the hardware."""
+
+    block_m: int  # rows of a query tile: tokens times heads of a group
+    tile_n: int  # keys at once
+    num_warps: int
+    num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
+    num_programs: int = 1  # of decoding, for each multiprocessor: as measured on an H100
+
+
+@functools.cache  # of a few shapes in every layer: `next_power_of_2` alone takes microseconds
+def tile_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    is_decode: bool,
+    shared_memory: int = SHARED_MEMORY_WITHOUT_GPU,
+    has_codes: bool = False,
+) -> TileConfig:
+    """The largest tiles that stay within registers and shared memory, as ptxas reports them.
+
+    `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
+    the smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: K and V are in 8
+    bits, and become floats in registers, of which fewer are left for tiles.
+    """
+    wide, full_precision = head_dim > 128, dtype == torch.float32
+    # The tensor cores do no full float32: its operands go through registers, in small tiles.
+    if is_decode:  # as fast as the memory: what counts is the bytes under way
+        if full_precision:
+            config = TileConfig(16, 16, num_warps=4, num_stages=5, num_programs=2)
+        elif wide:
+            config = TileConfig(16, 32, num_warps=4, num_stages=5, num_programs=1)
+        else:
+            num_programs = 2 if shared_memory > _TWO_DECODES else 1
+            config = TileConfig(16, 64, num_warps=4, num_stages=5, num_programs=num_programs)
+    elif full_precision:
+        tile_n = 16 if wide else 32
+        num_warps = 16 if head_dim > 64 else 8
+        config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
+    elif wide and shared_memory < _WIDE_PREFILL:  # 68 KiB instead of 136
+        config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
+    else:  # as fast as the tensor cores: large tiles use every K and V often
+        config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
+    if has_codes:
+        config = _for_codes(config, full_precision, is_decode)
+    return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
+
+
+def _for_codes(config: TileConfig, full_precision: bool, is_decode: bool) -> TileConfig:
+    """Not measured yet: chosen so that registers suffice, as ptxas reports them."""
+    if full_precision:
+        config = config._replace(num_warps=8)
+    if is_decode:
+        return config
+    if full_precision:
+        return config._replace(block_m=16, tile_n=16)
+    return config._replace(tile_n=32)

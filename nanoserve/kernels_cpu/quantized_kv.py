@@ -1,0 +1,82 @@
+"""Storing K and V in 8 bits, compiled by numba; see `nanoserve.attention.quantized_kv`."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.attention.quantized_kv import LARGEST_CODE, SMALLEST_SCALE, QuantizedKV
+from nanoserve.kernels_cpu.ops import NumbaOps, norm_and_turn
+from nanoserve.kernels_cpu.values import FAST, as_numpy, store, to_float
+
+# A division stays a division here: codes are those that torch finds, bit for bit.
+_EXACT = {**FAST, "fastmath": False}
+
+
+class QuantizedNumbaOps(NumbaOps):
+    def norm_rotate_store(
+        self,
+        heads: Tensor,
+        rotary: Any,
+        norms: tuple[Any, Any],
+        kv_cache: QuantizedKV,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """See `nanoserve.layers.ops.TorchOps`. K goes from float32 to codes, with no rounding to
+        16 bits between."""
+        _, _, num_kv_heads, _, head_dim = kv_cache.codes.shape
+        q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
+        weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
+        _store_kv(
+            as_numpy(heads),
+            metadata.positions.numpy(),
+            as_numpy(rotary.cos),
+            as_numpy(rotary.sin),
+            *map(as_numpy, weights),
+            np.float32(norms[0].eps if norms[0] else 0.0),
+            kv_cache.codes.numpy(),
+            kv_cache.scales.numpy(),
+            np.float32(LARGEST_CODE[kv_cache.codes.dtype]),
+            metadata.slot_mapping.numpy(),
+            as_numpy(q),
+        )
+        return q
+
+
+@njit(parallel=True, **FAST)
+def _store_kv(
+    heads, positions, cos, sin, q_weight, k_weight, eps, codes, scales, largest_code, slots, q
+):
+    """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = codes.shape[2:4]
+    for token in prange(len(heads)):
+        c, s = cos[positions[token]], sin[positions[token]]
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        values = np.empty(head_dim, dtype=np.float32)
+        for head in range(num_heads):
+            norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
+        for head in range(num_kv_heads):
+            k, v = heads[token, num_heads + head], heads[token, num_heads + num_kv_heads + head]
+            norm_and_turn(k, k_weight, eps, c, s, values)
+            k_codes, v_codes = codes[0, block, head, offset], codes[1, block, head, offset]
+            scales[0, block, head, offset] = _quantize(values, largest_code, k_codes)
+            for i in range(head_dim):
+                values[i] = to_float(v[i])
+            scales[1, block, head, offset] = _quantize(values, largest_code, v_codes)
+
+
+@njit(**_EXACT)
+def _quantize(values, largest_code, codes):
+    """`quantize` of a head; returns its scale."""
+    bits = values.view(np.int32)
+    largest = np.int32(0)
+    for i in range(len(bits)):  # magnitudes are in the order of their bits, infinity, then NaN last
+        largest = max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    is_finite = largest < np.int32(0x7F800000)
+    scale = max(np.int32(largest).view(np.float32) / largest_code, np.float32(SMALLEST_SCALE))
+    for i in range(len(values)):
+        store(codes, i, values[i] / scale if is_finite else np.float32(0))
+    return scale if is_finite else np.float32(np.nan)

@@ -1,0 +1,111 @@
+"""K and V in 8 bits on an NVIDIA GPU: codes bit for bit, attention and answers near to a CPU's.
+
+pytest -m gpu tests/gpu/test_quantized_kv_gpu.py
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.quantized_kv import CODE_DTYPES, QuantizedKV, quantize
+from nanoserve.worker.kv_dtypes import quantized_backend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+KINDS = ["int8", "fp8"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_those_of_torch(
+    kind: str, dtype: torch.dtype, head_dim: int, num_tokens: int
+) -> None:
+    """Of heads that are neither normalised nor turned; no two divisions may round otherwise."""
+    torch.manual_seed(0)
+    heads = torch.randn(num_tokens, 8, head_dim).to(dtype)
+    heads[0, 4, 1], heads[1, 6, 2], heads[2, 5] = torch.nan, torch.inf, 0
+    slots = torch.randperm(1024)[:num_tokens].int()
+    codes = torch.zeros(2, 64, 2, 16, head_dim, dtype=CODE_DTYPES[kind], device="cuda")
+    cache = QuantizedKV(codes, torch.zeros(codes.shape[:-1], device="cuda"))
+    rotary = SimpleNamespace(
+        cos=torch.ones(1, head_dim // 2, device="cuda"),
+        sin=torch.zeros(1, head_dim // 2, device="cuda"),
+    )
+    metadata = SimpleNamespace(positions=(slots * 0).cuda(), slot_mapping=slots.cuda())
+    _, ops = quantized_backend("triton", kind)
+    ops.norm_rotate_store(heads.cuda(), rotary, (None, None), cache, metadata)
+    blocks, offsets = slots.long() // 16, slots.long() % 16
+    for which, x in enumerate(heads[:, 4:].split(2, dim=1)):
+        wanted_codes, wanted_scales = quantize(x, CODE_DTYPES[kind])
+        assert torch.equal(cache.codes[which].cpu()[blocks, :, offsets], wanted_codes)
+        found = cache.scales[which].cpu()[blocks, :, offsets]
+        torch.testing.assert_close(found, wanted_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [[(1, 3000), (1, 7), (1, 1500)], [(1, 900), (300, 1000)]])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_that_of_torch(
+    kind: str, dtype: torch.dtype, head_dim: int, rows: list[tuple[int, int]]
+) -> None:
+    """In float32 on the CPU, over the same codes."""
+    torch.manual_seed(0)
+    layer = AttentionLayer(8, 2, head_dim, head_dim**-0.5)
+    columns = [-(-context // 16) for _, context in rows]
+    tables = torch.zeros(len(rows), max(columns), dtype=torch.int32)
+    order = torch.randperm(sum(columns)).int() + 1
+    for row, blocks in enumerate(order.split(columns)):
+        tables[row, : len(blocks)] = blocks
+    cache = QuantizedKV(
+        *quantize(torch.randn(2, sum(columns) + 1, 2, 16, head_dim), CODE_DTYPES[kind])
+    )
+    num_new = torch.tensor([0, *(n for n, _ in rows)], dtype=torch.int32)
+    q = torch.randn(int(num_new.sum()), 8, head_dim)
+
+    def attend(backend: str, device: str, dtype: torch.dtype) -> torch.Tensor:
+        metadata = AttentionMetadata(
+            positions=torch.empty(0),
+            slot_mapping=torch.empty(0),
+            cu_seqlens_q=num_new.cumsum(0, dtype=torch.int32).to(device),
+            context_lens=torch.tensor([c for _, c in rows], dtype=torch.int32, device=device),
+            block_tables=tables.to(device),
+            num_decode_rows=sum(n == 1 for n, _ in rows),
+            max_query_len=max(n for n, _ in rows),
+            max_context_len=max(c for _, c in rows),
+        )
+        there = QuantizedKV(*(x.to(device) for x in cache))
+        attention, _ = quantized_backend(backend, kind)
+        return attention.attend(layer, q.to(device, dtype), there, metadata)
+
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    wanted = attend("torch", "cpu", torch.float32)
+    for backend in ("triton", "torch"):
+        found = attend(backend, "cuda", dtype).cpu().float()
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_a_cpu(kind: str, enforce_eager: bool) -> None:
+    questions = ["What is a KV cache?", "What is a block table?", "What is a prefix cache?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = []
+    for device in ("cpu", "cuda"):
+        options = {"kv_cache_dtype": kind, "num_kv_blocks": 200, "enforce_eager": enforce_eager}
+        with LLM("tiny-qwen3", dtype="float32", device=device, **options) as llm:
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        answers.append([output.outputs[0].text for output in outputs])
+    assert answers[0] == answers[1]
