@@ -35,7 +35,7 @@ from nanoserve.kernels_cpu.vectors import (
 )
 
 # Rows that are computed with one panel before the next: their x stays in the processor's cache.
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
 # (rows, vectors) of tiles, the largest first: sums, weights and an x are to fit into the registers,
 # 32 of 16 numbers or 16 of 8. A single row has many vectors: a sum waits for the one before it.
 _TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
@@ -102,7 +102,7 @@ KINDS = {
 def _tile(typing_context, kind, rows, vectors, x, x_stride, weights, steps, ahead, out, out_stride):
     """out[rows, 16 x vectors] = x[rows] . weights; from x on, arguments are addresses and bytes.
 
-    ahead: how far behind a weight lies what will be read next; it is asked for now.
+    ahead: an address, and the bytes from a step to the next: what is asked for meanwhile.
     """
     own = KINDS[kind.literal_value]
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
@@ -111,11 +111,13 @@ def _tile(typing_context, kind, rows, vectors, x, x_stride, weights, steps, ahea
     def generate(context, b, signature, args):
         x, x_stride, weights, steps, ahead, out, out_stride = args[3:]
         number = x.type
+        next_at, next_step = cgutils.unpack_tuple(b, ahead)
         sums = Accumulators(b, num_rows, num_vectors, constant(FLOAT, 0.0))
         with cgutils.for_range(b, steps, intp=number) as loop:
             here = b.add(weights, b.mul(loop.index, number(own.weight_bytes * PANEL // LANES)))
+            soon = b.add(next_at, b.mul(loop.index, next_step))
             for line in range(0, num_vectors * own.weight_bytes, 64):
-                prefetch(b, b.add(b.add(here, ahead), number(line)))
+                prefetch(b, b.add(soon, number(line)))
             offsets = [number(i * own.weight_bytes) for i in range(num_vectors)]
             widened = [own.weights(b, b.add(here, offset)) for offset in offsets]
             x_here = b.add(x, b.mul(loop.index, number(own.x_bytes)))
@@ -130,7 +132,8 @@ def _tile(typing_context, kind, rows, vectors, x, x_stride, weights, steps, ahea
                 store(b, values, b.add(row_at, number(i * LANES * out_bytes)))
         return context.get_dummy_value()
 
-    return types.void(kind, rows, vectors, *[types.intp] * 7), generate
+    addresses = [types.intp] * 4 + [types.UniTuple(types.intp, 2)] + [types.intp] * 2
+    return types.void(kind, rows, vectors, *addresses), generate
 
 
 def make_product(kind):
@@ -138,48 +141,57 @@ def make_product(kind):
 
     x, out: addresses of [num_rows, inputs] and [num_rows, num_panels x PANEL], as `kind` has them,
     with the bytes from a row to the next. weights: the address of what `panels.pack` gives.
+
+    Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
     (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = _TILES
     vector_bytes = KINDS[kind].weight_bytes
     step_bytes = vector_bytes * PANEL // LANES
     out_bytes = LANES * (4 if KINDS[kind].dtype == "float32" else 2)
 
-    @njit(cache=True)
-    def tiles(rows, num_vectors, x, x_stride, weights, steps, ahead, out, out_stride):
-        for i in range(0, PANEL // LANES, num_vectors):
-            own, to = weights + i * vector_bytes, out + i * out_bytes
-            if rows == rows_1:
-                _tile(kind, rows_1, vectors_1, x, x_stride, own, steps, ahead, to, out_stride)
-            elif rows == rows_2:
-                _tile(kind, rows_2, vectors_2, x, x_stride, own, steps, ahead, to, out_stride)
-            elif rows == rows_3:
-                _tile(kind, rows_3, vectors_3, x, x_stride, own, steps, ahead, to, out_stride)
-            else:
-                _tile(kind, rows_4, vectors_4, x, x_stride, own, steps, ahead, to, out_stride)
-
     @njit(parallel=True, cache=True)
     def product(x, x_stride, num_rows, weights, num_panels, steps, out, out_stride):
-        num_chunks = (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
+        num_chunks = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
+        panel_bytes = steps * step_bytes
         for item in prange(num_chunks * num_panels):
             panel = item % num_panels
             row = item // num_panels * rows_at_once
-            end = min(row + rows_at_once, num_rows)
-            own = weights + panel * steps * step_bytes
-            to = out + panel * (PANEL // LANES) * out_bytes
-            ahead = steps * step_bytes  # the next panel, while this one's first tile is computed
-            while row < end:
-                if end - row >= rows_1:
+            last = min(row + rows_at_once, num_rows)
+            soon, chunk = weights + (panel + 1) * panel_bytes, last - row
+            while row < last:
+                if last - row >= rows_1:
                     rows, vectors = rows_1, vectors_1
-                elif end - row >= rows_2:
+                elif last - row >= rows_2:
                     rows, vectors = rows_2, vectors_2
-                elif end - row >= rows_3:
+                elif last - row >= rows_3:
                     rows, vectors = rows_3, vectors_3
                 else:
                     rows, vectors = rows_4, vectors_4
-                at, there = x + row * x_stride, to + row * out_stride
-                tiles(rows, vectors, at, x_stride, own, steps, ahead, there, out_stride)
+                # While a tile is computed, its share of the next panel is asked for.
+                part = panel_bytes * rows // chunk * vectors * LANES // PANEL
+                at = x + row * x_stride
+                for i in range(0, PANEL // LANES, vectors):
+                    own = weights + panel * panel_bytes + i * vector_bytes
+                    to = out + row * out_stride + (panel * (PANEL // LANES) + i) * out_bytes
+                    ahead = soon, part // steps
+                    if rows == rows_1:
+                        _tile(
+                            kind, rows_1, vectors_1, at, x_stride, own, steps, ahead, to, out_stride
+                        )
+                    elif rows == rows_2:
+                        _tile(
+                            kind, rows_2, vectors_2, at, x_stride, own, steps, ahead, to, out_stride
+                        )
+                    elif rows == rows_3:
+                        _tile(
+                            kind, rows_3, vectors_3, at, x_stride, own, steps, ahead, to, out_stride
+                        )
+                    else:
+                        _tile(
+                            kind, rows_4, vectors_4, at, x_stride, own, steps, ahead, to, out_stride
+                        )
+                    soon += part
                 row += rows
-                ahead = 0
 
     return product

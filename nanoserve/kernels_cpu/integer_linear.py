@@ -3,20 +3,18 @@
 import functools
 from typing import Any
 
-import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
-from nanoserve.kernels_cpu.integer_tiles import make_product
+from nanoserve.kernels_cpu.integer_tiles import make_product, scratch_bytes
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack
-from nanoserve.kernels_cpu.values import FAST, as_numpy, to_float
+from nanoserve.kernels_cpu.values import as_numpy
 from nanoserve.quantization.matrix import QuantizedMatrix
 
-_FEW = 2**15  # values; waking the other threads costs more than so few are worth
-
-product = functools.cache(make_product)
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_NONE = torch.empty(0)
+_product = functools.cache(make_product)
 
 
 class IntegerPanels:
@@ -33,92 +31,35 @@ class IntegerPanels:
         if matrix.group_of_input is not None:
             raise ValueError("groups that are no runs of inputs have to be sorted before")
         self.codes = _pack_codes(matrix, self.own)
-        self.steps = self.codes.shape[1] // self.groups
         self.scale = _pack_scales(matrix.scale)
         self.offset = None if matrix.offset is None else _pack_scales(matrix.offset)
-
-    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
-        rows = x.reshape(-1, self.inputs)
-        num_rows = len(rows)
-        out = x.new_empty(num_rows, len(self.codes) * PANEL)
-        codes, starts, sums, scale = self._quantized(rows, largest)
-        # Names, because the memory must stay until the product is there.
-        inputs = (
-            codes.ctypes.data,
-            codes.strides[0],
-            starts.ctypes.data,
-            sums.ctypes.data,
-            starts.strides[0],
-            scale.ctypes.data,
-        )
-        compiled = product(self.kind, str(x.dtype).removeprefix("torch."), self.offset is not None)
-        compiled(
-            inputs,
-            num_rows,
+        self._stored = (
             self.codes.data_ptr(),
             self.scale.data_ptr(),
             0 if self.offset is None else self.offset.data_ptr(),
             len(self.codes),
             self.groups,
-            self.steps,
+            self.codes.shape[1] // self.groups,
+        )
+
+    def __call__(self, x: Tensor, largest: Tensor = _NONE) -> Tensor:
+        """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
+        rows = x.reshape(-1, self.inputs)
+        rows = (rows.float() if x.dtype == torch.float16 else rows).contiguous()
+        scratch = torch.empty(
+            scratch_bytes(self.kind, len(rows), self.inputs, self.groups), dtype=torch.uint8
+        )
+        out = x.new_empty(len(rows), len(self.codes) * PANEL)
+        compiled = _product(self.kind, _NAMES[x.dtype], self.offset is not None)
+        compiled(
+            as_numpy(rows),
+            largest.numpy(),
+            scratch.numpy(),
+            *self._stored,
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
         return out[:, : self.outputs].contiguous().view(*x.shape[:-1], self.outputs)
-
-    def _quantized(self, rows: Tensor, largest: Tensor | None) -> tuple[np.ndarray, ...]:
-        """Codes [num_rows, inputs], starts and sums [num_rows, groups], scale [num_rows]."""
-        values = as_numpy((rows.float() if rows.dtype == torch.float16 else rows).contiguous())
-        num_rows = len(values)
-        codes = np.empty((num_rows, self.inputs), np.int16 if self.own.is_x_wide else np.int8)
-        starts = np.empty((num_rows, self.groups), np.int32)
-        sums = np.empty((num_rows, self.groups), np.float32)
-        scale = np.empty(num_rows, np.float32)
-        given = _NONE if largest is None else largest.numpy()
-        quantize = _quantize if values.size <= _FEW else _quantize_parallel
-        quantize(values, given, self.own.shift, codes, starts, sums, scale)
-        return codes, starts, sums, scale
-
-
-_NONE = np.empty(0, np.float32)
-
-
-@njit(**FAST)
-def _quantize_row(x, given, shift, codes, starts, sums):
-    """Returns the scale."""
-    largest, zero = np.float32(0), np.float32(0)
-    for i in range(len(x)):
-        value = to_float(x[i])
-        largest = max(largest, abs(value))
-        zero += value * np.float32(0)  # NaN, if anything is no number
-    if given > 0:
-        largest = given
-    inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
-    size = len(x) // len(starts)
-    for group in range(len(starts)):
-        total = np.int32(0)
-        for i in range(group * size, (group + 1) * size):
-            code = np.int32(np.rint(to_float(x[i]) * inverse))
-            codes[i] = code
-            total += code
-        starts[group] = -shift * total
-        sums[group] = total
-    return largest * np.float32(1 / 127) + zero
-
-
-@njit(**FAST)
-def _quantize(x, given, shift, codes, starts, sums, scale):
-    for row in range(len(x)):
-        largest = given[row] if len(given) else np.float32(0)
-        scale[row] = _quantize_row(x[row], largest, shift, codes[row], starts[row], sums[row])
-
-
-@njit(parallel=True, **FAST)
-def _quantize_parallel(x, given, shift, codes, starts, sums, scale):
-    for row in prange(len(x)):
-        largest = given[row] if len(given) else np.float32(0)
-        scale[row] = _quantize_row(x[row], largest, shift, codes[row], starts[row], sums[row])
 
 
 def best_kind(bits: int, group_size: int) -> str:

@@ -8,14 +8,18 @@ Groups are added in float32, in their order: a row's result does not depend on t
 
 from typing import NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nanoserve.kernels_cpu.float_tiles import ROWS_AT_ONCE
 from nanoserve.kernels_cpu.integer_kinds import KINDS
+from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.kernels_cpu.panels import PANEL
 from nanoserve.kernels_cpu.processor import has
+from nanoserve.kernels_cpu.values import FAST, to_float
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -31,7 +35,6 @@ from nanoserve.kernels_cpu.vectors import (
     store,
 )
 
-_ROWS_AT_ONCE = 256
 _TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
 
 
@@ -47,28 +50,27 @@ class _Inputs(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Addresses, and where the next panel's codes lie."""
+    """Addresses; of what is asked for meanwhile also the bytes from a step to the next."""
 
     codes: ir.Value
     scale: ir.Value  # float32 [groups, PANEL]
     offset: ir.Value
     ahead: ir.Value
+    ahead_step: ir.Value
 
 
 @intrinsic(prefer_literal=True)
-def _tile(
-    typing_context, kind, dtype, has_offset, rows, vectors, groups, steps, out, out_stride, x, w
-):
-    """out[rows, 16 x vectors]; x is `_Inputs`, w `_Weights`; a group takes `steps`."""
+def _tile(typing_context, kind, dtype, has_offset, rows, vectors, shape, out, out_stride, x, w):
+    """out[rows, 16 x vectors]; shape: groups and a group's steps; x is `_Inputs`, w `_Weights`."""
     own, out_dtype = KINDS[kind.literal_value], dtype.literal_value
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     step_bytes = own.weight_bytes * PANEL // LANES
 
     def generate(context, b, signature, args):
-        groups, steps, out, out_stride = args[5:9]
+        (groups, steps), (out, out_stride) = cgutils.unpack_tuple(b, args[5]), args[6:8]
         x, w = (
-            _Inputs(*cgutils.unpack_tuple(b, args[9])),
-            _Weights(*cgutils.unpack_tuple(b, args[10])),
+            _Inputs(*cgutils.unpack_tuple(b, args[8])),
+            _Weights(*cgutils.unpack_tuple(b, args[9])),
         )
         number = groups.type
         floats = Accumulators(b, num_rows, num_vectors, constant(FLOAT, 0.0))
@@ -94,9 +96,9 @@ def _tile(
             ) as (step, _):
                 here = b.add(first, step)
                 codes, x_codes = at(w.codes, (here, step_bytes)), at(x.codes, (here, own.x_bytes))
-                for s in range(own.steps_at_once):
-                    for line in range(0, num_vectors * own.weight_bytes, 64):
-                        prefetch(b, b.add(at(codes, (s, step_bytes), (1, line)), w.ahead))
+                soon = at(w.ahead, (here, w.ahead_step))
+                for line in range(0, own.steps_at_once * num_vectors * own.weight_bytes, 64):
+                    prefetch(b, b.add(soon, number(line)))
                 own.add(
                     b,
                     totals,
@@ -126,81 +128,131 @@ def _tile(
         return context.get_dummy_value()
 
     given = (kind, dtype, has_offset, rows, vectors)
-    addresses = (types.UniTuple(types.intp, 6), types.UniTuple(types.intp, 4))
-    return types.void(*given, *[types.intp] * 4, *addresses), generate
+    tuples = [types.UniTuple(types.intp, size) for size in (2, 6, 5)]
+    return types.void(*given, tuples[0], types.intp, types.intp, *tuples[1:]), generate
 
 
 def make_product(kind: str, dtype: str, has_offset: bool):
     """A compiled function of the product with weights of a kind, for outputs of a dtype.
 
-    All its arguments are integers: addresses, sizes, and the bytes from a row to the next. `x` is
-    the six of `_Inputs`; weights, scale and offset are in panels.
+    x: float32 or uint16 (the bits of bfloat16) [num_rows, inputs]. largest: see `quantize_row`.
+    scratch: uint8, `scratch_bytes` of them. From codes on, arguments are integers: the addresses of
+    weights, scales and offsets in panels, their numbers, the output's address and bytes of a row.
+
+    Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
     (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = _TILES
     own = KINDS[kind]
     vector_bytes, step_bytes = own.weight_bytes, own.weight_bytes * PANEL // LANES
-    out_bytes = LANES * (4 if dtype == "float32" else 2)
+    out_bytes, shift = LANES * (4 if dtype == "float32" else 2), own.shift
+    code_type, code_bytes = (np.int16, 2) if own.is_x_wide else (np.int8, 1)
 
-    @njit(cache=True)
-    def tiles(rows, num_vectors, groups, steps, out, stride, x, w):
-        for i in range(0, PANEL // LANES, num_vectors):
-            codes, scale, offset, ahead = w
-            here = codes + i * vector_bytes, scale + i * 64, offset + i * 64, ahead
-            to = out + i * out_bytes
-            if rows == rows_1:
-                _tile(
-                    kind, dtype, has_offset, rows_1, vectors_1, groups, steps, to, stride, x, here
-                )
-            elif rows == rows_2:
-                _tile(
-                    kind, dtype, has_offset, rows_2, vectors_2, groups, steps, to, stride, x, here
-                )
-            elif rows == rows_3:
-                _tile(
-                    kind, dtype, has_offset, rows_3, vectors_3, groups, steps, to, stride, x, here
-                )
-            else:
-                _tile(
-                    kind, dtype, has_offset, rows_4, vectors_4, groups, steps, to, stride, x, here
-                )
-
-    @njit(parallel=True, cache=True)
-    def product(x, num_rows, codes, scale, offset, num_panels, groups, steps, out, stride):
-        num_chunks = (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
+    @njit(parallel=True, **FAST)
+    def product(x, largest, scratch, codes, scale, offset, num_panels, groups, steps, out, stride):
+        num_rows, inputs = x.shape
+        # 1) Each row of x in integers, with the sums of its groups and one scale.
+        first, end = 0, num_rows * inputs * code_bytes
+        x_codes = scratch[:end].view(code_type).reshape(num_rows, inputs)
+        first, end = end, end + 4 * num_rows * groups
+        starts = scratch[first:end].view(np.int32).reshape(num_rows, groups)
+        first, end = end, end + 4 * num_rows * groups
+        sums = scratch[first:end].view(np.float32).reshape(num_rows, groups)
+        x_scale = scratch[end : end + 4 * num_rows].view(np.float32)
+        if num_rows * inputs <= FEW:
+            for row in range(num_rows):
+                quantize_row(x, row, largest, shift, x_codes, starts, sums, x_scale)
+        else:
+            for row in prange(num_rows):
+                quantize_row(x, row, largest, shift, x_codes, starts, sums, x_scale)
+        codes_at, starts_at = x_codes.ctypes.data, starts.ctypes.data
+        sums_at, scale_at = sums.ctypes.data, x_scale.ctypes.data
+        # 2) Panels, and rows in even chunks, are shared out to the threads.
+        num_chunks = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks
         panel_bytes, panel_scales = groups * steps * step_bytes, groups * 4 * PANEL
         for item in prange(num_chunks * num_panels):
             panel = item % num_panels
             row = item // num_panels * rows_at_once
-            end = min(row + rows_at_once, num_rows)
-            to = out + panel * (PANEL // LANES) * out_bytes
-            ahead = panel_bytes
-            while row < end:
-                if end - row >= rows_1:
+            last = min(row + rows_at_once, num_rows)
+            soon, chunk = codes + (panel + 1) * panel_bytes, last - row
+            while row < last:
+                if last - row >= rows_1:
                     rows, vectors = rows_1, vectors_1
-                elif end - row >= rows_2:
+                elif last - row >= rows_2:
                     rows, vectors = rows_2, vectors_2
-                elif end - row >= rows_3:
+                elif last - row >= rows_3:
                     rows, vectors = rows_3, vectors_3
                 else:
                     rows, vectors = rows_4, vectors_4
-                x_codes, codes_stride, starts, sums, groups_stride, x_scale = x
                 here = (
-                    x_codes + row * codes_stride,
-                    codes_stride,
-                    starts + row * groups_stride,
-                    sums + row * groups_stride,
-                    groups_stride,
-                    x_scale + row * 4,
+                    np.intp(codes_at) + row * inputs * code_bytes,
+                    inputs * code_bytes,
+                    np.intp(starts_at) + row * groups * 4,
+                    np.intp(sums_at) + row * groups * 4,
+                    groups * 4,
+                    np.intp(scale_at) + row * 4,
                 )
-                w = (
-                    codes + panel * panel_bytes,
-                    scale + panel * panel_scales,
-                    offset + panel * panel_scales,
-                    ahead,
-                )
-                tiles(rows, vectors, groups, steps, to + row * stride, stride, here, w)
+                # While a tile is computed, its share of the next panel is asked for.
+                part = panel_bytes * rows // chunk * vectors * LANES // PANEL
+                for i in range(0, PANEL // LANES, vectors):
+                    w = (
+                        codes + panel * panel_bytes + i * vector_bytes,
+                        scale + panel * panel_scales + i * 4 * LANES,
+                        offset + panel * panel_scales + i * 4 * LANES,
+                        soon,
+                        part // (groups * steps),
+                    )
+                    to = out + row * stride + (panel * (PANEL // LANES) + i) * out_bytes
+                    shape = groups, steps
+                    if rows == rows_1:
+                        _tile(
+                            kind, dtype, has_offset, rows_1, vectors_1, shape, to, stride, here, w
+                        )
+                    elif rows == rows_2:
+                        _tile(
+                            kind, dtype, has_offset, rows_2, vectors_2, shape, to, stride, here, w
+                        )
+                    elif rows == rows_3:
+                        _tile(
+                            kind, dtype, has_offset, rows_3, vectors_3, shape, to, stride, here, w
+                        )
+                    else:
+                        _tile(
+                            kind, dtype, has_offset, rows_4, vectors_4, shape, to, stride, here, w
+                        )
+                    soon += part
                 row += rows
-                ahead = 0
 
     return product
+
+
+def scratch_bytes(kind: str, num_rows: int, inputs: int, groups: int) -> int:
+    """Of codes, starts and sums of groups, and scales."""
+    return num_rows * (inputs * (2 if KINDS[kind].is_x_wide else 1) + 8 * groups + 4)
+
+
+@njit(**FAST)
+def quantize_row(x, row, largest, shift, codes, starts, sums, scale):
+    """codes = x / scale, with scale = largest / 127: of a row, which becomes NaN if it holds one.
+
+    largest: [num_rows], or [0] if it is the row's own largest magnitude.
+    """
+    values, bits = x[row], np.int32(0)
+    for i in range(len(values)):  # magnitudes are in the order of their bits, NaN after infinity
+        own = np.float32(to_float(values[i])).view(np.int32) & np.int32(0x7FFFFFFF)
+        bits = max(bits, np.int32(own))
+    is_finite = bits < np.int32(0x7F800000)
+    top = largest[row] if len(largest) else np.int32(bits).view(np.float32)
+    inverse = np.float32(127) / top if is_finite and top > 0 else np.float32(0)
+    size = len(values) // starts.shape[1]
+    for group in range(starts.shape[1]):
+        part = values[group * size : (group + 1) * size]
+        own_codes = codes[row, group * size : (group + 1) * size]
+        total = np.int32(0)
+        for i in range(size):
+            code = np.int32(np.rint(to_float(part[i]) * inverse))
+            own_codes[i] = code
+            total += code
+        starts[row, group] = -shift * total
+        sums[row, group] = total
+    scale[row] = top * np.float32(1 / 127) if is_finite else np.float32(np.nan)

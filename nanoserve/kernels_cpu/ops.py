@@ -15,21 +15,21 @@ from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels_cpu.values import FAST, as_numpy, exp, store, to_float
 from nanoserve.layers.ops import TorchOps
 
-_FEW = 2**15  # values; waking the other threads costs more than so few are worth
+FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
 
 class NumbaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, size = torch.empty_like(x), len(weight)
         rows = (as_numpy(tensor.view(-1, size)) for tensor in (x, out))
-        rms_norm = _rms_norm if x.numel() <= _FEW else _rms_norm_parallel
+        rms_norm = _rms_norm if x.numel() <= FEW else _rms_norm_parallel
         rms_norm(*rows, as_numpy(weight), np.float32(eps))
         return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        add_rms_norm = _add_rms_norm if x.numel() <= _FEW else _add_rms_norm_parallel
+        add_rms_norm = _add_rms_norm if x.numel() <= FEW else _add_rms_norm_parallel
         add_rms_norm(as_numpy(x), as_numpy(residual), as_numpy(weight), np.float32(eps))
         return x, residual
 
@@ -37,7 +37,8 @@ class NumbaOps(TorchOps):
         if activation != "silu":
             return super().act_and_mul(gate_up, activation)
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        _silu_and_mul(as_numpy(gate_up), as_numpy(out))
+        silu_and_mul = _silu_and_mul if out.numel() <= FEW // 2 else _silu_and_mul_parallel
+        silu_and_mul(as_numpy(gate_up), as_numpy(out))
         return out
 
     def norm_rotate_store(
@@ -52,7 +53,8 @@ class NumbaOps(TorchOps):
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
         weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
-        _store_kv(
+        store_kv = _store_kv if heads.numel() <= FEW else _store_kv_parallel
+        store_kv(
             as_numpy(heads),
             metadata.positions.numpy(),
             as_numpy(rotary.cos),
@@ -114,33 +116,56 @@ def _add_rms_norm_parallel(x, residual, weight, eps):
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
-@njit(parallel=True, **FAST)
+@njit(**FAST)
+def _silu_and_mul_row(gate_up, out):
+    size = len(out)
+    for i in range(size):
+        gate, up = to_float(gate_up[i]), to_float(gate_up[size + i])
+        magnitude = exp(-abs(gate))  # sigmoid without overflow, from either side
+        sigmoid = (np.float32(1) if gate >= 0 else magnitude) / (np.float32(1) + magnitude)
+        store(out, i, gate * sigmoid * up)
+
+
+@njit(**FAST)
 def _silu_and_mul(gate_up, out):
-    size = out.shape[1]
-    for row in prange(len(out)):
-        for i in range(size):
-            gate, up = to_float(gate_up[row, i]), to_float(gate_up[row, size + i])
-            magnitude = exp(-abs(gate))  # sigmoid without overflow, from either side
-            sigmoid = (np.float32(1) if gate >= 0 else magnitude) / (np.float32(1) + magnitude)
-            store(out[row], i, gate * sigmoid * up)
+    for row in range(len(out)):
+        _silu_and_mul_row(gate_up[row], out[row])
 
 
 @njit(parallel=True, **FAST)
+def _silu_and_mul_parallel(gate_up, out):
+    for row in prange(len(out)):
+        _silu_and_mul_row(gate_up[row], out[row])
+
+
+@njit(**FAST)
 def _store_kv(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slots, q):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
-    num_heads, half = q.shape[1], q.shape[2] // 2
-    num_kv_heads, block_size = kv_cache.shape[2:4]
+    for token in range(len(heads)):
+        c, s = cos[positions[token]], sin[positions[token]]
+        _store_token(heads[token], q_weight, k_weight, eps, c, s, kv_cache, slots[token], q[token])
+
+
+@njit(parallel=True, **FAST)
+def _store_kv_parallel(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slots, q):
     for token in prange(len(heads)):
         c, s = cos[positions[token]], sin[positions[token]]
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        for head in range(num_heads):
-            norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
-        for head in range(num_kv_heads):
-            k, v = kv_cache[0, block, head, offset], kv_cache[1, block, head, offset]
-            norm_and_turn(heads[token, num_heads + head], k_weight, eps, c, s, k)
-            source = heads[token, num_heads + num_kv_heads + head]
-            for i in range(2 * half):
-                v[i] = source[i]
+        _store_token(heads[token], q_weight, k_weight, eps, c, s, kv_cache, slots[token], q[token])
+
+
+@njit(**FAST)
+def _store_token(heads, q_weight, k_weight, eps, cos, sin, kv_cache, slot, q):
+    num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    block, offset = slot // block_size, slot % block_size
+    for head in range(num_heads):
+        norm_and_turn(heads[head], q_weight, eps, cos, sin, q[head])
+    for head in range(num_kv_heads):
+        k, v = kv_cache[0, block, head, offset], kv_cache[1, block, head, offset]
+        norm_and_turn(heads[num_heads + head], k_weight, eps, cos, sin, k)
+        source = heads[num_heads + num_kv_heads + head]
+        for i in range(head_dim):
+            v[i] = source[i]
 
 
 @njit(**FAST)

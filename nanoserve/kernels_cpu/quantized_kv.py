@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.quantized_kv import LARGEST_CODE, SMALLEST_SCALE, QuantizedKV
-from nanoserve.kernels_cpu.ops import NumbaOps, norm_and_turn
+from nanoserve.kernels_cpu.ops import FEW, NumbaOps, norm_and_turn
 from nanoserve.kernels_cpu.values import FAST, as_numpy, store, to_float
 
 # A division stays a division here: codes are those that torch finds, bit for bit.
@@ -29,7 +29,8 @@ class QuantizedNumbaOps(NumbaOps):
         _, _, num_kv_heads, _, head_dim = kv_cache.codes.shape
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
         weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
-        _store_kv(
+        store_kv = _store_kv if heads.numel() <= FEW // 2 else _store_kv_parallel
+        store_kv(
             as_numpy(heads),
             metadata.positions.numpy(),
             as_numpy(rotary.cos),
@@ -45,27 +46,46 @@ class QuantizedNumbaOps(NumbaOps):
         return q
 
 
-@njit(parallel=True, **FAST)
+@njit(**FAST)
 def _store_kv(
     heads, positions, cos, sin, q_weight, k_weight, eps, codes, scales, largest_code, slots, q
 ):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = codes.shape[2:4]
+    for token in range(len(heads)):
+        turn, cache = (cos[positions[token]], sin[positions[token]]), (codes, scales)
+        _store_token(
+            heads[token], q_weight, k_weight, eps, turn, cache, largest_code, slots[token], q[token]
+        )
+
+
+@njit(parallel=True, **FAST)
+def _store_kv_parallel(
+    heads, positions, cos, sin, q_weight, k_weight, eps, codes, scales, largest_code, slots, q
+):
     for token in prange(len(heads)):
-        c, s = cos[positions[token]], sin[positions[token]]
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        values = np.empty(head_dim, dtype=np.float32)
-        for head in range(num_heads):
-            norm_and_turn(heads[token, head], q_weight, eps, c, s, q[token, head])
-        for head in range(num_kv_heads):
-            k, v = heads[token, num_heads + head], heads[token, num_heads + num_kv_heads + head]
-            norm_and_turn(k, k_weight, eps, c, s, values)
-            k_codes, v_codes = codes[0, block, head, offset], codes[1, block, head, offset]
-            scales[0, block, head, offset] = _quantize(values, largest_code, k_codes)
-            for i in range(head_dim):
-                values[i] = to_float(v[i])
-            scales[1, block, head, offset] = _quantize(values, largest_code, v_codes)
+        turn, cache = (cos[positions[token]], sin[positions[token]]), (codes, scales)
+        _store_token(
+            heads[token], q_weight, k_weight, eps, turn, cache, largest_code, slots[token], q[token]
+        )
+
+
+@njit(**FAST)
+def _store_token(heads, q_weight, k_weight, eps, turn, cache, largest_code, slot, q):
+    (c, s), (codes, scales) = turn, cache
+    num_heads, head_dim = q.shape
+    num_kv_heads, block_size = codes.shape[2:4]
+    block, offset = slot // block_size, slot % block_size
+    values = np.empty(head_dim, dtype=np.float32)
+    for head in range(num_heads):
+        norm_and_turn(heads[head], q_weight, eps, c, s, q[head])
+    for head in range(num_kv_heads):
+        k, v = heads[num_heads + head], heads[num_heads + num_kv_heads + head]
+        norm_and_turn(k, k_weight, eps, c, s, values)
+        k_codes, v_codes = codes[0, block, head, offset], codes[1, block, head, offset]
+        scales[0, block, head, offset] = _quantize(values, largest_code, k_codes)
+        for i in range(head_dim):
+            values[i] = to_float(v[i])
+        scales[1, block, head, offset] = _quantize(values, largest_code, v_codes)
 
 
 @njit(**_EXACT)
