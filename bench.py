@@ -5,6 +5,7 @@ python bench.py --shape qwen3-0.6b --repeat 3       a real model's size, three p
 python bench.py --workload single                   one stream: decoded tokens per second
 python bench.py --request-rate 2,4,8                requests come one by one: latencies, goodput
 python bench.py --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
+python bench.py --engine nanoserve:quantization=int8,llama.cpp:quantization=q8_0     fewer bits
 python bench.py --workload nano-vllm --engine nanoserve,vllm,nanovllm                 for a GPU
 
 A throughput says little without another one beside it. Every engine gets the same prompts, weights,
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import roofline  # noqa: E402
 from engines import SOURCES  # noqa: E402
 from latency import poisson_arrivals  # noqa: E402
+from precision import precision_of  # noqa: E402
 from report import Point, as_json, print_report  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -152,8 +154,13 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
     return spec
 
 
-def limit_of(spec: dict[str, Any], max_num_seqs: int | None) -> roofline.Limit | None:
-    """The workload's roofline in so large batches; None for a model that nanoserve refuses."""
+def limits_of(
+    spec: dict[str, Any], max_num_seqs: int | None, engines: list[str]
+) -> tuple[roofline.Limit | None, dict[str, roofline.Limit]]:
+    """The workload's roofline in so large batches, and that of engines with fewer bits.
+
+    There is none for a model that nanoserve refuses.
+    """
     budget = spec["max_num_batched_tokens"]
     chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     try:
@@ -162,9 +169,17 @@ def limit_of(spec: dict[str, Any], max_num_seqs: int | None) -> roofline.Limit |
         model_config = ModelConfig.from_checkpoint(Path(spec["model"]), spec["dtype"])
     except ValueError as error:
         print(f"no roofline: {error}")
-        return None
-    steps = roofline.planned_steps(config, spec["prompts"], spec["output_lens"])
-    return roofline.limit(model_config, steps, spec["bandwidth"], spec["matmul_rate"])
+        return None, {}
+    steps = [*roofline.planned_steps(config, spec["prompts"], spec["output_lens"])]
+    limits = {}
+    for label in engines:
+        name, own = parse_engine(label)
+        precision = precision_of(name, own["options"], spec["dtype"])
+        if precision != precision_of(name, {}, spec["dtype"]):
+            rate = spec["integer_rate" if precision.is_integer else "matmul_rate"]
+            limits[label] = roofline.limit(model_config, steps, spec["bandwidth"], rate, precision)
+    common = roofline.limit(model_config, steps, spec["bandwidth"], spec["matmul_rate"])
+    return common, limits
 
 
 def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -189,8 +204,9 @@ def compare(args: Namespace, scratch: Path) -> bool:
     for max_num_seqs, rate in product(args.max_num_seqs, args.request_rate):
         arrivals = poisson_arrivals(rate, args.num_seqs) if rate else None
         point_spec = spec | {"max_num_seqs": max_num_seqs, "arrivals": arrivals}
-        limit = None if rate else limit_of(spec, max_num_seqs)
-        points.append(Point(max_num_seqs, rate, limit, measure_point(args, point_spec)))
+        limit, limits = (None, {}) if rate else limits_of(spec, max_num_seqs, args.engine)
+        runs = measure_point(args, point_spec)
+        points.append(Point(max_num_seqs, rate, limit, runs, limits))
     print_report(points, spec)
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(points, spec), indent=1))

@@ -1,7 +1,7 @@
 """What was measured, as tables: medians over runs, ratios of runs that were neighbours."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ class Point:
     request_rate: float | None
     limit: Limit | None
     runs: dict[str, list[Run]]  # by the engine's label
+    limits: dict[str, Limit] = field(default_factory=dict)  # of engines with fewer bits than others
+
+    def limit_of(self, label: str) -> Limit | None:
+        return self.limits.get(label, self.limit)
 
     def done(self) -> dict[str, list[Run]]:
         done = {
@@ -51,16 +55,18 @@ def print_report(points: list[Point], spec: dict[str, Any]) -> None:
             facts = ", ".join(f"{name} {value}" for name, value in runs[-1]["facts"].items())
             print(f"{label}: {versions}: {facts}")
         if point.limit is not None:
-            print(describe_limit(point.limit, spec))
+            print(f"roofline: {describe_limit(point.limit, spec, 'matmul_rate')}")
+        for label, limit in point.limits.items():
+            print(f"roofline of {label}: {describe_limit(limit, spec, 'integer_rate')}")
         print_table((online_table if point.request_rate else offline_table)(point, spec))
         print_comparison(point, spec)
 
 
-def describe_limit(limit: Limit, spec: dict[str, Any]) -> str:
+def describe_limit(limit: Limit, spec: dict[str, Any], rate: str) -> str:
     return (
-        f"roofline: {limit.seconds:.2f} s for {limit.num_bytes / 1e9:.1f} GB at "
+        f"{limit.seconds:.2f} s for {limit.num_bytes / 1e9:.1f} GB at "
         f"{spec['bandwidth'] / 1e9:.1f} GB/s and {limit.num_operations / 1e12:.2f} TFLOP at "
-        f"{spec['matmul_rate'] / 1e12:.2f} TFLOP/s, in {limit.num_steps} steps"
+        f"{spec[rate] / 1e12:.2f} TFLOP/s, in {limit.num_steps} steps"
     )
 
 
@@ -77,8 +83,9 @@ def offline_table(point: Point, spec: dict[str, Any]) -> list[dict[str, str]]:
             row["decode tok/s"] = f"{(num_out - 1) / statistics.median(decode):.1f}"
         row["seconds"] = f"{s:.2f}"
         row["from - to"] = f"{min(seconds):.2f} - {max(seconds):.2f}"
-        if point.limit is not None:
-            row["of the limit"] = f"{point.limit.seconds / s:.0%}"
+        limit = point.limit_of(label)
+        if limit is not None:
+            row["of the limit"] = f"{limit.seconds / s:.0%}"
         rows.append(row | common_columns(runs))
     return rows + missing_rows(point)
 
@@ -171,5 +178,6 @@ def as_json(points: list[Point], spec: dict[str, Any]) -> dict[str, Any]:
             for label, tried in point.runs.items()
         }
         where = {"max_num_seqs": point.max_num_seqs, "request_rate": point.request_rate}
-        results.append(where | {"limit": limit, "runs": runs})
+        limits = {label: vars(limit) for label, limit in point.limits.items()}
+        results.append(where | {"limit": limit, "limits": limits, "runs": runs})
     return {"spec": kept, "points": results}

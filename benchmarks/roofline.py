@@ -10,11 +10,12 @@ sequences that read the same KV at the same time, may beat the limit.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from precision import Precision
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -46,9 +47,11 @@ class Limit:
 class Need:
     """What a step of a model needs. A product of matrices is two operations per weight and row."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision | None = None) -> None:
         self.config = config
         self.item = 4 if config.dtype == "float32" else 2
+        self.weight_item = precision.weight_bits / 8 if precision else self.item
+        self.kv_item = precision.kv_bits / 8 if precision else self.item
         self.windows = Counter(window or _NO_WINDOW for window in config.sliding_windows)
         hidden, heads = config.hidden_size, config.num_attention_heads
         attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
@@ -74,7 +77,8 @@ class Need:
             num_layers * int(np.minimum(step.context_lens, window + step.query_lens - 1).sum())
             for window, num_layers in self.windows.items()
         )
-        return self.item * (weights + embedding + seen * kv_per_layer)
+        kv = seen * kv_per_layer
+        return self.weight_item * weights + self.item * embedding + self.kv_item * kv
 
     def operations(self, step: Step) -> float:
         """Products with the weights, and two per layer for each query and each key it sees."""
@@ -129,10 +133,14 @@ def planned_steps(
 
 
 def limit(
-    model_config: ModelConfig, steps: Iterator[Step], bandwidth: float, matmul_rate: float
+    model_config: ModelConfig,
+    steps: Iterable[Step],
+    bandwidth: float,
+    matmul_rate: float,
+    precision: Precision | None = None,
 ) -> Limit:
-    """At `bandwidth` bytes and `matmul_rate` operations per second."""
-    need = Need(model_config)
+    """At `bandwidth` bytes and `matmul_rate` operations per second; None: all in the dtype."""
+    need = Need(model_config, precision)
     bytes_and_operations = [(need.bytes(step), need.operations(step)) for step in steps]
     seconds = sum(max(b / bandwidth, ops / matmul_rate) for b, ops in bytes_and_operations)
     num_bytes, num_operations = (sum(column) for column in zip(*bytes_and_operations, strict=True))

@@ -4,12 +4,14 @@ The library gives a batch and sequence ids; who is in a batch is decided here, a
 does: every running sequence its next token, and what is left of the batch to prompts, in chunks.
 Tokens are chosen greedily.
 
-Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`), by their names.
+Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`), by their names; and
+quantization=q8_0, q4_0 or q4_k_m, which its own quantiser makes of the weights.
 """
 
 import ctypes
 from argparse import Namespace
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,9 @@ class LlamaCppEngine(Engine):
 
     @staticmethod
     def prepare(spec: Namespace) -> None:
-        file = Path(spec.scratch) / "model.gguf"
-        if not file.exists():
-            unfinished = file.with_suffix(".unfinished")
-            write_gguf(Path(spec.model), unfinished)
-            unfinished.rename(file)
+        plain = Path(spec.scratch) / "model.gguf"
+        _make(plain, lambda file: write_gguf(Path(spec.model), file))
+        _make(_file(spec), lambda file: _quantize(plain, file, spec.options["quantization"]))
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         if spec.temperature:
@@ -53,7 +53,7 @@ class LlamaCppEngine(Engine):
         lib.llama_log_set(self._log, ctypes.c_void_p(0))
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = -1 if spec.device == "cuda" else 0
-        file = Path(spec.scratch) / "model.gguf"
+        file = _file(spec)
         self.model = lib.llama_model_load_from_file(str(file).encode(), settings)
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {file}")
@@ -146,10 +146,33 @@ class LlamaCppEngine(Engine):
         params.n_threads = params.n_threads_batch = spec.threads
         self.options = {"max_num_batched_tokens": self.batch_tokens, **options}
         for name, value in options.items():
+            if name == "quantization":
+                continue
             if name not in dict(params._fields_):
                 raise ValueError(f"llama_context_params has no {name!r}")
             setattr(params, name, value)
         return params
+
+
+def _file(spec: Namespace) -> Path:
+    quantization = spec.options.get("quantization")
+    return Path(spec.scratch) / (f"model-{quantization}.gguf" if quantization else "model.gguf")
+
+
+def _make(file: Path, write: Callable[[Path], None]) -> None:
+    """Whole, or not at all, and once."""
+    if not file.exists():
+        unfinished = file.with_suffix(".unfinished")
+        write(unfinished)
+        unfinished.rename(file)
+
+
+def _quantize(plain: Path, target: Path, kind: str) -> None:
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    names = (str(file).encode() for file in (plain, target))
+    if lib.llama_model_quantize(*names, ctypes.byref(params)) != 0:
+        raise ValueError(f"llama.cpp cannot quantise to {kind!r}")
 
 
 def _print_nothing(level: int, text: bytes, user_data: Any) -> None:

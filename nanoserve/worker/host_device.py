@@ -1,6 +1,7 @@
 """What a runner asks of its device, and what a CPU answers."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,6 +66,10 @@ class HostDevice:
 
     def warm_up(self, runner: Any) -> None:
         """Whatever would otherwise be done while serving: compiling, capturing."""
+        if "nanoserve.kernels_cpu.values" in sys.modules:  # something of numba's
+            from nanoserve.worker.compile_ahead import compile_ahead
+
+            compile_ahead(runner)
 
     def wait_until_read(self, batch: Batch) -> None:
         """Until the last copy of this batch is over; `RuntimeError` in a fork, where none ends.

@@ -1,0 +1,55 @@
+"""Compiling what numba compiles before the first request waits for it."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nanoserve.attention.interface import AttentionMetadata
+
+_PATIENCE = 1.0  # seconds after which it is told
+
+
+@torch.inference_mode()
+def compile_ahead(runner: Any) -> None:
+    """Run the model on one token, then on a prompt of two, in the dummy block.
+
+    Numba keeps what it compiles in files beside the source, or in its cache folder: the next start
+    reads them.
+    """
+    with _told("compiling for this processor, once"):
+        for num_tokens in (1, 2):
+            metadata = AttentionMetadata(
+                positions=torch.arange(num_tokens, dtype=torch.int32),
+                slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
+                cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32),
+                context_lens=torch.tensor([num_tokens], dtype=torch.int32),
+                block_tables=torch.zeros(
+                    1, -(-num_tokens // runner.config.block_size), dtype=torch.int32
+                ),
+                num_decode_rows=1 if num_tokens == 1 else 0,
+                max_query_len=num_tokens,
+                max_context_len=num_tokens,
+            )
+            input_ids = torch.zeros(num_tokens, dtype=torch.int32)
+            hidden = runner.model(input_ids, runner.kv_cache, metadata)
+            runner.model.compute_logits(hidden[-1:])
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say on stderr that it takes a while, if it does, and how long it took."""
+    start = time.perf_counter()
+    timer = threading.Timer(_PATIENCE, print, (f"nanoserve: {what} ...",), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if (seconds := time.perf_counter() - start) > _PATIENCE:
+        print(f"nanoserve: compiled in {seconds:.1f} s", file=sys.stderr)
