@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoserve.checkpoint.loader import check_weights, load_weights
 from nanoserve.checks import require
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
@@ -64,12 +65,11 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
-    is_deferred = any(parameter.is_meta for parameter in runner.model.parameters())
+    is_deferred = any(hasattr(parameter, "bits") for parameter in runner.model.parameters())
+    load = load_weights
     if is_deferred or model_config.quantization_config:
-        from nanoserve.quantization.deferred import load_deferred as load_weights
-    else:
-        from nanoserve.checkpoint.loader import load_weights
-    load_weights(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
+        from nanoserve.quantization.deferred import load_deferred as load
+    load(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
     runner.sampler = runner.device.sampler_class(
         config.max_num_seqs,
         model_config.vocab_size,
@@ -81,11 +81,10 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
 def _check_model(runner: Any, model: nn.Module, path: Path) -> None:
     """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
     if runner.config.load_format != "dummy":
+        check = check_weights
         if runner.model_config.quantization_config:
-            from nanoserve.quantization.deferred import check_weights
-        else:
-            from nanoserve.checkpoint.loader import check_weights
-        check_weights(model, path)
+            from nanoserve.quantization.deferred import check_weights as check
+        check(model, path)
     bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
     num_bytes = sum(bits) // 8
     memory_bytes = runner.device.memory_bytes(runner.context.tp)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.config import EngineConfig
@@ -172,6 +173,13 @@ def test_what_is_refused() -> None:
 def test_a_model_that_computes_nan_ends_its_request_with_an_error() -> None:
     with open_llm("int8") as llm:
         layer = llm.engine.executor.model.model.layers[0]
-        layer.self_attn.qkv_proj.weight.data[-1] = float("nan")  # of one value head
+        whole = layer.self_attn.qkv_proj.form
+
+        def spoilt(x: torch.Tensor) -> torch.Tensor:
+            heads = whole(x)
+            heads[:, -1] = torch.nan  # of one value head
+            return heads
+
+        layer.self_attn.qkv_proj.form = spoilt
         (output,) = ask(llm, QUESTIONS[:1])
     assert output.outputs[0].finish_reason == "error"
