@@ -1,5 +1,7 @@
 """Integers out of float weights, when a model is loaded: `quantization="int8"` and "int4"."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ GROUP_SIZES = (128, 64, 32)
 # Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values
 # off makes the steps finer for all the others; which of these does the least damage is tried.
 _SHARES = (1.0, 0.92, 0.84)
+_PIECE = 2**21  # values that become integers at a time
 
 
 def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:
@@ -16,11 +19,9 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMat
 
     An element's error is at most half a scale. What holds NaN or infinity gets a scale of NaN.
     """
-    size = weight.shape[1] if group_size is None else group_size_for(weight.shape[1], group_size)
-    groups = weight.float().unflatten(1, (-1, size))  # [outputs, groups, size]
-    scale = _magnitude(groups.abs().amax(dim=2, keepdim=True)) / 127
-    codes = (groups / _divisor(scale)).round_().nan_to_num_(0.0)
-    return QuantizedMatrix(codes.flatten(1).to(torch.int8), scale.squeeze(2))
+    num_inputs = weight.shape[1]
+    size = num_inputs if group_size is None else group_size_for(num_inputs, group_size)
+    return _in_pieces(weight, size, 8, _int8_of)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
@@ -31,8 +32,32 @@ def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
 
     Raises `ValueError` if there is no group for so many inputs.
     """
-    size = group_size_for(weight.shape[1], group_size)
-    groups = weight.float().unflatten(1, (-1, size))  # [outputs, groups, size]
+    return _in_pieces(weight, group_size_for(weight.shape[1], group_size), 4, _int4_of)
+
+
+def _in_pieces(
+    weight: Tensor, size: int, bits: int, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> QuantizedMatrix:
+    """Some rows at a time: what is computed on the way stays in the processor's cache."""
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(outputs, inputs // size, device=weight.device)
+    step = max(1, _PIECE // inputs)
+    for row in range(0, outputs, step):
+        groups = weight[row : row + step].float().unflatten(1, (-1, size))
+        piece_codes, piece_scale = quantize(groups)
+        codes[row : row + step] = piece_codes.flatten(1)
+        scale[row : row + step] = piece_scale.squeeze(2)
+    return QuantizedMatrix(codes, scale, bits=bits)
+
+
+def _int8_of(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [rows, groups, size] -> codes, as floats, and scale [rows, groups, 1]."""
+    scale = _magnitude(groups.abs().amax(dim=2, keepdim=True)) / 127
+    return (groups / _divisor(scale)).round_().nan_to_num_(0.0), scale
+
+
+def _int4_of(groups: Tensor) -> tuple[Tensor, Tensor]:
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     largest = _magnitude(torch.where(-low > high, low, high))
     scale, error = largest / -8, torch.full_like(largest, torch.inf)
@@ -42,8 +67,7 @@ def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
         difference = codes.mul_(tried).sub_(groups).square_().sum(dim=2, keepdim=True)
         is_better = difference < error
         scale, error = torch.where(is_better, tried, scale), difference.minimum(error)
-    codes = (groups / _divisor(scale)).round_().clamp_(-8, 7).nan_to_num_(0.0)
-    return QuantizedMatrix(codes.flatten(1).to(torch.int8), scale.squeeze(2), bits=4)
+    return (groups / _divisor(scale)).round_().clamp_(-8, 7).nan_to_num_(0.0), scale
 
 
 def group_size_for(num_inputs: int, asked: int) -> int:
