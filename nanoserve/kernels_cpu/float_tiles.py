@@ -144,22 +144,11 @@ def make_product(kind):
     step_bytes = vector_bytes * PANEL // LANES
     out_bytes = LANES * (4 if KINDS[kind].dtype == "float32" else 2)
 
-    @njit(cache=True)
-    def tiles(rows, num_vectors, x, x_stride, weights, steps, ahead, out, out_stride):
-        for i in range(0, PANEL // LANES, num_vectors):
-            own, to = weights + i * vector_bytes, out + i * out_bytes
-            if rows == rows_1:
-                _tile(kind, rows_1, vectors_1, x, x_stride, own, steps, ahead, to, out_stride)
-            elif rows == rows_2:
-                _tile(kind, rows_2, vectors_2, x, x_stride, own, steps, ahead, to, out_stride)
-            elif rows == rows_3:
-                _tile(kind, rows_3, vectors_3, x, x_stride, own, steps, ahead, to, out_stride)
-            else:
-                _tile(kind, rows_4, vectors_4, x, x_stride, own, steps, ahead, to, out_stride)
-
+    # One function that calls no other of ours: numba finds it in its cache again by the variables
+    # that it closes over, and a compiled function among them is another one in each process.
     @njit(parallel=True, cache=True)
     def product(x, x_stride, num_rows, weights, num_panels, steps, out, out_stride):
-        num_chunks = (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
+        num_chunks = max(1, (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
         for item in prange(num_chunks * num_panels):
             panel = item % num_panels
@@ -169,17 +158,39 @@ def make_product(kind):
             to = out + panel * (PANEL // LANES) * out_bytes
             ahead = steps * step_bytes  # the next panel, while this one's first tile is computed
             while row < end:
-                if end - row >= rows_1:
-                    rows, vectors = rows_1, vectors_1
-                elif end - row >= rows_2:
-                    rows, vectors = rows_2, vectors_2
-                elif end - row >= rows_3:
-                    rows, vectors = rows_3, vectors_3
-                else:
-                    rows, vectors = rows_4, vectors_4
                 at, there = x + row * x_stride, to + row * out_stride
-                tiles(rows, vectors, at, x_stride, own, steps, ahead, there, out_stride)
-                row += rows
+                if end - row >= rows_1:
+                    for i in range(0, PANEL // LANES, vectors_1):
+                        here, out_at = own + i * vector_bytes, there + i * out_bytes
+                        _tile(
+                            kind, rows_1, vectors_1, at, x_stride, here, steps, ahead, out_at,
+                            out_stride,
+                        )  # fmt: skip
+                    row += rows_1
+                elif end - row >= rows_2:
+                    for i in range(0, PANEL // LANES, vectors_2):
+                        here, out_at = own + i * vector_bytes, there + i * out_bytes
+                        _tile(
+                            kind, rows_2, vectors_2, at, x_stride, here, steps, ahead, out_at,
+                            out_stride,
+                        )  # fmt: skip
+                    row += rows_2
+                elif end - row >= rows_3:
+                    for i in range(0, PANEL // LANES, vectors_3):
+                        here, out_at = own + i * vector_bytes, there + i * out_bytes
+                        _tile(
+                            kind, rows_3, vectors_3, at, x_stride, here, steps, ahead, out_at,
+                            out_stride,
+                        )  # fmt: skip
+                    row += rows_3
+                else:
+                    for i in range(0, PANEL // LANES, vectors_4):
+                        here, out_at = own + i * vector_bytes, there + i * out_bytes
+                        _tile(
+                            kind, rows_4, vectors_4, at, x_stride, here, steps, ahead, out_at,
+                            out_stride,
+                        )  # fmt: skip
+                    row += rows_4
                 ahead = 0
 
     return product

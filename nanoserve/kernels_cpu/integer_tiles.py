@@ -141,32 +141,10 @@ def make_product(kind: str, dtype: str, has_offset: bool):
     vector_bytes, step_bytes = own.weight_bytes, own.weight_bytes * PANEL // LANES
     out_bytes = LANES * (4 if dtype == "float32" else 2)
 
-    @njit(cache=True)
-    def tiles(rows, num_vectors, groups, steps, out, stride, x, w):
-        for i in range(0, PANEL // LANES, num_vectors):
-            codes, scale, offset, ahead = w
-            here = codes + i * vector_bytes, scale + i * 64, offset + i * 64, ahead
-            to = out + i * out_bytes
-            if rows == rows_1:
-                _tile(
-                    kind, dtype, has_offset, rows_1, vectors_1, groups, steps, to, stride, x, here
-                )
-            elif rows == rows_2:
-                _tile(
-                    kind, dtype, has_offset, rows_2, vectors_2, groups, steps, to, stride, x, here
-                )
-            elif rows == rows_3:
-                _tile(
-                    kind, dtype, has_offset, rows_3, vectors_3, groups, steps, to, stride, x, here
-                )
-            else:
-                _tile(
-                    kind, dtype, has_offset, rows_4, vectors_4, groups, steps, to, stride, x, here
-                )
-
+    # One function that calls no other of ours, as in `float_tiles`: so numba's cache knows it.
     @njit(parallel=True, cache=True)
     def product(x, num_rows, codes, scale, offset, num_panels, groups, steps, out, stride):
-        num_chunks = (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
+        num_chunks = max(1, (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks
         panel_bytes, panel_scales = groups * steps * step_bytes, groups * 4 * PANEL
         for item in prange(num_chunks * num_panels):
@@ -174,16 +152,10 @@ def make_product(kind: str, dtype: str, has_offset: bool):
             row = item // num_panels * rows_at_once
             end = min(row + rows_at_once, num_rows)
             to = out + panel * (PANEL // LANES) * out_bytes
+            own = codes + panel * panel_bytes
+            own_scale, own_offset = scale + panel * panel_scales, offset + panel * panel_scales
             ahead = panel_bytes
             while row < end:
-                if end - row >= rows_1:
-                    rows, vectors = rows_1, vectors_1
-                elif end - row >= rows_2:
-                    rows, vectors = rows_2, vectors_2
-                elif end - row >= rows_3:
-                    rows, vectors = rows_3, vectors_3
-                else:
-                    rows, vectors = rows_4, vectors_4
                 x_codes, codes_stride, starts, sums, groups_stride, x_scale = x
                 here = (
                     x_codes + row * codes_stride,
@@ -193,14 +165,43 @@ def make_product(kind: str, dtype: str, has_offset: bool):
                     groups_stride,
                     x_scale + row * 4,
                 )
-                w = (
-                    codes + panel * panel_bytes,
-                    scale + panel * panel_scales,
-                    offset + panel * panel_scales,
-                    ahead,
-                )
-                tiles(rows, vectors, groups, steps, to + row * stride, stride, here, w)
-                row += rows
+                there = to + row * stride
+                if end - row >= rows_1:
+                    for i in range(0, PANEL // LANES, vectors_1):
+                        w = own + i * vector_bytes, own_scale + i * 64, own_offset + i * 64, ahead
+                        out_at = there + i * out_bytes
+                        _tile(
+                            kind, dtype, has_offset, rows_1, vectors_1, groups, steps, out_at,
+                            stride, here, w,
+                        )  # fmt: skip
+                    row += rows_1
+                elif end - row >= rows_2:
+                    for i in range(0, PANEL // LANES, vectors_2):
+                        w = own + i * vector_bytes, own_scale + i * 64, own_offset + i * 64, ahead
+                        out_at = there + i * out_bytes
+                        _tile(
+                            kind, dtype, has_offset, rows_2, vectors_2, groups, steps, out_at,
+                            stride, here, w,
+                        )  # fmt: skip
+                    row += rows_2
+                elif end - row >= rows_3:
+                    for i in range(0, PANEL // LANES, vectors_3):
+                        w = own + i * vector_bytes, own_scale + i * 64, own_offset + i * 64, ahead
+                        out_at = there + i * out_bytes
+                        _tile(
+                            kind, dtype, has_offset, rows_3, vectors_3, groups, steps, out_at,
+                            stride, here, w,
+                        )  # fmt: skip
+                    row += rows_3
+                else:
+                    for i in range(0, PANEL // LANES, vectors_4):
+                        w = own + i * vector_bytes, own_scale + i * 64, own_offset + i * 64, ahead
+                        out_at = there + i * out_bytes
+                        _tile(
+                            kind, dtype, has_offset, rows_4, vectors_4, groups, steps, out_at,
+                            stride, here, w,
+                        )  # fmt: skip
+                    row += rows_4
                 ahead = 0
 
     return product
