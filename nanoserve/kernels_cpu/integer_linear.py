@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack
+from nanoserve.kernels_cpu.processor import converts_float16
 from nanoserve.kernels_cpu.values import FAST, as_numpy, to_float
 from nanoserve.quantization.matrix import QuantizedMatrix
 
@@ -41,7 +42,8 @@ class IntegerPanels:
         """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
         rows = x.reshape(-1, self.inputs)
         num_rows = len(rows)
-        out = x.new_empty(num_rows, len(self.codes) * PANEL)
+        dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
+        out = x.new_empty(num_rows, len(self.codes) * PANEL, dtype=dtype)
         codes, starts, sums, scale = self._quantized(rows, largest)
         # Names, because the memory must stay until the product is there.
         inputs = (
@@ -52,7 +54,7 @@ class IntegerPanels:
             starts.strides[0],
             scale.ctypes.data,
         )
-        compiled = product(self.kind, str(x.dtype).removeprefix("torch."), self.offset is not None)
+        compiled = product(self.kind, str(dtype).removeprefix("torch."), self.offset is not None)
         compiled(
             inputs,
             num_rows,
@@ -65,7 +67,7 @@ class IntegerPanels:
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
-        return out[:, : self.outputs].contiguous().view(*x.shape[:-1], self.outputs)
+        return out[:, : self.outputs].to(x.dtype).contiguous().view(*x.shape[:-1], self.outputs)
 
     def _quantized(self, rows: Tensor, largest: Tensor | None) -> tuple[np.ndarray, ...]:
         """Codes [num_rows, inputs], starts and sums [num_rows, groups], scale [num_rows]."""

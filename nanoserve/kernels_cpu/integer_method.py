@@ -53,7 +53,8 @@ class IntegerLinearMethod(FormLinearMethod):
         """They have their forms."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
+        is_integer = isinstance(layer.form, IntegerPanels | _Reordered)
+        if is_integer and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
             largest = x.abs().amax(dim=-1).float()
             layer.tp.group.largest(largest)
             return layer.form(x, largest)

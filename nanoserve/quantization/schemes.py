@@ -47,6 +47,11 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
     Raises `ValueError` for an option that the checkpoint contradicts.
     """
     asked, stored = config.quantization, model_config.quantization_config
+    require(
+        config.quantization_group_size is None or asked == "int4",
+        f"quantization_group_size={config.quantization_group_size} is of quantization='int4', "
+        f"not of {asked!r}",
+    )
     if stored:
         method = stored.get("quant_method")
         require(
