@@ -38,7 +38,8 @@ class Scheme:
             return weight
         if self.bits == 4:
             return quantize_int4(weight, self.group_size or _GROUP_SIZE)
-        return quantize_int8(weight, None if self.bits else _GROUP_SIZE)
+        in_groups = self.bits is None and weight.shape[1] % _GROUP_SIZE == 0
+        return quantize_int8(weight, _GROUP_SIZE if in_groups else None)
 
 
 def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
@@ -47,11 +48,6 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
     Raises `ValueError` for an option that the checkpoint contradicts.
     """
     asked, stored = config.quantization, model_config.quantization_config
-    require(
-        config.quantization_group_size is None or asked == "int4",
-        f"quantization_group_size={config.quantization_group_size} is of quantization='int4', "
-        f"not of {asked!r}",
-    )
     if stored:
         method = stored.get("quant_method")
         require(
