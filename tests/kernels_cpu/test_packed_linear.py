@@ -145,7 +145,8 @@ def logprobs(path: Path, form: Callable, monkeypatch: pytest.MonkeyPatch) -> lis
     chosen = lambda dtype, num_bytes: Choice("this", form)  # noqa: E731
     monkeypatch.setattr(linear_methods, "choose_form", chosen)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-    with LLM(path, skip_tokenizer_init=True, device="cpu") as llm:
+    options = {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
+    with LLM(path, **options) as llm:
         model = llm.engine.executor.model
         own = getattr(form, "func", form)
         assert type(model.lm_head.form) is type(model.model.layers[1].self_attn.o_proj.form) is own

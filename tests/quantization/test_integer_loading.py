@@ -27,7 +27,7 @@ from nanoserve.quantization.plain_source import PlainSource
 from nanoserve.quantization.schemes import Scheme
 from nanoserve.worker.linear_methods import choose_linear_method
 
-OPTIONS = {"device": "cpu", "skip_tokenizer_init": True}
+OPTIONS = {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
 
@@ -139,7 +139,7 @@ def test_an_lm_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_random_weights_become_integers_too(form: str, tmp_path: Path) -> None:
-    make_qwen3(tmp_path, **WIDE, dtype="bfloat16")
+    make_qwen3(tmp_path, **WIDE)
     (tmp_path / "model.safetensors").unlink()
     answers = []
     for _ in range(2):

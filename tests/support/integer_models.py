@@ -72,7 +72,8 @@ def reference_logits(
 def our_logits(path: Path, **options) -> Tensor:
     """Of a whole engine, its prompt in two chunks."""
     options = {"dtype": "float32", "max_num_batched_tokens": 27, "max_num_seqs": 4} | options
-    with LLM(path, device="cpu", skip_tokenizer_init=True, **options) as llm:
+    options |= {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
+    with LLM(path, **options) as llm:
         recorder = LogitsRecorder(llm)
         llm.generate([PROMPT], ONE, use_tqdm=False)
         (logits,) = recorder.logits.values()
