@@ -22,6 +22,9 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.quantization.deferred import fill
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.plain_source import PlainSource
 from nanoserve.quantization.schemes import Scheme
@@ -125,6 +128,23 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(
         monkeypatch.setattr(target, lambda *args: pytest.fail("read"))
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, quantization=form, **OPTIONS)
+
+
+def test_a_source_without_a_tensor_is_not_read(tmp_path: Path) -> None:
+    """Whoever fills a model need not have looked before."""
+
+    class Source:
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return {"model.norm.weight": (48,)}
+
+        def read(self, name: str) -> Tensor:
+            pytest.fail("read")
+
+    make_qwen3(tmp_path)
+    config = ModelConfig.from_checkpoint(tmp_path)
+    model = model_class(config.architecture)(config, LayerContext())
+    with pytest.raises(ValueError, match=r"do not fit the model: missing: .*layers\.0"):
+        fill(model, Source(), None, False)
 
 
 def test_an_lm_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def test_int4_is_no_worse_than_the_nearest_codes_of_the_usual_scale(group_size: 
     for most in (7, 8):
         assert (found / squares(nearest(largest / most))).mean() < 0.97
     signed = torch.where(is_negative, largest, -largest) / 8
-    assert (found <= squares(nearest(signed)) * 1.0001).all()
+    better = found / squares(nearest(signed))
+    assert (better < 1.0001).all() and better.mean() < 0.97  # which is what cutting off gains
 
 
 @pytest.mark.parametrize("quantize", [quantize_int8, lambda w: quantize_int4(w, 32)])
