@@ -162,6 +162,10 @@ class EngineConfig:
             f"priority_aging={self.priority_aging} needs scheduling_policy='priority'",
         )
         require(
+            self.quantization_group_size is None or self.quantization == "int4",
+            f"quantization_group_size={self.quantization_group_size} needs quantization='int4'",
+        )
+        require(
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",

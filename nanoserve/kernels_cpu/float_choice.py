@@ -35,8 +35,10 @@ def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
     found: dict[str, Callable[[Tensor], Form]] = {}
     if find_spec("numba") is not None:
         from nanoserve.kernels_cpu.float_linear import FloatPanels
+        from nanoserve.kernels_cpu.processor import converts_float16
 
-        found[_OURS] = FloatPanels
+        if dtype != torch.float16 or converts_float16():
+            found[_OURS] = FloatPanels
     if dtype == torch.bfloat16 and packed_linear.works():
         found[_ONEDNN] = Packed
     if dtype != torch.float32:
@@ -48,7 +50,7 @@ def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
     """For a model of so many bytes; a small one is not worth a measurement."""
     found = forms(dtype)
     name = next(iter(found))
-    if _OURS not in found:
+    if find_spec("numba") is None:
         logger.info(
             "without numba, products are torch's: pip install 'nanoserve[cpu]' brings faster"
         )

@@ -151,7 +151,7 @@ def make_product(kind):
 
     @njit(parallel=True, cache=True)
     def product(x, x_stride, num_rows, weights, num_panels, steps, out, out_stride):
-        num_chunks = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+        num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
         panel_bytes = steps * step_bytes
         for item in prange(num_chunks * num_panels):

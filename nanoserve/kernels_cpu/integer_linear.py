@@ -9,6 +9,7 @@ from torch import Tensor
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product, scratch_bytes
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack
+from nanoserve.kernels_cpu.processor import converts_float16
 from nanoserve.kernels_cpu.values import as_numpy
 from nanoserve.quantization.matrix import QuantizedMatrix
 
@@ -49,8 +50,9 @@ class IntegerPanels:
         scratch = torch.empty(
             scratch_bytes(self.kind, len(rows), self.inputs, self.groups), dtype=torch.uint8
         )
-        out = x.new_empty(len(rows), len(self.codes) * PANEL)
-        compiled = _product(self.kind, _NAMES[x.dtype], self.offset is not None)
+        dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
+        out = x.new_empty(len(rows), len(self.codes) * PANEL, dtype=dtype)
+        compiled = _product(self.kind, _NAMES[dtype], self.offset is not None)
         compiled(
             as_numpy(rows),
             largest.numpy(),
@@ -59,7 +61,7 @@ class IntegerPanels:
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
-        return out[:, : self.outputs].contiguous().view(*x.shape[:-1], self.outputs)
+        return out[:, : self.outputs].to(x.dtype).contiguous().view(*x.shape[:-1], self.outputs)
 
 
 def best_kind(bits: int, group_size: int) -> str:

@@ -53,7 +53,8 @@ class IntegerLinearMethod(FormLinearMethod):
         """They have their forms."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
+        is_integer = isinstance(layer.form, IntegerPanels | _Reordered)
+        if is_integer and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
             largest = x.abs().amax(dim=-1).float()
             layer.tp.group.largest(largest)
             return layer.form(x, largest)
@@ -76,5 +77,5 @@ class _Reordered:
     def __init__(self, form: IntegerPanels, order: Tensor) -> None:
         self._form, self._order = form, order
 
-    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        return self._form(x[..., self._order], largest)
+    def __call__(self, x: Tensor, *largest: Tensor) -> Tensor:
+        return self._form(x[..., self._order], *largest)

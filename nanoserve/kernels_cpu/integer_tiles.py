@@ -167,7 +167,7 @@ def make_product(kind: str, dtype: str, has_offset: bool):
         codes_at, starts_at = x_codes.ctypes.data, starts.ctypes.data
         sums_at, scale_at = sums.ctypes.data, x_scale.ctypes.data
         # 2) Panels, and rows in even chunks, are shared out to the threads.
-        num_chunks = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+        num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks
         panel_bytes, panel_scales = groups * steps * step_bytes, groups * 4 * PANEL
         for item in prange(num_chunks * num_panels):

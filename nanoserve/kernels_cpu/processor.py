@@ -1,6 +1,7 @@
 """What the processor is, as the compiler of our kernels sees it."""
 
 import functools
+import platform
 
 from llvmlite import binding
 from numba.core import config
@@ -17,6 +18,13 @@ def features() -> frozenset[str]:
         listed = (config.CPU_FEATURES or "").split(",")
         return frozenset(name[1:] for name in listed if name.startswith("+"))
     return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
+
+
+def converts_float16() -> bool:
+    """Whether it has instructions for it. Else LLVM calls functions that a process need not have,
+    and ends the process if it has not.
+    """
+    return has("f16c") or platform.machine() not in ("x86_64", "AMD64")
 
 
 def has(*names: str) -> bool:

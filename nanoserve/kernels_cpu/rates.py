@@ -35,9 +35,13 @@ def rates(
     XDG_CACHE_HOME if that is set.
     """
     file = _file(str(dtype), list(forms))
-    with suppress(OSError, ValueError, AttributeError):
-        stored = json.loads(file.read_text())
-        return {name: {int(n): rate for n, rate in of.items()} for name, of in stored.items()}
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        stored = {
+            name: {int(n): float(rate) for n, rate in of.items()}
+            for name, of in json.loads(file.read_text()).items()
+        }
+        if next(iter(forms)) in stored and all(of.keys() == {*ROWS} for of in stored.values()):
+            return stored
     measured = _measure(dtype, forms)
     with suppress(OSError):  # a home that cannot be written to: then it is measured each time
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,8 @@ class Scheme:
             return weight
         if self.bits == 4:
             return quantize_int4(weight, self.group_size or _GROUP_SIZE)
-        return quantize_int8(weight, None if self.bits else _GROUP_SIZE)
+        in_groups = self.bits is None and weight.shape[1] % _GROUP_SIZE == 0
+        return quantize_int8(weight, _GROUP_SIZE if in_groups else None)
 
 
 def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:

@@ -1,10 +1,12 @@
 """How the linears of an engine keep and use their weights."""
 
 import logging
+from importlib.util import find_spec
 
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.float_choice import choose_form
 from nanoserve.kernels_cpu.linear_method import FormLinearMethod
@@ -28,11 +30,16 @@ def choose_linear_method(
             raise ValueError(
                 f"quantization={config.quantization!r} runs on a CPU only, not on {device}"
             )
-        logger.warning("on a GPU, a quantised checkpoint takes the memory of a plain one")
+        if scheme is not None:
+            logger.warning("on a GPU, a quantised checkpoint takes the memory of a plain one")
         return None
     floats = FormLinearMethod(choose_form(dtype, num_bytes).make)
     if scheme is None:
         return floats
+    require(
+        find_spec("numba") is not None,
+        "integer weights need numba on a CPU: pip install 'nanoserve[cpu]'",
+    )
     from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
 
     return IntegerLinearMethod(scheme, floats, dtype)

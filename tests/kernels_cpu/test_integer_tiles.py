@@ -1,0 +1,189 @@
+"""Products of integers against exact ones, over the whole range of codes and of inputs.
+
+The range is the point: where AVX2 multiplies unsigned by signed bytes, it cuts sums of pairs off at
+16 bits, which codes in the middle of their range never reach.
+"""
+
+import numpy as np
+import pytest
+import torch
+from integer_weights import assert_product, exact_product, random_codes, random_matrix
+
+pytest.importorskip("numba")
+
+from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
+from nanoserve.kernels_cpu.integer_linear import IntegerPanels, best_kind
+from nanoserve.kernels_cpu.processor import has
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+BITS = (8, 4)
+GROUP_SIZES = (128, 64, 32, 16)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param not in kinds_here():
+        pytest.skip("this processor has no instructions for it")
+    return request.param
+
+
+def kinds_of(bits: int, group_size: int) -> list[str]:
+    return [
+        name for name in kinds_here() if KINDS[name].bits == bits and KINDS[name].takes(group_size)
+    ]
+
+
+def test_sums_are_exact_at_the_ends_of_the_range(kind: str) -> None:
+    """One group, scale 1: every product is an integer below 2^24, which float32 has."""
+    bits, ones = KINDS[kind].bits, torch.ones(65, 1)
+    for inputs in (1, 2, 3, 4, 8, 32, 64, 96, 130, 1024):
+        if not KINDS[kind].takes(inputs):
+            continue
+        codes = random_matrix(bits, 65, inputs, inputs, has_offset=False).codes
+        matrix, x = QuantizedMatrix(codes, ones, bits=bits), random_codes(13, inputs)
+        expected = (x.long() @ codes.long().T).float()
+        assert expected.abs().max() < 2**24
+        expected *= float(np.float32(127) * np.float32(1 / 127))  # the rows' scale
+        assert torch.equal(IntegerPanels(matrix, kind)(x), expected), inputs
+
+
+@pytest.mark.small(has_offset=[False])
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_products_are_those_of_the_definition(kind: str, has_offset: bool, full_size: bool) -> None:
+    bits = KINDS[kind].bits
+    for group_size in (256, *GROUP_SIZES):
+        if not KINDS[kind].takes(group_size):
+            continue
+        for outputs in (1, 63, 64, 65, 200) if full_size else (65, 200):
+            matrix = random_matrix(bits, outputs, 256, group_size, has_offset=has_offset)
+            form = IntegerPanels(matrix, kind)
+            for num_rows in range(1, 71) if full_size else (1, 2, 3, 5, 7, 70):
+                x = random_codes(num_rows, 256, seed=num_rows)
+                assert_product(form(x), matrix, x)
+    x = random_codes(600, 256)
+    assert_product(form(x), matrix, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
+    for group_size in GROUP_SIZES:
+        matrix = random_matrix(bits, 100, 256, group_size, has_offset=has_offset)
+        x = random_codes(9, 256)
+        assert_product(IntegerPanels(matrix)(x), matrix, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_all_kinds_give_the_same_bits(bits: int) -> None:
+    """So an answer does not depend on which of them a processor has."""
+    for group_size in (256, *GROUP_SIZES):
+        matrix = random_matrix(bits, 65, 256, group_size, has_offset=False)
+        x = torch.randn(13, 256, generator=torch.Generator().manual_seed(2))
+        kinds = kinds_of(bits, group_size) + (kinds_of(8, group_size) if bits == 4 else [])
+        first, *others = (IntegerPanels(matrix, name)(x) for name in kinds)
+        assert len(others) > 0 and all(torch.equal(first, other) for other in others), kinds
+
+
+def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
+    """300 rows are also made integers by several threads, fewer by one."""
+    matrix = random_matrix(KINDS[kind].bits, 100, 128, 32, has_offset=False)
+    x = torch.randn(300, 128, generator=torch.Generator().manual_seed(3))
+    form = IntegerPanels(matrix, kind)
+    alone = torch.cat([form(row) for row in x.split(1)])
+    assert torch.equal(form(x), alone)
+    for num_rows in range(1, 65):
+        assert torch.equal(form(x[:num_rows]), alone[:num_rows]), num_rows
+        assert torch.equal(form(x[num_rows:64]), alone[num_rows:64]), num_rows
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_inputs_become_the_nearest_of_255_integers(bits: int) -> None:
+    """Of rows of any size: each has its own scale."""
+    matrix = random_matrix(bits, 64, 64, 32, has_offset=True)
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(4))
+    x *= 10.0 ** torch.arange(-10, 10)[:, None]
+    largest = x.abs().amax(dim=1, keepdim=True)
+    codes = (x.double() / largest * 127).round()
+    assert_product(IntegerPanels(matrix)(x) / largest * 127, matrix, codes)
+
+
+@pytest.mark.small(dtype=[torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BITS)
+def test_results_have_the_dtype_of_the_inputs(bits: int, dtype: torch.dtype) -> None:
+    matrix, x = random_matrix(bits, 65, 64, 32, has_offset=False), random_codes(7, 64)
+    y = IntegerPanels(matrix)(x.to(dtype))  # integers up to 127 are exact in both
+    assert y.dtype == dtype
+    assert_product(y, matrix, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_no_number_makes_its_own_row_none(bits: int) -> None:
+    matrix = random_matrix(bits, 65, 64, 32, has_offset=False)
+    x = torch.randn(600, 64, generator=torch.Generator().manual_seed(5))
+    form = IntegerPanels(matrix)
+    for rows in (x[:7], x):  # one thread, several
+        expected, spoilt = form(rows), rows.clone()
+        spoilt[1, 3], spoilt[3, 63], spoilt[5, 0] = torch.nan, torch.inf, -torch.inf
+        y = form(spoilt)
+        assert y[[1, 3, 5]].isnan().all()
+        good = [i for i in range(len(rows)) if i not in (1, 3, 5)]
+        assert torch.equal(y[good], expected[good])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_of_zeros_gives_zeros(bits: int) -> None:
+    matrix = random_matrix(bits, 65, 64, 32, has_offset=True)
+    x = torch.zeros(3, 64)
+    x[1, 5] = 1e-20
+    y = IntegerPanels(matrix)(x)
+    assert torch.equal(y[::2], torch.zeros(2, 65)) and (y[1] != 0).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_parts_of_a_row_that_share_its_largest_value_add_up_to_the_row(bits: int) -> None:
+    """Which is what ranks do that each have some of the inputs. 96 cuts a group of 64 in two."""
+    matrix = random_matrix(bits, 65, 256, 64, has_offset=True)
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(6))
+    x[3, 100], x[5, :] = 9, 0
+    largest = x.abs().amax(dim=1)
+    codes = (x.double() / largest.clamp(min=1e-9)[:, None] * 127).round()
+    exact, magnitudes = exact_product(matrix, codes)
+    parts = [
+        IntegerPanels(matrix.columns(first, end))(x[:, first:end], largest).double()
+        for first, end in ((0, 96), (96, 256))
+    ]
+    scale = largest[:, None].double() / 127
+    assert ((sum(parts) - exact * scale).abs() <= 1e-5 * magnitudes * scale + 1e-12).all()
+
+
+def test_inputs_of_any_shape() -> None:
+    form = IntegerPanels(random_matrix(8, 65, 32, 32, has_offset=False))
+    wide = torch.randn(10, 64, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(form(wide[:, ::2]), form(wide[:, ::2].contiguous()))
+    assert torch.equal(form(wide[3, :32]), form(wide[3:4, :32])[0])
+    cube = wide.view(4, 5, 32)
+    assert torch.equal(form(cube), form(cube.view(20, 32)).view(4, 5, 65))
+    assert form(wide[:0, :32]).shape == (0, 65)
+
+
+def test_groups_that_no_kind_of_4_bits_takes_are_those_of_8() -> None:
+    assert KINDS[best_kind(4, 32)].bits == 4
+    assert KINDS[best_kind(4, 3)].bits == 8
+    matrix, x = random_matrix(4, 65, 9, 3, has_offset=True), random_codes(5, 9)
+    assert_product(IntegerPanels(matrix)(x), matrix, x)
+
+
+def test_the_best_kind_is_the_one_that_takes_most_at_a_time() -> None:
+    assert set(kinds_here()) <= set(KINDS) and kinds_here()[-2:] == ["bytes", "nibbles"]
+    if has("avx512vnni"):
+        assert (best_kind(8, 64), best_kind(4, 64)) == ("dots of bytes", "dots of nibbles")
+    if has("avx2"):
+        assert best_kind(8, 2) == "pairs of bytes"
+
+
+def test_groups_that_are_no_runs_are_refused() -> None:
+    matrix = random_matrix(8, 4, 64, 32, has_offset=False)
+    order = torch.arange(64) % 2
+    with pytest.raises(ValueError, match="sorted"):
+        IntegerPanels(QuantizedMatrix(matrix.codes, matrix.scale, group_of_input=order))

@@ -1,0 +1,104 @@
+"""What runs on processors with less than this one: numba compiles for them in another process."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="of x86 processors"
+)
+SUPPORT = Path(__file__).parents[1] / "support"
+AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+movbe"
+PROCESSORS = {
+    "AVX2": ("haswell", AVX2, ["pairs of bytes", "pairs of nibbles", "bytes", "nibbles"]),
+    "no vectors to speak of": ("x86-64", "+sse2", ["bytes", "nibbles"]),
+}
+SCRIPT = """
+import sys, torch
+from integer_weights import assert_product, random_codes, random_matrix
+from nanoserve.kernels_cpu.float_choice import forms
+from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
+from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
+from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.kernels_cpu.processor import converts_float16, has
+
+print(",".join(kinds_here()), has("avx2"), has("avx512f"))
+kinds = kinds_here() if "all" in sys.argv else kinds_here()[:2]
+for kind in kinds:
+    bits = KINDS[kind].bits
+    for group_size in (128, 32):
+        matrix = random_matrix(bits, 65, 128, group_size, has_offset=False)
+        x = random_codes(13, 128)
+        assert_product(IntegerPanels(matrix, kind)(x), matrix, x)
+    # Whatever the float16 of the inputs takes here, the process lives on.
+    if "all" in sys.argv:
+        assert_product(IntegerPanels(matrix, kind)(x.half()), matrix, x)
+dtypes = (torch.bfloat16, torch.float32, torch.float16)
+for dtype in dtypes if "all" in sys.argv else dtypes[:1]:
+    form = next(iter(forms(dtype).values()))
+    assert (form is FloatPanels) is (dtype != torch.float16 or converts_float16())
+    assert best_kind(dtype).startswith("widened")
+    x, weight = torch.randn(13, 67).to(dtype), torch.randn(70, 67).to(dtype)
+    y, exact = form(weight)(x), x.double() @ weight.double().T
+    bound = 1e-5 * (x.double().abs() @ weight.double().abs().T)
+    bound += torch.finfo(dtype).eps * exact.abs()
+    assert ((y.double() - exact).abs() <= bound).all()
+    alone = torch.cat([form(weight)(row) for row in x.split(1)])
+    assert form is not FloatPanels or torch.equal(y, alone)
+"""
+
+
+@needs_x86
+@pytest.mark.small(processor=["AVX2"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_products_are_right_there(processor: str, full_size: bool) -> None:
+    name, features, kinds = PROCESSORS[processor]
+    path = os.pathsep.join([str(SUPPORT), *filter(None, sys.path)])
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": features,
+        "PYTHONPATH": path,
+    }
+    command = [sys.executable, "-c", SCRIPT, *(["all"] if full_size else [])]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    here, has_avx2, has_avx512 = ended.stdout.strip().rsplit(" ", 2)
+    assert here.split(",") == kinds
+    assert (has_avx2, has_avx512) == (str("avx2" in features), "False")
+
+
+@pytest.mark.small(product=[])
+@pytest.mark.parametrize("product", ["float", "integer"])
+def test_a_second_process_compiles_nothing_again(product: str, tmp_path: Path) -> None:
+    """A cache that grew with each process would hold the same product thousands of times."""
+    scripts = {
+        "float": """
+from nanoserve.kernels_cpu.float_linear import FloatPanels, _product
+FloatPanels(torch.ones(65, 64))(torch.ones(3, 64))
+compiled = _product("widened float32")
+""",
+        "integer": """
+from nanoserve.kernels_cpu.integer_linear import IntegerPanels, product
+from nanoserve.quantization.online import quantize_int8
+form = IntegerPanels(quantize_int8(torch.ones(65, 64)))
+form(torch.ones(3, 64))
+compiled = product(form.kind, "float32", False)
+""",
+    }
+    script = f"import torch\n{scripts[product]}\nprint(sum(compiled.stats.cache_misses.values()))"
+    environment = os.environ | {
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [sys.executable, "-c", script]
+    counts = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert [int(count) for count in counts] == [1, 0]

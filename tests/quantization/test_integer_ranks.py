@@ -1,0 +1,117 @@
+"""Engines with integer weights on two ranks answer as on one.
+
+Weights are made integers whole, and a row of inputs has one scale on all ranks, so the ranks'
+integers are those of one, and so are the sums of their products.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import CASES, make_quantized, write_awq
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import make_checkpoint, make_qwen3
+from torch import Tensor
+from transformers import MixtralForCausalLM
+
+pytest.importorskip("numba")
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.outputs import RequestOutput
+
+COMMON: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, **COMMON),
+    SamplingParams(temperature=0.8, seed=3, n=2, **COMMON),
+]
+WIDE = {"hidden_size": 64, "intermediate_size": 96}  # of int4, a rank's 48 cut a group of 32
+
+
+def answers(path: Path, size: int, **options: Any) -> list[RequestOutput]:
+    asked = [[(j * j + i % 4) % 297 for j in range(1 + 9 * i % 37)] for i in range(6)]
+    options = {"dtype": "float32", "max_num_batched_tokens": 16, "max_num_seqs": 5} | options
+    llm = LLM(path, tensor_parallel_size=size, device="cpu", skip_tokenizer_init=True, **options)
+    with llm:
+        params = [PARAMS[i % 2] for i in range(len(asked))]
+        return llm.generate(asked, params, use_tqdm=False)
+
+
+def logprobs_of(output: RequestOutput) -> Tensor:
+    positions = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return torch.tensor([entry.logprob for position in positions for entry in position.values()])
+
+
+def assert_same(path: Path, size: int = 2, **options: Any) -> None:
+    pairs = zip(answers(path, size, **options), answers(path, 1, **options), strict=True)
+    for ours, theirs in pairs:
+        assert [c.token_ids for c in ours.outputs] == [c.token_ids for c in theirs.outputs]
+        if ours.prompt_logprobs is not None:
+            torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.small(form=["int8"], overrides=[{"vocab_size": 301, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"vocab_size": 301, "tie_word_embeddings": True},
+        {"num_key_value_heads": 1, "vocab_size": 297},
+        {"num_attention_heads": 6, "num_key_value_heads": 2},
+    ],
+    ids=str,
+)
+def test_ranks_together_answer_as_one_does(
+    form: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    make_qwen3(tmp_path, **WIDE, **overrides)
+    assert_same(tmp_path, quantization=form)
+
+
+@pytest.mark.small(num_experts=[])
+@pytest.mark.parametrize("num_experts", [5, 2])
+def test_experts_are_shared(num_experts: int, tmp_path: Path) -> None:
+    make_checkpoint(MixtralForCausalLM, tmp_path, num_local_experts=num_experts)
+    assert_same(tmp_path, quantization="int8")
+
+
+@pytest.mark.small(size=[])
+@pytest.mark.parametrize("size", [4])
+def test_more_ranks_than_experts(size: int, tmp_path: Path) -> None:
+    """A rank without any has nothing to make integers of."""
+    make_checkpoint(MixtralForCausalLM, tmp_path, num_local_experts=2)
+    assert_same(tmp_path, size, quantization="int8")
+
+
+@pytest.mark.small(case=[])
+@pytest.mark.parametrize("case", ["awq", "gptq, 8 bits", "fp8, blocks", "bitsandbytes NF4"])
+def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
+    make_quantized(tmp_path, *CASES[case])
+    assert_same(tmp_path)
+
+
+@pytest.mark.small(case=[])
+@pytest.mark.parametrize("case", ["gptq, act order", "gptq, uneven groups"])
+def test_groups_that_are_spread_over_the_inputs_become_others(case: str, tmp_path: Path) -> None:
+    """A rank has some inputs of every group: what it has is rounded once more, to 8 bits."""
+    make_quantized(tmp_path, *CASES[case])
+    for ours, theirs in zip(answers(tmp_path, 2), answers(tmp_path, 1), strict=True):
+        if ours.prompt_logprobs is not None:
+            a, b = (logprobs_of(o)[:1] for o in (ours, theirs))
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.3)
+
+
+def test_a_plain_linear_among_integers(tmp_path: Path) -> None:
+    """As checkpoints have it whose makers left some modules as they were."""
+    config = CASES["awq"][1] | {"modules_to_not_convert": ["o_proj"]}
+    make_quantized(tmp_path, write_awq, config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("o_proj.qweight")]:
+        own = name.removesuffix("qweight")
+        for part in ("qweight", "qzeros", "scales"):
+            del tensors[own + part]
+        generator = torch.Generator().manual_seed(0)
+        tensors[own + "weight"] = torch.randn(64, 64, generator=generator) / 5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_same(tmp_path)

@@ -1,0 +1,85 @@
+"""What an engine with integer weights computes, in transformers: the same rounding, in its floats.
+
+Weights are the dequantised integers; the inputs of each linear are rounded to the 255 values of
+their row. What remains is the order of float32's sums, and where that changes how an input is
+rounded, a 254th of the row's largest value.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from logits_recorder import LogitsRecorder
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import edit_json
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nanoserve import LLM, SamplingParams
+
+PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+def is_linear(name: str) -> bool:
+    """By its name in the checkpoint: not a norm, an embedding, a router or a bias."""
+    parts = name.split(".")
+    own = parts[-2] in ("w1", "w2", "w3", "lm_head") or parts[-2].endswith("_proj")
+    return parts[-1] == "weight" and own
+
+
+def dequantized(path: Path, to_floats: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's tensors; of a tied one also the LM head, which is no longer tied."""
+    tensors = load_file(path / "model.safetensors")
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    return {name: to_floats(t) if is_linear(name) else t for name, t in tensors.items()}
+
+
+@contextmanager
+def rounded_inputs(unrounded: frozenset[int]):
+    """Of every linear, but for routers, which are small, and those of so many outputs."""
+    linear = F.linear
+
+    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(weight) > 8 and len(weight) not in unrounded:
+            largest = x.abs().amax(dim=-1, keepdim=True)
+            x = (x * (127 / largest)).round() * (largest / 127)
+        return linear(x, weight, bias)
+
+    with patch.object(F, "linear", rounded):
+        yield
+
+
+@torch.inference_mode()
+def reference_logits(
+    path: Path, weights: dict[str, Tensor], folder: Path, unrounded: frozenset[int] = frozenset()
+) -> Tensor:
+    """Of transformers' model with `weights` [tokens, vocabulary]; it is written to `folder`."""
+    folder.mkdir()
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text((path / "config.json").read_text())
+    edit_json(folder / "config.json", quantization_config=..., tie_word_embeddings=False)
+    options = {"dtype": "float32", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with rounded_inputs(unrounded):
+        return model(torch.tensor([PROMPT])).logits[0]
+
+
+def our_logits(path: Path, **options) -> Tensor:
+    """Of a whole engine, its prompt in two chunks."""
+    options = {"dtype": "float32", "max_num_batched_tokens": 27, "max_num_seqs": 4} | options
+    options |= {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
+    with LLM(path, **options) as llm:
+        recorder = LogitsRecorder(llm)
+        llm.generate([PROMPT], ONE, use_tqdm=False)
+        (logits,) = recorder.logits.values()
+    return torch.stack([logits[position] for position in range(len(PROMPT))])
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """As a part of the expected."""
+    return ((found - expected).norm() / (expected - expected.mean()).norm()).item()
