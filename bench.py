@@ -157,10 +157,7 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
 def limits_of(
     spec: dict[str, Any], max_num_seqs: int | None, engines: list[str]
 ) -> tuple[roofline.Limit | None, dict[str, roofline.Limit]]:
-    """The workload's roofline in so large batches, and that of engines with fewer bits.
-
-    There is none for a model that nanoserve refuses.
-    """
+    """The workload's roofline in so large batches, and that of engines with fewer bits, if any."""
     budget = spec["max_num_batched_tokens"]
     chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     try:

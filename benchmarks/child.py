@@ -12,7 +12,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +30,20 @@ def probe(spec: Namespace) -> dict[str, Any]:
     hardware.set_threads(spec.threads)
     device = hardware.choose_device(spec.device)
     copying, reading = hardware.copy_bandwidth(device, 2**29), hardware.read_bandwidth(device)
-    matmul_rate = hardware.matmul_rate(device, getattr(torch, spec.dtype))
-    integer_rate = matmul_rate
+    threads, dtype = torch.get_num_threads(), getattr(torch, spec.dtype)
+    matmul_rate = integer_rate = hardware.matmul_rate(device, dtype)
     if device == "cpu":
-        matmul_rate, integer_rate = best_rates(getattr(torch, spec.dtype), matmul_rate)
+        from product_rates import best_rates
+
+        matmul_rate, integer_rate = best_rates(dtype, matmul_rate, threads)
     return {
         "device": device,
         "hardware": hardware.describe(device),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "bandwidth": max(copying, reading),
         "matmul_rate": matmul_rate,
         "integer_rate": integer_rate,
     }
-
-
-def best_rates(dtype: Any, of_torch: float) -> tuple[float, float]:
-    """Of a CPU's products in `dtype`, and of integers: the best of all forms that are at hand."""
-    import hardware
-    import torch
-
-    from nanoserve.kernels_cpu.float_choice import forms
-
-    weight = torch.randn(2048, 2048).to(dtype)
-    rate = max(of_torch, *(hardware.form_rate(make, weight) for make in forms(dtype).values()))
-    if find_spec("numba") is None:
-        return rate, rate
-    from nanoserve.kernels_cpu.integer_linear import IntegerPanels
-    from nanoserve.quantization.online import quantize_int8
-
-    return rate, hardware.form_rate(lambda weight: IntegerPanels(quantize_int8(weight)), weight)
 
 
 def weights(spec: Namespace) -> dict[str, Any]:

@@ -40,10 +40,7 @@ def read_bandwidth(device: str, num_bytes: int = 2**30) -> float:
 
 
 def form_rate(make: Callable[[torch.Tensor], Callable], weight: torch.Tensor) -> float:
-    """Operations per second of a product with many rows, of a weight in a form that `make` makes.
-
-    On a processor whose 16-bit products torch does not know, its own rate is next to nothing.
-    """
+    """Operations per second of a CPU's product with many rows, of a weight as `make` keeps it."""
     form, num_rows = make(weight), 512
     x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
     return 2 * num_rows * weight.numel() / min(_times(lambda: form(x), "cpu"))

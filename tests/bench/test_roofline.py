@@ -90,6 +90,7 @@ def test_the_planned_steps_are_those_that_the_engine_takes(checkpoint: Path) -> 
         taken.append((query_lens, contexts, batch.header.num_outputs))
 
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
+    options |= {"attention_backend": "torch"}  # which keeps weights as they are, to be counted
     with LLM(checkpoint, skip_tokenizer_init=True, **options) as llm:
         llm.engine.observers.append(observe)
         params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in lens]

@@ -1,0 +1,24 @@
+"""What a CPU's products can do at best: the limit is not torch's, but of all forms at hand."""
+
+from importlib.util import find_spec
+
+import hardware
+import torch
+
+from nanoserve.kernels_cpu.float_choice import forms
+
+_SIZE = 2048
+
+
+def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[float, float]:
+    """Operations a second of products in `dtype`, and of integers, in so many threads."""
+    weight = torch.randn(_SIZE, _SIZE).to(dtype)
+    found = forms(dtype)
+    hardware.set_threads(num_threads)  # numba has come with the forms, and has threads of its own
+    rate = max(of_torch, *(hardware.form_rate(make, weight) for make in found.values()))
+    if find_spec("numba") is None:
+        return rate, rate
+    from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+    from nanoserve.quantization.online import quantize_int8
+
+    return rate, hardware.form_rate(lambda weight: IntegerPanels(quantize_int8(weight)), weight)
