@@ -38,7 +38,7 @@ from nanoserve.kernels_cpu.vectors import (
 ROWS_AT_ONCE = 256
 # (rows, vectors) of tiles, the largest first: sums, weights and an x are to fit into the registers,
 # 32 of 16 numbers or 16 of 8. A single row has many vectors: a sum waits for the one before it.
-_TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
+TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
 
 
 class Widened:
@@ -144,7 +144,7 @@ def make_product(kind):
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
-    (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = _TILES
+    (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = TILES
     vector_bytes = KINDS[kind].weight_bytes
     step_bytes = vector_bytes * PANEL // LANES
     out_bytes = LANES * (4 if KINDS[kind].dtype == "float32" else 2)

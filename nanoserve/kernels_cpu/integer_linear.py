@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoserve.kernels_cpu.integer_inputs import scratch_bytes
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
-from nanoserve.kernels_cpu.integer_tiles import make_product, scratch_bytes
+from nanoserve.kernels_cpu.integer_tiles import make_product
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack
 from nanoserve.kernels_cpu.processor import converts_float16
 from nanoserve.kernels_cpu.values import as_numpy

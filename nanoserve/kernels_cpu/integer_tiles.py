@@ -14,12 +14,12 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoserve.kernels_cpu.float_tiles import ROWS_AT_ONCE
+from nanoserve.kernels_cpu.float_tiles import ROWS_AT_ONCE, TILES
+from nanoserve.kernels_cpu.integer_inputs import quantize_row
 from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.processor import has
-from nanoserve.kernels_cpu.values import FAST, to_float
+from nanoserve.kernels_cpu.values import FAST
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -34,8 +34,6 @@ from nanoserve.kernels_cpu.vectors import (
     splat,
     store,
 )
-
-_TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
 
 
 class _Inputs(NamedTuple):
@@ -141,7 +139,7 @@ def make_product(kind: str, dtype: str, has_offset: bool):
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
-    (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = _TILES
+    (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = TILES
     own = KINDS[kind]
     vector_bytes, step_bytes = own.weight_bytes, own.weight_bytes * PANEL // LANES
     out_bytes, shift = LANES * (4 if dtype == "float32" else 2), own.shift
@@ -151,13 +149,13 @@ def make_product(kind: str, dtype: str, has_offset: bool):
     def product(x, largest, scratch, codes, scale, offset, num_panels, groups, steps, out, stride):
         num_rows, inputs = x.shape
         # 1) Each row of x in integers, with the sums of its groups and one scale.
-        first, end = 0, num_rows * inputs * code_bytes
-        x_codes = scratch[:end].view(code_type).reshape(num_rows, inputs)
-        first, end = end, end + 4 * num_rows * groups
-        starts = scratch[first:end].view(np.int32).reshape(num_rows, groups)
-        first, end = end, end + 4 * num_rows * groups
-        sums = scratch[first:end].view(np.float32).reshape(num_rows, groups)
-        x_scale = scratch[end : end + 4 * num_rows].view(np.float32)
+        size = 4 * num_rows * groups
+        starts = scratch[:size].view(np.int32).reshape(num_rows, groups)
+        sums = scratch[size : 2 * size].view(np.float32).reshape(num_rows, groups)
+        end = 2 * size + 4 * num_rows
+        x_scale = scratch[2 * size : end].view(np.float32)
+        size = num_rows * inputs * code_bytes
+        x_codes = scratch[end : end + size].view(code_type).reshape(num_rows, inputs)
         if num_rows * inputs <= FEW:
             for row in range(num_rows):
                 quantize_row(x, row, largest, shift, x_codes, starts, sums, x_scale)
@@ -224,35 +222,3 @@ def make_product(kind: str, dtype: str, has_offset: bool):
                 row += rows
 
     return product
-
-
-def scratch_bytes(kind: str, num_rows: int, inputs: int, groups: int) -> int:
-    """Of codes, starts and sums of groups, and scales."""
-    return num_rows * (inputs * (2 if KINDS[kind].is_x_wide else 1) + 8 * groups + 4)
-
-
-@njit(**FAST)
-def quantize_row(x, row, largest, shift, codes, starts, sums, scale):
-    """codes = x / scale, with scale = largest / 127: of a row, which becomes NaN if it holds one.
-
-    largest: [num_rows], or [0] if it is the row's own largest magnitude.
-    """
-    values, bits = x[row], np.int32(0)
-    for i in range(len(values)):  # magnitudes are in the order of their bits, NaN after infinity
-        own = np.float32(to_float(values[i])).view(np.int32) & np.int32(0x7FFFFFFF)
-        bits = max(bits, np.int32(own))
-    is_finite = bits < np.int32(0x7F800000)
-    top = largest[row] if len(largest) else np.int32(bits).view(np.float32)
-    inverse = np.float32(127) / top if is_finite and top > 0 else np.float32(0)
-    size = len(values) // starts.shape[1]
-    for group in range(starts.shape[1]):
-        part = values[group * size : (group + 1) * size]
-        own_codes = codes[row, group * size : (group + 1) * size]
-        total = np.int32(0)
-        for i in range(size):
-            code = np.int32(np.rint(to_float(part[i]) * inverse))
-            own_codes[i] = code
-            total += code
-        starts[row, group] = -shift * total
-        sums[row, group] = total
-    scale[row] = top * np.float32(1 / 127) if is_finite else np.float32(np.nan)
