@@ -149,7 +149,7 @@ def _scaled_product(
             in_row = k < INPUTS - start
         x = tl.load(x_ptrs + start, mask=x_mask & in_row[None, :], other=0.0)
         weight = tl.load(weight_ptrs + start, mask=weight_mask & in_row[None, :], other=0.0)
-        if SUM == tl.int32:
+        if tl.int32 == SUM:
             acc = tl.dot(x, tl.trans(weight), acc, out_dtype=tl.int32)
         else:  # a tensor core of an H100 adds with 14 bits; between its runs, float32 does
             acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BLOCK_K)

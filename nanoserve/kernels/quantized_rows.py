@@ -73,10 +73,10 @@ def _quantize_rows(
     is_finite = bits < _INFINITY
     # 2) `/` would do it with two wrong bits: not every code would be the nearest.
     magnitude = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
-    scale = tl.maximum(tl.div_rn(magnitude, LARGEST_CODE), _SMALLEST_SCALE)
+    scale = tl.maximum(tl.div_rn(magnitude, tl.full([], LARGEST_CODE, tl.float32)), _SMALLEST_SCALE)
     tl.store(scales_ptr + row, tl.where(is_finite, scale, float("nan")))
     # 3) The row again, out of the nearest cache.
-    divisor = tl.full([BLOCK], 1.0, tl.float32) * scale
+    divisor = tl.broadcast_to(scale, [BLOCK])
     for start in range(0, INPUTS, BLOCK):
         mask = i < INPUTS - start
         x = tl.load(x_ptr + start + i, mask=mask, other=0.0).to(tl.float32)

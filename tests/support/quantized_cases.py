@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 
+from nanoserve.kernels.expert_codes import ExpertCodes
+from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product
 from nanoserve.kernels.quantized_linear import scaled_product
 from nanoserve.kernels.quantized_rows import quantize_rows
@@ -36,6 +38,16 @@ def _rows(dtype: torch.dtype, code_dtype: torch.dtype, has_largest: bool) -> Non
     quantize_rows(torch.zeros(4, 4096, dtype=dtype), code_dtype, largest)
 
 
+def _experts(num_tokens: int) -> None:
+    hidden, size, num_experts = 256, 192, 128
+    weights = [
+        ExpertCodes(torch.zeros(shape, dtype=torch.int8), torch.zeros(shape[:2]))
+        for shape in ((num_experts, 2 * size, hidden), (num_experts, hidden, size))
+    ]
+    x, ids = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16), torch.zeros(num_tokens, 8)
+    fused_experts(x, ids.long(), ids, *weights)
+
+
 def quantized_cases() -> list[tuple[str, Callable[[], None]]]:
     cases: list[tuple[str, Callable[[], None]]] = []
     for code_dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "e4m3")):
@@ -47,6 +59,9 @@ def quantized_cases() -> list[tuple[str, Callable[[], None]]]:
             for has_largest in (False, True):
                 label = f"quantize_rows {name} {dtype} largest={has_largest} inputs=4096"
                 cases.append((label, partial(_rows, dtype, code_dtype, has_largest)))
+    for num_tokens in (4, 1024):
+        label = f"experts of int8, bfloat16 tokens={num_tokens} hidden=256"
+        cases.append((label, partial(_experts, num_tokens)))
     shapes = [(torch.bfloat16, 4, group, False) for group in (32, 64, 128)]
     shapes += [(torch.bfloat16, 4, 32, True), (torch.bfloat16, 8, 32, False)]
     shapes += [(torch.float16, 4, 128, True), (torch.float32, 4, 32, True)]
