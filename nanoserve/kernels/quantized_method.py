@@ -43,9 +43,9 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         setattr(layer, name, deferred_weight(shape, 8))
 
     def to_integers(self, weight: Weight, is_quantized: bool) -> Weight:
-        """As of a `Scheme`; computed on the GPU."""
+        """As of a `Scheme`; computed on the GPU, and there all parts of a weight meet."""
         if isinstance(weight, QuantizedMatrix):
-            return weight
+            return _on(weight, self._device)
         pieces = weight.split(max(1, _MAX_VALUES // weight.shape[1]))
         make = self._scheme.to_integers
         return stack_rows([make(piece.to(self._device), is_quantized) for piece in pieces])

@@ -26,7 +26,7 @@ def choose_linear_method(
     dtype = getattr(torch, model_config.dtype)
     scheme = scheme_of(config, model_config)
     if device.type != "cpu" or config.attention_backend == "triton":
-        return _gpu_method(config, scheme, device, dtype)
+        return _gpu_method(config, model_config, scheme, device)
     require(
         scheme is None or not scheme.is_fp8,
         "quantization='fp8' of plain weights needs a GPU; a CPU multiplies quantization='int8'",
@@ -40,7 +40,7 @@ def choose_linear_method(
 
 
 def _gpu_method(
-    config: EngineConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model_config: ModelConfig, scheme: Scheme | None, device: torch.device
 ) -> LinearMethod | None:
     """Also of a CPU that interprets a GPU's kernels."""
     if scheme is None:
@@ -66,6 +66,8 @@ def _gpu_method(
             f"{least[0]}.{least[1]} or newer; this one has {found[0]}.{found[1]}"
             + (": it can run quantization='int8'" if scheme.is_fp8 and found >= (8, 0) else ""),
         )
+    if model_config.moe is not None and config.quantization != "int8":
+        logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
     from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 
-    return QuantizedLinearMethod(scheme, device, dtype)
+    return QuantizedLinearMethod(scheme, device, getattr(torch, model_config.dtype))

@@ -33,10 +33,7 @@ KINDS = ["int8", "int4", pytest.param("fp8", marks=needs_e4m3)]
 def test_products_of_codes(
     code_dtype: torch.dtype, dtype: torch.dtype, inputs: int, outputs: int
 ) -> None:
-    """Codes of activations are a CPU interpreter's, bit for bit; see `test_codes_are_the_nearest`.
-
-    Sums of int8 are exact, so what differs is rounded once; those of e4m3 lose a few bits.
-    """
+    """Sums of int8 are exact, so what differs is rounded once; those of e4m3 lose a few bits."""
     torch.manual_seed(0)
     weight, scale = quantize_rows(torch.randn(outputs, inputs, device="cuda"), code_dtype)
     for num_rows in ROWS:
