@@ -39,6 +39,9 @@ _QUESTIONS = [
 _VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sampling in graphs": {"capture_sampling": True},
+    "int8 weights": {"quantization": "int8"},
+    "int4 weights": {"quantization": "int4", "quantization_group_size": 128},
+    "fp8 weights": {"quantization": "fp8"},
     "no step ahead": {"async_scheduling": False},
     "2048 tokens a step": {"max_num_batched_tokens": 2048},
     "max_model_len 2048": {"max_model_len": 2048},
@@ -99,13 +102,19 @@ def bench(job: Job) -> Measurements:
     """nano-vllm's workload; what is not the default has one run, as long as there is time."""
     limits = _Limits(job)
     longest = 0.0
-    for number, (name, options) in enumerate(_VARIANTS.items()):
+    for number, (name, options) in enumerate(_variants(job).items()):
         if job.left < 1.3 * longest:
             yield name, lambda left=job.left: {"left out": f"{left:.0f} s are left"}
             continue
         start = time.monotonic()
         yield name, partial(_run_variant, job, limits, options, is_first=number == 0)
         longest = max(longest, time.monotonic() - start)
+
+
+def _variants(job: Job) -> dict[str, dict[str, Any]]:
+    """Products of e4m3 need a GPU of compute capability 8.9."""
+    has_fp8 = job.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    return {name: options for name, options in _VARIANTS.items() if has_fp8 or "fp8" not in name}
 
 
 class _Limits:
@@ -126,7 +135,10 @@ class _Limits:
         self._seconds: dict[int, float] = {}
 
     def seconds(self, llm: LLM) -> float:
-        """At the rate of a large copy; steps as this engine is allowed to make them."""
+        """At the rate of a large copy; steps as this engine is allowed to make them.
+
+        Weights count as 16 bits, also where they have fewer: the share can then exceed 1.
+        """
         config: EngineConfig = llm.engine.config
         budget = config.max_num_batched_tokens
         if budget not in self._seconds:

@@ -70,8 +70,8 @@ class EngineConfig:
     trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
     dtype: str = "auto"  # "auto" is the checkpoint's own
     load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
-    # Bits of the weights: None is what the checkpoint has; "int8" and "int4" are made of plain
-    # ones.
+    # Bits of the weights: None is what the checkpoint has; "int8", "int4" and, on a GPU, "fp8" are
+    # made of plain ones. On a GPU a checkpoint's own format, too, has to be asked for.
     quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
     seed: int = 0  # seeds the requests that bring no seed of their own

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.expert_codes import ExpertCodes
+
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -59,8 +61,8 @@ def fused_experts(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | ExpertCodes,
+    down: torch.Tensor | ExpertCodes,
     first_expert: int = 0,
     num_experts: int | None = None,
 ) -> torch.Tensor:
@@ -72,11 +74,13 @@ def fused_experts(
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
     down            [experts here, hidden, size]
 
-    All are contiguous; the weights and the result [num_tokens, hidden] have hidden's dtype. Sums
-    are float32, and both products are rounded to the dtype. `num_experts`, of all ranks, tells how
-    many pairs an expert will have on average.
+    All are contiguous; the weights and the result [num_tokens, hidden] have hidden's dtype, or the
+    weights are codes, which become that when they are used. Sums are float32, and both products are
+    rounded to the dtype. `num_experts`, of all ranks, tells how many pairs an expert will have on
+    average.
     """
     _check(hidden, expert_ids, expert_weights, gate_up, down)
+    (gate_up, gate_up_scale), (down, down_scale) = _parts(gate_up), _parts(down)
     (num_tokens, hidden_size), (num_here, _, size) = hidden.shape, down.shape
     if num_here == 0:  # there are more ranks than experts
         return torch.zeros_like(hidden)
@@ -84,9 +88,9 @@ def fused_experts(
     config = tile_config(num_pairs, num_experts or num_here, hidden.dtype)
     pairs = _sort(expert_ids, first_expert, num_here)
     gated = hidden.new_empty(num_pairs, size)
-    _product(gated, hidden, gate_up, pairs, config, top_k)
+    _product(gated, hidden, gate_up, pairs, config, top_k, scale=gate_up_scale)
     products = hidden.new_empty(num_pairs, hidden_size)
-    _product(products, gated, down, pairs, config)
+    _product(products, gated, down, pairs, config, scale=down_scale)
     out = torch.empty_like(hidden)
     _sum_kernel[(num_tokens, -(-hidden_size // _SUM_BLOCK))](
         out,
@@ -102,13 +106,19 @@ def fused_experts(
     return out
 
 
+def _parts(weight: torch.Tensor | ExpertCodes) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight.codes, weight.scale) if isinstance(weight, ExpertCodes) else (weight, None)
+
+
 def _check(
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | ExpertCodes,
+    down: torch.Tensor | ExpertCodes,
 ) -> None:
+    kinds = {x.dtype for x in (gate_up, down) if isinstance(x, torch.Tensor)}
+    gate_up, down = _parts(gate_up)[0], _parts(down)[0]
     tensors = {"hidden": hidden, "expert_ids": expert_ids, "expert_weights": expert_weights}
     tensors |= {"gate_up": gate_up, "down": down}
     told = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in tensors.items())
@@ -121,7 +131,7 @@ def _check(
         raise ValueError(
             f"gate_up must be [experts, 2 x size, hidden], down [experts, hidden, size]: {told}"
         )
-    if hidden.dtype not in _TRITON_DTYPES or {gate_up.dtype, down.dtype} != {hidden.dtype}:
+    if hidden.dtype not in _TRITON_DTYPES or not kinds <= {hidden.dtype}:
         raise ValueError(f"hidden, gate_up and down must have one floating dtype: {told}")
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"expert_ids must be int32 or int64: {told}")
@@ -153,6 +163,7 @@ def _product(
     pairs: _Pairs,
     config: TileConfig,
     top_k: int | None = None,
+    scale: torch.Tensor | None = None,
 ) -> None:
     """With `top_k`: tokens in, gated and sorted pairs out. Without: sorted pairs in, pairs out."""
     (num_pairs, out_features), num_experts = out.shape, len(weight)
@@ -167,6 +178,7 @@ def _product(
         out,
         x,
         weight,
+        scale,
         *pairs,
         IN_FEATURES=x.shape[1],
         OUT_FEATURES=out_features,
@@ -213,6 +225,7 @@ def _product_kernel(
     out_ptr,  # [num_pairs, OUT_FEATURES]
     x_ptr,  # [num_tokens or num_pairs, IN_FEATURES]
     weight_ptr,  # [NUM_EXPERTS, OUT_FEATURES or twice that, IN_FEATURES]
+    scale_ptr,  # of codes, for each row of the weight; else None
     order_ptr,
     bounds_ptr,
     IN_FEATURES: tl.constexpr,
@@ -259,6 +272,12 @@ def _product_kernel(
             up_ptrs = weight_ptrs + OUT_FEATURES * IN_FEATURES + start
             up = tl.load(up_ptrs, mask=mask, other=0.0).to(DOT_DTYPE)
             acc_up = tl.dot(x, tl.trans(up), acc_up, input_precision=DOT_PRECISION)
+    if scale_ptr is not None:
+        scale_ptr += expert * (OUT_FEATURES * (1 if TOP_K is None else 2)) + n
+        acc *= tl.load(scale_ptr, mask=n < OUT_FEATURES, other=0.0)[None, :]
+        if TOP_K is not None:
+            up_scale = tl.load(scale_ptr + OUT_FEATURES, mask=n < OUT_FEATURES, other=0.0)
+            acc_up *= up_scale[None, :]
     if TOP_K is not None:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     out_ptrs = out_ptr + out_row.to(tl.int64)[:, None] * OUT_FEATURES + n[None, :]

@@ -35,7 +35,7 @@ def quantized(first, second, CODE_TYPE: tl.constexpr):
     first = tl.div_rn(tl.where(is_finite[:, None], first, 0.0), divisor)
     second = tl.div_rn(tl.where(is_finite[:, None], second, 0.0), divisor)
     if IS_E4M3:
-        first, second = _to_e4m3(first), _to_e4m3(second)
+        first, second = to_e4m3(first), to_e4m3(second)
     else:
         first = ((first + _ROUNDER) - _ROUNDER).to(tl.int8)
         second = ((second + _ROUNDER) - _ROUNDER).to(tl.int8)
@@ -43,7 +43,7 @@ def quantized(first, second, CODE_TYPE: tl.constexpr):
 
 
 @triton.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """The 8 bits of magnitudes up to 448: a sign, 4 bits of exponent, 3 of mantissa."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -21,6 +21,7 @@ class QuantizedMatrix:
 
     bits: 4 if codes are -8 to 7, 8 if they are -128 to 127.
     group_of_input: int [in], the group of each input, where groups are no runs (GPTQ's act-order).
+    is_e4m3: the codes are the bytes of 8-bit floats, and stand for these.
     """
 
     codes: Tensor
@@ -28,6 +29,7 @@ class QuantizedMatrix:
     offset: Tensor | None = None
     bits: int = 8
     group_of_input: Tensor | None = None
+    is_e4m3: bool = False
 
     def __post_init__(self) -> None:
         out, num_inputs = self.codes.shape
@@ -67,7 +69,8 @@ class QuantizedMatrix:
             scale, offset = self.scale[:, group], None
             if self.offset is not None:
                 offset = self.offset[:, group]
-        weight = self.codes * scale
+        codes = self.codes.view(torch.float8_e4m3fn).float() if self.is_e4m3 else self.codes
+        weight = codes * scale
         return weight if offset is None else weight + offset
 
     def rows(self, first: int, end: int) -> "QuantizedMatrix":
@@ -140,4 +143,5 @@ def _fits(first: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     same_order = (first.group_of_input is None) == (other.group_of_input is None)
     if same_order and first.group_of_input is not None:
         same_order = torch.equal(first.group_of_input, other.group_of_input)
-    return same_order and first.scale.shape[1] == other.scale.shape[1]
+    same_kind = same_order and first.is_e4m3 == other.is_e4m3
+    return same_kind and first.scale.shape[1] == other.scale.shape[1]

@@ -1,4 +1,4 @@
-"""Integers out of float weights, when a model is loaded: `quantization="int8"` and "int4"."""
+"""Codes out of float weights, when a model is loaded: `quantization="int8"`, "int4" and "fp8"."""
 
 from collections.abc import Callable
 
@@ -22,6 +22,17 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMat
     num_inputs = weight.shape[1]
     size = num_inputs if group_size is None else group_size_for(num_inputs, group_size)
     return _in_pieces(weight, size, 8, _int8_of)
+
+
+def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
+    """e4m3 with a scale for each row: its largest magnitude / 448 (Micikevicius et al. 2022).
+
+    An element's error is at most a sixteenth of it, or half of 2^-9 scales where that is more.
+    """
+    scale = _magnitude(weight.float().abs().amax(dim=1, keepdim=True)) / 448
+    quotients = (weight.float() / _divisor(scale)).nan_to_num_(0.0)
+    codes = quotients.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.int8)
+    return QuantizedMatrix(codes, scale, is_e4m3=True)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:

@@ -8,9 +8,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
 
 
@@ -20,10 +20,12 @@ class Scheme:
 
     bits: 4 or 8, of what the option `quantization` asks for; None keeps what the checkpoint has,
     and makes 8 bits of its values that are no integers times a scale (FP8, NF4).
+    is_fp8: they are to be floats of 8 bits.
     """
 
     bits: int | None
     group_size: int | None = None
+    is_fp8: bool = False
 
     @property
     def most_bits(self) -> int:
@@ -36,6 +38,8 @@ class Scheme:
         """`is_quantized`: in the checkpoint, which has it in fewer bits than the others."""
         if isinstance(weight, QuantizedMatrix) or (self.bits is None and not is_quantized):
             return weight
+        if self.is_fp8:
+            return quantize_fp8(weight)
         if self.bits == 4:
             return quantize_int4(weight, self.group_size or _GROUP_SIZE)
         in_groups = self.bits is None and weight.shape[1] % _GROUP_SIZE == 0
@@ -60,4 +64,6 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
         f"quantization={asked!r} is a format that checkpoints have, and this one's weights are "
         f"plain; what can be made of plain ones is {' or '.join(_BITS)}",
     )
-    return Scheme(_BITS[asked], config.quantization_group_size) if asked else None
+    if asked is None:
+        return None
+    return Scheme(_BITS[asked], config.quantization_group_size, is_fp8=asked == "fp8")

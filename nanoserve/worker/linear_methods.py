@@ -11,7 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.float_choice import choose_form
 from nanoserve.kernels_cpu.linear_method import FormLinearMethod
 from nanoserve.layers.context import LinearMethod
-from nanoserve.quantization.schemes import scheme_of
+from nanoserve.quantization.schemes import Scheme, scheme_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +25,12 @@ def choose_linear_method(
     """
     dtype = getattr(torch, model_config.dtype)
     scheme = scheme_of(config, model_config)
-    if device.type != "cpu":
-        if scheme is not None and scheme.bits is not None:
-            raise ValueError(
-                f"quantization={config.quantization!r} runs on a CPU only, not on {device}"
-            )
-        if scheme is not None:
-            logger.warning("on a GPU, a quantised checkpoint takes the memory of a plain one")
-        return None
+    if device.type != "cpu" or config.attention_backend == "triton":
+        return _gpu_method(config, model_config, scheme, device)
+    require(
+        scheme is None or not scheme.is_fp8,
+        "quantization='fp8' of plain weights needs a GPU; a CPU multiplies quantization='int8'",
+    )
     floats = FormLinearMethod(choose_form(dtype, num_bytes).make)
     if scheme is None:
         return floats
@@ -43,3 +41,37 @@ def choose_linear_method(
     from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
 
     return IntegerLinearMethod(scheme, floats, dtype)
+
+
+def _gpu_method(
+    config: EngineConfig, model_config: ModelConfig, scheme: Scheme | None, device: torch.device
+) -> LinearMethod | None:
+    """Also of a CPU that interprets a GPU's kernels."""
+    if scheme is None:
+        return None
+    if config.quantization is None:
+        logger.warning(
+            "on a GPU, a quantised checkpoint becomes floats and takes the memory of a plain one, "
+            "unless quantization=, which names its format, asks for kernels that have not been "
+            "measured on one"
+        )
+        return None
+    require(
+        find_spec("triton") is not None,
+        f"quantization={config.quantization!r} on a GPU needs the package triton",
+    )
+    if device.type == "cuda":
+        # Ampere: from here on, Triton has tensor cores for bfloat16 and int8; Ada: for e4m3.
+        least = (8, 9) if scheme.is_fp8 else (8, 0)
+        found = torch.cuda.get_device_capability(device)
+        require(
+            found >= least,
+            f"quantization={config.quantization!r} needs a GPU of compute capability "
+            f"{least[0]}.{least[1]} or newer; this one has {found[0]}.{found[1]}"
+            + (": it can run quantization='int8'" if scheme.is_fp8 and found >= (8, 0) else ""),
+        )
+    if model_config.moe is not None and config.quantization != "int8":
+        logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
+    from nanoserve.kernels.quantized_method import QuantizedLinearMethod
+
+    return QuantizedLinearMethod(scheme, device, getattr(torch, model_config.dtype))

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.kernels import experts as kernels
+from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.experts import fused_experts, tile_config
 from nanoserve.layers.experts import sum_of_experts
+from nanoserve.quantization.online import quantize_int4, quantize_int8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -240,3 +242,37 @@ def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: 
     }
     with pytest.raises(ValueError, match=message):
         fused_experts(**(arguments | change))
+
+
+# ---------------------------------------------------------------- weights in 8 bits
+
+
+def in_codes(weight: torch.Tensor) -> tuple[ExpertCodes, torch.Tensor]:
+    """And what they stand for, in float64."""
+    matrix = quantize_int8(weight.flatten(0, 1))
+    codes = ExpertCodes.of(matrix.split(weight.shape[1]))
+    return codes, (matrix.codes.double() * matrix.scale.double()).view(weight.shape)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("num_tokens", [9, 150])
+def test_experts_of_codes(num_tokens: int, run: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(num_tokens)
+    step = make_step(num_tokens, 70, 33, top_k=2, num_experts=3)
+    (gate_up, plain_gate_up), (down, plain_down) = in_codes(step.gate_up), in_codes(step.down)
+    out = run(**vars(replace(step, gate_up=gate_up, down=down)))
+    replace(step, gate_up=plain_gate_up, down=plain_down).assert_right(out)
+
+
+def test_other_codes_of_experts_become_int8() -> None:
+    weight = torch.randn(2 * 6, 64)
+    codes = ExpertCodes.of(quantize_int4(weight, 32).split(6))
+    assert codes.codes.dtype == torch.int8 and codes.codes.shape == (2, 6, 64)
+    found = (codes.codes * codes.scale[..., None]).flatten(0, 1)
+    wanted = quantize_int4(weight, 32).dequantize()
+    assert ((found - wanted).abs() <= wanted.abs().amax(dim=1, keepdim=True) / 253).all()
+
+
+def test_codes_without_their_scales_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"for each output.*\[2, 3\]"):
+        ExpertCodes(torch.zeros(2, 4, 8, dtype=torch.int8), torch.zeros(2, 3))

@@ -21,10 +21,19 @@ from sass import bytes_loaded, count_instructions, disassembler
 
 SCRIPT = compile_kernels.__file__
 # Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
-USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)"
+USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)|int[48].* inputs="
+E4M3 = r"e4m3"  # a tensor core's from compute capability 8.9 on
 # Where there is less shared memory, also those that take the most of it.
 LARGE = r"attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
-WANTED = {80: USUAL, 86: LARGE, 89: rf"{USUAL}|{LARGE}", 90: "", 100: USUAL, 120: LARGE}
+LARGE = rf"{LARGE}|(scaled|grouped)_product int"
+WANTED = {
+    80: USUAL,
+    86: LARGE,
+    89: rf"{USUAL}|{LARGE}|{E4M3}",
+    90: "",
+    100: rf"{USUAL}|{E4M3}",
+    120: rf"{LARGE}|{E4M3}",
+}
 # At the small size, a case or two for each kernel, and the largest where there is least room.
 EACH = "|".join(
     [
@@ -34,9 +43,12 @@ EACH = "|".join(
         r"bfloat16 size=3072 silu",
         r"bfloat16 tokens=256 head_dim=128 (norm=True|kv=int8)",
         r"bfloat16 vocab=151936 filtered=True",
+        r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
+        r"quantize_rows int8 bfloat16 largest=True",
+        r"grouped_product int4 bfloat16 group=32 offset=True rows=(1|1024) ",
     ]
 )
-LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill"
+LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8 rows=1024"
 
 # What the machine code for an H100 must be, of the cases in EACH. All loads of K and V are as wide
 # as can be; what else is loaded in their loops, block tables, is a small part of the bytes.
@@ -114,8 +126,10 @@ def test_kernels_fit_into_registers_and_shared_memory(
     for record in compiled:
         assert record["shared_bytes"] <= SHARED_KIB[capability] * 1024, record
         if "head_dim=256" not in record["case"]:  # there, half as many rows would cost more
-            # Three registers of e4m3 with head_dim 64, where ptxas chooses to use fewer.
+            # A few registers, where ptxas chooses to use fewer: three of e4m3 with head_dim 64,
+            # four to eight of the products whose weights become floats in registers.
             most = 12 if "kv=fp8" in record["case"] else 0
+            most = 32 if "grouped_product" in record["case"] else most
             assert record["spill_bytes"] <= most, record
 
 
@@ -185,6 +199,28 @@ def test_norm_gate_and_sampler_load_16_bytes_at_a_time(disassembled: Records, ca
     loaded = bytes_loaded(code)
     assert loaded[16] == 16 * num_loads, code
     assert not {1, 2} & loaded.keys(), code
+
+
+@pytest.mark.parametrize(
+    ("case", "instruction"),
+    [
+        ("scaled_product int8 rows=1024 inputs=4096", "IGMMA"),  # of four warps together
+        ("scaled_product e4m3 rows=1024 inputs=4096", "QGMMA"),
+        ("grouped_product int4 bfloat16 group=32 offset=True rows=1024 inputs=4096", "HGMMA"),
+        ("grouped_product int4 bfloat16 group=32 offset=True rows=1 inputs=4096", "[HW]G?MMA"),
+    ],
+)
+def test_quantised_products_go_to_the_tensor_cores(
+    disassembled: Records, case: str, instruction: str
+) -> None:
+    loop = next(
+        r["instructions"]["loops"]
+        for r in disassembled
+        if r["case"] == case and r["kernel"] != "_sum_parts"
+    )
+    assert any(re.match(rf"{instruction}\.", name) for name in loop), loop
+    loaded = bytes_loaded(loop)
+    assert loaded[16] + loaded[8] >= 0.75 * sum(loaded.values()) > 0, loop  # the rest are scales
 
 
 def test_the_sampler_has_few_instructions_for_each_token(disassembled: Records) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from quantized_cases import quantized_cases
 from sass import disassemble
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -189,6 +190,7 @@ CASES: list[tuple[str, Callable[[], None]]] = [
     *_attention_cases(),
     *_experts_cases(),
     *_small_cases(),
+    *quantized_cases(),
 ]
 
 

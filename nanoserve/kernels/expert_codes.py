@@ -1,0 +1,57 @@
+"""The weights of a mixture's experts in 8 bits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.online import quantize_int8
+
+
+@dataclass(frozen=True)
+class ExpertCodes:
+    """codes: int8 [experts, outputs, inputs]; scale: float32 [experts, outputs].
+
+    `nanoserve.kernels.experts.fused_experts` takes them as they are. The plain formula,
+    `nanoserve.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
+    becomes floats when it is used.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        codes, scale = self.codes, self.scale
+        kinds, shapes = (codes.dtype, scale.dtype), (codes.shape[:-1], scale.shape)
+        if kinds != (torch.int8, torch.float32) or codes.dim() != 3 or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"codes must be int8 [experts, outputs, inputs], scale float32 for each output, "
+                f"not {codes.dtype} {list(codes.shape)}, {scale.dtype} {list(scale.shape)}"
+            )
+
+    @classmethod
+    def of(cls, experts: list[QuantizedMatrix]) -> "ExpertCodes":
+        """Of other codes than int8 with a scale per output, such are made."""
+        experts = [each if _fits(each) else quantize_int8(each.dequantize()) for each in experts]
+        codes = torch.stack([each.codes for each in experts])
+        return cls(codes, torch.stack([each.scale[:, 0] for each in experts]))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        for codes, scale in zip(self.codes, self.scale, strict=True):
+            yield partial(_product, codes, scale)
+
+
+def _fits(matrix: QuantizedMatrix) -> bool:
+    has_plain_codes = matrix.offset is None and not matrix.is_e4m3
+    return has_plain_codes and matrix.bits == 8 and matrix.scale.shape[1] == 1
+
+
+def _product(codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, (codes * scale[:, None]).to(x.dtype))

@@ -1,0 +1,161 @@
+"""Products of codes of 8 bits: rows of activations with a scale each, weights with one per output.
+
+    y[m, n] = (sum over k of x[m, k] w[n, k]) x_scale[m] w_scale[n]
+
+Codes are int8, whose sums in int32 are exact (up to 133,000 inputs): a row's result depends on
+nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et al. 2022), on GPUs
+of compute capability 8.9 and newer: in bfloat16 the product is then `torch._scaled_mm`'s.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.kernels.quantized_rows import LARGEST_CODES
+
+_MULTIPLE = 16  # of inputs and of outputs, for `torch._scaled_mm`
+
+
+class TileConfig(NamedTuple):
+    """How a program is cut to the hardware."""
+
+    block_m: int  # rows
+    block_n: int  # outputs
+    block_k: int  # inputs at once
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(num_rows: int) -> TileConfig:
+    """Not measured yet: chosen by bytes under way, registers and shared memory (99 KiB do).
+
+    Each is compiled when it is first used: the smallest and the largest step, which are tried
+    before serving, use the first and the last, and CUDA graphs of decode steps the second.
+    """
+    if num_rows <= 16:  # as fast as the memory: an H100 has 128 programs for 4096 outputs
+        return TileConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=5)
+    if num_rows <= 128:
+        return TileConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    return TileConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=3)
+
+
+def scaled_product(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[rows, inputs] codes by [outputs, inputs] codes -> [rows, outputs] of `dtype`.
+
+    x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32 [rows] and
+    [outputs]. Sums of e4m3 are float32.
+    """
+    _check(x, x_scale, weight, weight_scale)
+    (num_rows, inputs), outputs = x.shape, len(weight)
+    if x.dtype != torch.int8 and _takes_scaled_mm(inputs, outputs, dtype):
+        return torch._scaled_mm(
+            x,
+            weight.t(),
+            scale_a=x_scale[:, None],
+            scale_b=weight_scale[None, :],
+            out_dtype=dtype,
+            use_fast_accum=False,  # else an H100 adds with 14 bits
+        )
+    out = torch.empty(num_rows, outputs, dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    config = tile_config(num_rows)
+    # Programs that follow each other use the same outputs' weights for other rows.
+    # In plain Python: Triton's `cdiv` takes microseconds, in every layer.
+    grid = (-(-num_rows // config.block_m), -(-outputs // config.block_n))
+    _scaled_product[grid](
+        out,
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        num_rows,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def _takes_scaled_mm(inputs: int, outputs: int, dtype: torch.dtype) -> bool:
+    """With scales per row, `torch._scaled_mm` has bfloat16 for its only result on every GPU."""
+    return dtype == torch.bfloat16 and inputs % _MULTIPLE == outputs % _MULTIPLE == 0
+
+
+def _check(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+) -> None:
+    tensors = {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale}
+    wrong = None
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        wrong = "x must be [rows, inputs] and weight [outputs, inputs]"
+    elif x.dtype not in LARGEST_CODES or weight.dtype != x.dtype:
+        wrong = "x and weight must be both int8 or both float8_e4m3fn"
+    elif x_scale.shape != x.shape[:1] or weight_scale.shape != weight.shape[:1]:
+        wrong = "x needs a scale for each row, weight for each output"
+    elif {x_scale.dtype, weight_scale.dtype} != {torch.float32}:
+        wrong = "scales must be float32"
+    elif not all(t.is_contiguous() for t in tensors.values()):
+        wrong = "all must be contiguous"
+    if wrong is not None:  # told only then: this is called several times in every layer
+        told = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"{wrong}: {told}")
+
+
+# The number of rows changes from step to step: were it specialised, being 1 or divisible by 16
+# would each compile the kernel anew.
+@triton.jit(do_not_specialize=["num_rows"])
+def _scaled_product(
+    out_ptr,  # [num_rows, OUTPUTS]
+    x_ptr,  # [num_rows, INPUTS]
+    x_scale_ptr,
+    weight_ptr,  # [OUTPUTS, INPUTS]
+    weight_scale_ptr,
+    num_rows,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # int64: an LM head may have more than 2^31 weights, and a step as many logits.
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    x_mask = (m < num_rows)[:, None] & tl.full([BLOCK_M, BLOCK_K], True, tl.int1)
+    # A mask that is true everywhere costs nothing: the compiler drops it.
+    weight_mask = tl.full([BLOCK_N, BLOCK_K], True, tl.int1)
+    if OUTPUTS % BLOCK_N != 0:
+        weight_mask &= (n < OUTPUTS)[:, None]
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=SUM)
+    for start in range(0, INPUTS, BLOCK_K):
+        in_row = tl.full([BLOCK_K], True, tl.int1)
+        if INPUTS % BLOCK_K != 0:
+            in_row = k < INPUTS - start
+        x = tl.load(x_ptrs + start, mask=x_mask & in_row[None, :], other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=weight_mask & in_row[None, :], other=0.0)
+        if tl.int32 == SUM:
+            acc = tl.dot(x, tl.trans(weight), acc, out_dtype=tl.int32)
+        else:  # a tensor core of an H100 adds with 14 bits; between its runs, float32 does
+            acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BLOCK_K)
+    x_scale = tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)
+    weight_scale = tl.load(weight_scale_ptr + n, mask=n < OUTPUTS, other=0.0)
+    out = acc.to(tl.float32) * x_scale[:, None] * weight_scale[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    mask = (m < num_rows)[:, None] & (n < OUTPUTS)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

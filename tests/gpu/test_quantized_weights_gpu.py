@@ -1,0 +1,123 @@
+"""Quantised weights on an NVIDIA GPU: products against float64, answers against a CPU's.
+
+pytest -m gpu tests/gpu/test_quantized_weights_gpu.py
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
+from nanoserve.kernels.quantized_linear import scaled_product
+from nanoserve.kernels.quantized_rows import quantize_rows
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_e4m3 = pytest.mark.skipif(not HAS_E4M3, reason="needs compute capability 8.9")
+ROWS = [1, 16, 17, 100, 128, 129, 1000]
+KINDS = ["int8", "int4", pytest.param("fp8", marks=needs_e4m3)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (1032, 333)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "code_dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=needs_e4m3)], ids=str
+)
+def test_products_of_codes(
+    code_dtype: torch.dtype, dtype: torch.dtype, inputs: int, outputs: int
+) -> None:
+    """Sums of int8 are exact, so what differs is rounded once; those of e4m3 lose a few bits."""
+    torch.manual_seed(0)
+    weight, scale = quantize_rows(torch.randn(outputs, inputs, device="cuda"), code_dtype)
+    for num_rows in ROWS:
+        x, x_scale = quantize_rows(torch.randn(num_rows, inputs, device="cuda"), code_dtype)
+        found = scaled_product(x, x_scale, weight, scale, dtype).double()
+        wanted = (x.double() @ weight.double().T) * x_scale.double()[:, None] * scale.double()
+        tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        if code_dtype != torch.int8:
+            tolerance = max(tolerance, 1e-3)
+        error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert (error <= tolerance).all(), (num_rows, error.max())
+
+
+def test_rows_of_int8_do_not_depend_on_their_number() -> None:
+    torch.manual_seed(0)
+    weight, scale = quantize_rows(torch.randn(640, 1024, device="cuda"), torch.int8)
+    x, x_scale = quantize_rows(torch.randn(300, 1024, device="cuda"), torch.int8)
+    together = scaled_product(x, x_scale, weight, scale, torch.bfloat16)
+    for num_rows in ROWS[:-1]:
+        part = scaled_product(x[:num_rows], x_scale[:num_rows], weight, scale, torch.bfloat16)
+        assert torch.equal(part, together[:num_rows])
+
+
+@pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_are_the_nearest(code_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(500, 4100).bfloat16()
+    x[3, 4099], x[4, 0], x[5] = torch.nan, torch.inf, 0
+    codes, scales = (t.cpu() for t in quantize_rows(x.cuda(), code_dtype))
+    rest = [row for row in range(500) if row not in (3, 4)]
+    assert scales[[3, 4]].isnan().all()
+    quotients = x[rest].float() / scales[rest, None]
+    if code_dtype == torch.int8:
+        quotients = quotients.round()
+    assert torch.equal(codes[rest].float(), quotients.to(code_dtype).float())
+
+
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32), (4, 16)])
+def test_products_of_groups(bits: int, group: int, dtype: torch.dtype, has_offset: bool) -> None:
+    torch.manual_seed(0)
+    for inputs, outputs in ((4096, 6144), (1152, 333)):
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        codes = torch.randint(low, high, (outputs, inputs), dtype=torch.int8, device="cuda")
+        scale = torch.randn(outputs, inputs // group, device="cuda") / 50
+        matrix = QuantizedMatrix(codes, scale, scale * 2 if has_offset else None, bits=bits)
+        packed = pack_groups(matrix)
+        for num_rows in ROWS:
+            x = torch.randn(num_rows, inputs, device="cuda").to(dtype)
+            wanted = x.double() @ matrix.dequantize().double().T
+            tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+            error = (grouped_product(x, packed).double() - wanted).norm(dim=1)
+            assert (error <= tolerance * wanted.norm(dim=1)).all(), num_rows
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_near_those_of_a_cpu(kind: str, enforce_eager: bool) -> None:
+    """int8's integers are a CPU's, and so are the tokens; others' activations are not."""
+    questions = ["What is a KV cache?", "What is a block table?", "What is a prefix cache?"]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = []
+    options = {"num_kv_blocks": 200, "enforce_eager": enforce_eager, "dtype": "float32"}
+    for device, quantization in (("cpu", "int8" if kind == "int8" else None), ("cuda", kind)):
+        with LLM("tiny-qwen3", device=device, quantization=quantization, **options) as llm:
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    same = sum(a[:8] == b[:8] for a, b in zip(*answers, strict=True))
+    assert same == 3 if kind == "int8" else same >= 1, answers
+    if kind == "int8":
+        assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_and_the_step_ahead_change_nothing(kind: str) -> None:
+    messages = [[{"role": "user", "content": f"{n} + 30 ="}] for n in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    answers = []
+    for options in ({}, {"enforce_eager": True, "async_scheduling": False}):
+        common = {"dtype": "float32", "num_kv_blocks": 400, "quantization": kind}
+        with LLM("tiny-qwen3", device="cuda", **common | options) as llm:
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    assert same == 20 if kind == "int8" else same >= 17

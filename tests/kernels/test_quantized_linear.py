@@ -1,0 +1,342 @@
+"""Products of quantised weights in Triton against float64; without a GPU in the interpreter."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve.kernels import grouped_linear, quantized_linear
+from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
+from nanoserve.kernels.quantized_linear import scaled_product
+from nanoserve.kernels.quantized_method import QuantizedLinearMethod
+from nanoserve.kernels.quantized_rows import quantize_rows
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.online import quantize_fp8, quantize_int8
+from nanoserve.quantization.schemes import Scheme
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of a row's norm; 16 bits round weights, sums or both, and the interpreter truncates bfloat16.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+CODE_DTYPES = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers: what a kernel leaves out shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    errors = (found.double() - expected).norm(dim=1)
+    assert (errors <= tolerance * expected.norm(dim=1)).all(), errors  # false for NaN, too
+
+
+# ---------------------------------------------------------------- rows of activations
+
+
+@pytest.mark.parametrize("inputs", [7, 300, 2049])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_rows_are_the_nearest(dtype: torch.dtype, inputs: int) -> None:
+    x = torch.randn(4, inputs, device=DEVICE).to(dtype)
+    x[1] *= 1e4
+    x[2] = 0
+    codes, scales = quantize_rows(x, torch.int8)
+    wanted = x.float().abs().amax(dim=1) / 127
+    wanted[2] = 2.0**-126
+    torch.testing.assert_close(scales, wanted, rtol=2e-7, atol=0)
+    assert torch.equal(codes, (x.float() / scales[:, None]).round().to(torch.int8))
+    assert codes.abs().amax(dim=1).tolist() == [127, 127, 0, 127]
+    eighth, scales = quantize_rows(x, torch.float8_e4m3fn)
+    # Torch's own rounding to e4m3.
+    assert torch.equal(
+        eighth.float(), (x.float() / scales[:, None]).to(torch.float8_e4m3fn).float()
+    )
+
+
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
+def test_what_is_not_finite_stays_in_its_row(code_dtype: torch.dtype) -> None:
+    x = torch.randn(5, 300, device=DEVICE)
+    wanted = quantize_rows(x, code_dtype)
+    x[1, 299], x[3, 0], x[4, 7] = torch.nan, torch.inf, -torch.inf
+    codes, scales = quantize_rows(x, code_dtype)
+    assert scales.isnan().tolist() == [False, True, False, True, True]
+    for row in (0, 2):
+        assert torch.equal(codes[row].float(), wanted[0][row].float())
+        assert scales[row] == wanted[1][row]
+    weight, weight_scale = quantize_rows(torch.randn(6, 300, device=DEVICE), code_dtype)
+    product = scaled_product(codes, scales, weight, weight_scale, torch.float32)
+    assert product.isnan().all(dim=1).tolist() == [False, True, False, True, True]
+    assert product[[0, 2]].isfinite().all()
+
+
+def test_the_largest_of_other_ranks_counts() -> None:
+    x = torch.randn(3, 40, device=DEVICE)
+    elsewhere = torch.tensor([9.0, 0.0, torch.nan], device=DEVICE)
+    codes, scales = quantize_rows(x, torch.int8, elsewhere)
+    alone_codes, alone_scales = quantize_rows(x, torch.int8)
+    whole = torch.cat([x, elsewhere[:, None]], dim=1)
+    whole_codes, whole_scales = quantize_rows(whole, torch.int8)
+    assert torch.equal(codes[:2], whole_codes[:2, :40]) and torch.equal(
+        scales[:2], whole_scales[:2]
+    )
+    assert torch.equal(codes[1], alone_codes[1]) and scales[1] == alone_scales[1]
+    assert scales[2].isnan()
+
+
+# ---------------------------------------------------------------- codes by codes
+
+
+def exact(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: Any) -> torch.Tensor:
+    return (x.double() @ w.double().T) * x_scale.double()[:, None] * w_scale.double()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 33, 300), (5, 70, 96), (17, 65, 130), (130, 129, 40)], ids=str
+)
+@pytest.mark.parametrize("code_dtype", CODE_DTYPES)
+def test_products_of_codes(code_dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    rows, outputs, inputs = shape
+    x, x_scale = quantize_rows(torch.randn(rows, inputs, device=DEVICE), code_dtype)
+    weight, scale = quantize_rows(torch.randn(outputs, inputs, device=DEVICE), code_dtype)
+    if code_dtype == torch.int8:
+        x[0], weight[0], weight[1] = -128, -128, 127  # the whole range
+    found = scaled_product(x, x_scale, weight, scale, torch.float32)
+    assert_near(found, exact(x, x_scale, weight, scale), 1e-6)
+    assert_near(scaled_product(x, x_scale, weight, scale, torch.float16), found.double(), 1e-3)
+
+
+def test_the_shapes_meet_all_tile_configurations() -> None:
+    for config in (
+        quantized_linear.tile_config,
+        lambda n: grouped_linear.tile_config(n, DTYPES[1]),
+    ):
+        assert len({config(rows) for rows in (1, 17, 130)}) == 3
+        assert {config(rows) for rows in range(1, 300)} == {config(n) for n in (1, 17, 130)}
+
+
+def test_sums_that_float32_could_not_hold_are_exact() -> None:
+    """2048 x 127 x 127 is above 2^25: in float32 the 1 that is added to it would be lost."""
+    weight = torch.zeros(1, 2048 + 256 + 2048, dtype=torch.int8, device=DEVICE)
+    weight[0, :2048], weight[0, 2048], weight[0, -2048:] = 127, 1, -127
+    x = weight.abs()
+    one = torch.ones(1, device=DEVICE)
+    assert scaled_product(x, one, weight, one, torch.float32).item() == 1
+
+
+@pytest.mark.parametrize("num_rows", [2, 20, 140])
+def test_a_row_of_integers_does_not_depend_on_its_neighbours(num_rows: int) -> None:
+    """Bit for bit, whatever the tiles."""
+    x = torch.randn(num_rows, 130, device=DEVICE)
+    weight, scale = quantize_rows(torch.randn(40, 130, device=DEVICE), torch.int8)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return scaled_product(*quantize_rows(rows, torch.int8), weight, scale, torch.float32)
+
+    together = product(x)
+    for row in (0, num_rows // 2, num_rows - 1):
+        assert torch.equal(product(x[row : row + 1])[0], together[row])
+
+
+def test_no_rows() -> None:
+    x, scale = quantize_rows(torch.empty(0, 64, device=DEVICE), torch.int8)
+    weight, weight_scale = quantize_rows(torch.randn(8, 64, device=DEVICE), torch.int8)
+    assert scaled_product(x, scale, weight, weight_scale, torch.float32).shape == (0, 8)
+    matrix = QuantizedMatrix(weight, weight_scale[:, None])
+    assert grouped_product(torch.empty(0, 64, device=DEVICE), pack_groups(matrix)).shape == (0, 8)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (64, 40), (40, 48)])
+def test_e4m3_in_bfloat16_is_torchs_product(
+    inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch takes the sizes; a CPU of torch has the operation, too."""
+    x, x_scale = quantize_rows(torch.randn(5, inputs, device=DEVICE), torch.float8_e4m3fn)
+    weight, scale = quantize_rows(torch.randn(outputs, inputs, device=DEVICE), torch.float8_e4m3fn)
+    asked: list[dict[str, Any]] = []
+    scaled_mm = torch._scaled_mm
+
+    def record(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        # What CUDA's wants: a in rows, b in columns, a float32 scale for each, contiguous.
+        assert a.stride() == (inputs, 1) and b.stride() == (1, inputs)
+        assert options["scale_a"].shape == (5, 1) and options["scale_b"].shape == (1, outputs)
+        assert options["scale_a"].is_contiguous() and options["scale_b"].is_contiguous()
+        asked.append(options)
+        return scaled_mm(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", record)
+    found = scaled_product(x, x_scale, weight, scale, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert_near(found, exact(x, x_scale, weight, scale), 1e-2)
+    assert [options["use_fast_accum"] for options in asked] == [False] * (inputs + outputs == 112)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def random_matrix(
+    outputs: int, inputs: int, group: int, bits: int, has_offset: bool
+) -> QuantizedMatrix:
+    """Codes of the whole range, scales of either sign and of very different sizes."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    codes = torch.randint(low, high, (outputs, inputs), dtype=torch.int8, device=DEVICE)
+    shape = (outputs, inputs // group)
+    scale = torch.randn(shape, device=DEVICE) * 10 ** torch.rand(shape, device=DEVICE)
+    offset = torch.randn(shape, device=DEVICE) * 3 if has_offset else None
+    return QuantizedMatrix(codes, scale, offset, bits=bits)
+
+
+@pytest.mark.small(dtype=[torch.float32])
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32), (8, 128), (4, 16)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_groups(dtype: torch.dtype, bits: int, group: int, has_offset: bool) -> None:
+    for rows, outputs, num_groups in ((1, 33, 3), (18, 70, 2), (130, 65, 1)):
+        matrix = random_matrix(outputs, num_groups * group, group, bits, has_offset)
+        x = torch.randn(rows, num_groups * group, device=DEVICE).to(dtype)
+        found = grouped_product(x, pack_groups(matrix))
+        assert found.dtype == dtype
+        assert_near(found, x.double() @ matrix.dequantize().double().T, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("bits", "inputs", "groups"), [(4, 50, 1), (4, 36, 2), (4, 33, 1), (8, 33, 3)]
+)
+def test_groups_of_odd_sizes(bits: int, inputs: int, groups: int) -> None:
+    matrix = random_matrix(9, inputs, inputs // groups, bits, True)
+    x = torch.randn(3, inputs, device=DEVICE)
+    assert_near(
+        grouped_product(x, pack_groups(matrix)), x.double() @ matrix.dequantize().double().T, 2e-6
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_few_rows_share_the_gpu_by_parts_of_the_inputs(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal sizes, too: 9 steps or 18 in 4 parts."""
+    found: list[int] = []
+    num_parts = grouped_linear._num_parts
+    monkeypatch.setattr(
+        grouped_linear, "_num_parts", lambda *args: found.append(num_parts(*args)) or found[-1]
+    )
+    inputs = 36 * 32 if bits == 4 else 18 * 32
+    matrix = random_matrix(40, inputs, 32, bits, True)
+    x = torch.randn(3, inputs, device=DEVICE)
+    product = grouped_product(x, pack_groups(matrix))
+    assert found == [4]
+    assert_near(product, x.double() @ matrix.dequantize().double().T, 2e-6)
+
+
+def test_int4_takes_half_a_byte() -> None:
+    weight = pack_groups(random_matrix(6, 64, 32, 4, False))
+    assert weight.codes.nbytes == 6 * 32 and weight.inputs == 64
+
+
+# ---------------------------------------------------------------- layers
+
+
+def filled(layer: Any, method: QuantizedLinearMethod, weight: torch.Tensor) -> Any:
+    made = method.to_integers(weight, False)
+    if isinstance(layer, RowParallelLinear):
+        start = layer.tp.rank * layer.part
+        made = made.columns(start, start + layer.part)
+    method.fill(layer, "weight", made)
+    layer.process_after_loading()
+    return layer
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(8, is_fp8=True), Scheme(4)], ids=str)
+def test_split_inputs_get_the_codes_of_the_whole(scheme: Scheme) -> None:
+    """Two ranks, one after the other; the largest values of a row lie on the second only."""
+    method = QuantizedLinearMethod(scheme, DEVICE, torch.float32)
+    x = torch.randn(5, 128, device=DEVICE)
+    x[:, 64:] *= 20
+    weight = torch.randn(30, 128, device=DEVICE)
+    weight[:, 64:] *= 3
+    largest = x.abs().amax(dim=1)
+    group = SimpleNamespace(all_reduce=lambda y: None, largest=lambda y: y.copy_(largest))
+    alone = RowParallelLinear(128, 30, LayerContext(linear_method=method))
+    expected = filled(alone, method, weight)(x)
+    parts = []
+    for rank, part in enumerate(x.split(64, dim=1)):
+        context = LayerContext(tp=TensorParallel(rank, 2, group), linear_method=method)
+        layer = filled(RowParallelLinear(128, 30, context), method, weight)
+        parts.append(layer(part.contiguous()))
+    torch.testing.assert_close(sum(parts), expected, rtol=2e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "make"),
+    [(Scheme(8), quantize_int8), (Scheme(8, is_fp8=True), quantize_fp8)],
+    ids=["int8", "fp8"],
+)
+def test_weights_are_made_in_pieces(
+    scheme: Scheme, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.kernels.quantized_method._MAX_VALUES", 100)
+    weight = torch.randn(7, 40, device=DEVICE)
+    made = QuantizedLinearMethod(scheme, DEVICE, torch.float32).to_integers(weight, False)
+    assert torch.equal(made.codes, make(weight).codes)
+    assert torch.equal(made.scale, make(weight).scale)
+
+
+def test_fp8_weights_are_torchs_rounding() -> None:
+    weight = torch.randn(9, 50) * 10 ** torch.randn(9, 1)
+    weight[4] = 0
+    weight[5, 3] = torch.inf
+    found = quantize_fp8(weight).dequantize()
+    rest = [0, 1, 2, 3, 6, 7, 8]
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    wanted = (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(found[rest], wanted[rest])
+    assert found[4].eq(0).all() and found[5].isnan().all()
+    error = (found - weight)[rest].abs()
+    assert (error <= weight[rest].abs() / 16 + scale[rest] * 2.0**-10).all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, scale = torch.zeros(3, 32, dtype=torch.int8), torch.zeros(3)
+    weight, weight_scale = torch.zeros(5, 32, dtype=torch.int8), torch.zeros(5)
+    for change, message in (
+        ({"weight": weight[:, :8]}, r"\[rows, inputs\].*\[5, 8\]"),
+        ({"weight": weight.view(torch.float8_e4m3fn)}, "both int8 or both"),
+        ({"x_scale": weight_scale}, "a scale for each row"),
+        ({"weight_scale": weight_scale.double()}, "must be float32"),
+        ({"x": x.repeat(2, 1)[::2]}, "contiguous"),
+    ):
+        wrong = {"x": x, "x_scale": scale, "weight": weight, "weight_scale": weight_scale} | change
+        with pytest.raises(ValueError, match=message):
+            scaled_product(**wrong, dtype=torch.float32)
+    with pytest.raises(ValueError, match="code_dtype"):
+        quantize_rows(torch.zeros(3, 8), torch.uint8)
+    with pytest.raises(ValueError, match=r"\[rows, inputs\]"):
+        quantize_rows(torch.zeros(8, 3).T, torch.int8)
+    with pytest.raises(ValueError, match=r"float32 \[3\]"):
+        quantize_rows(torch.zeros(3, 8), torch.int8, torch.zeros(2))
+    grouped = pack_groups(random_matrix(4, 64, 32, 4, False))
+    for wrong in (torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="64 inputs"):
+            grouped_product(wrong, grouped)
+
+
+def test_a_column_parallel_layer_has_a_bias_and_any_number_of_dimensions() -> None:
+    method = QuantizedLinearMethod(Scheme(8), DEVICE, torch.float32)
+    layer = ColumnParallelLinear(
+        32, {"a": 5}, LayerContext(device=DEVICE, linear_method=method), bias=True
+    )
+    layer.bias.copy_(torch.arange(5.0))
+    weight, x = torch.randn(5, 32, device=DEVICE), torch.randn(2, 3, 32, device=DEVICE)
+    found = filled(layer, method, weight)(x)
+    torch.testing.assert_close(found, x @ weight.T + layer.bias, rtol=0, atol=0.3)
+    assert found.shape == (2, 3, 5)

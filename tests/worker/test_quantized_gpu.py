@@ -1,0 +1,155 @@
+"""Engines with a GPU's quantised linears, their kernels interpreted: what they compute, and when.
+
+What they must compute is known without them: the plain model's answers, with the values that the
+codes stand for as its weights.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import CASES, make_quantized
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import make_checkpoint, make_qwen3
+from transformers import Qwen3MoeForCausalLM
+
+pytest.importorskip("triton")
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.kernels.quantized_method import QuantizedLinearMethod
+from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.worker.linear_methods import choose_linear_method
+
+PROMPTS = [[5, 7, 11], [(7 * i * i + i) % 300 for i in range(20)]]
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+COMMON = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "num_kv_blocks": 8}
+NUM_LOGPROBS = 4
+Found = tuple[list[list[int]], torch.Tensor]
+
+
+def answers(path: Path, **options: Any) -> Found:
+    """Greedy tokens of each prompt, and the largest logprobs of each token [tokens, likeliest]."""
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=NUM_LOGPROBS)
+    with LLM(path, **COMMON | {"attention_backend": "triton"} | options) as llm:
+        outputs = [o.outputs[0] for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+    values = [
+        sorted((each.logprob for each in likeliest.values()), reverse=True)[:NUM_LOGPROBS]
+        for output in outputs
+        for likeliest in output.logprobs
+    ]
+    return [output.token_ids for output in outputs], torch.tensor(values)
+
+
+def assert_same(found: Found, wanted: Found, tolerance: float) -> None:
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=tolerance)
+
+
+def replace_weights(path: Path, to: Path, make: Any) -> None:
+    """A copy of a plain checkpoint, its linears' weights, LM head included, as `make` has them."""
+    to.mkdir()
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if "_proj.weight" in name or name == "lm_head.weight":
+            weights[name] = make(name, weight)
+    save_file(weights, to / "model.safetensors", {"format": "pt"})
+    (to / "config.json").write_text((path / "config.json").read_text())
+
+
+def test_int8_is_the_cpus(tmp_path: Path) -> None:
+    """Both multiply the same integers, so sums of integers are the same."""
+    make_qwen3(tmp_path, **SIZES)
+    wanted = answers(tmp_path, quantization="int8", attention_backend="torch")
+    assert_same(answers(tmp_path, quantization="int8"), wanted, 1e-4)
+    plain = answers(tmp_path)
+    assert 1e-3 < (plain[1] - wanted[1]).abs().max() < 0.5  # and not the plain model's
+
+
+@pytest.mark.small(group_size=[64])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_int4_is_the_model_of_what_its_codes_stand_for(tmp_path: Path, group_size: int) -> None:
+    make_qwen3(tmp_path / "plain", **SIZES)
+    replace_weights(
+        tmp_path / "plain",
+        tmp_path / "rounded",
+        lambda name, weight: quantize_int4(weight, group_size).dequantize(),
+    )
+    options = {"quantization": "int4", "quantization_group_size": group_size}
+    assert_same(answers(tmp_path / "plain", **options), answers(tmp_path / "rounded"), 1e-4)
+
+
+def test_fp8_is_near_the_plain_model(tmp_path: Path) -> None:
+    make_qwen3(tmp_path, **SIZES)
+    plain = answers(tmp_path)
+    difference = (answers(tmp_path, quantization="fp8")[1] - plain[1])[[0, 3]].abs()
+    assert 1e-3 < difference.max() < 0.6  # of the first tokens, which follow the same prompts
+    with pytest.raises(ValueError, match="needs a GPU; a CPU multiplies quantization='int8'"):
+        LLM(tmp_path, **COMMON, attention_backend="torch", quantization="fp8")
+
+
+def test_experts_are_int8_and_their_activations_floats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attention's weights are int4, so that a plain model can say what is right."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    make_checkpoint(Qwen3MoeForCausalLM, tmp_path / "plain", **SIZES | moe)
+
+    def rounded(name: str, weight: torch.Tensor) -> torch.Tensor:
+        weight = quantize_int4(weight, 32).dequantize()
+        return quantize_int8(weight).dequantize() if "expert" in name else weight
+
+    replace_weights(tmp_path / "plain", tmp_path / "rounded", rounded)
+    wanted = answers(tmp_path / "rounded")
+    with caplog.at_level(logging.WARNING):
+        assert_same(answers(tmp_path / "plain", quantization="int4"), wanted, 1e-4)
+    assert "experts have int8 weights on a GPU, not int4" in caplog.text
+
+
+@pytest.mark.small(name=["gptq, act order"])
+@pytest.mark.parametrize("name", ["gptq, act order", "awq"])
+def test_a_checkpoints_own_integers_are_kept_if_they_are_asked_for(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they become floats, which has been run on GPUs; what is computed is the same."""
+    write, config = CASES[name]
+    make_quantized(tmp_path, write, config)
+    with caplog.at_level(logging.WARNING):
+        wanted = answers(tmp_path)
+    assert "becomes floats" in caplog.text
+    assert_same(answers(tmp_path, quantization=config["quant_method"]), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_what_is_chosen_on_a_gpu(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_qwen3(tmp_path, **SIZES)
+    model_config, device = ModelConfig.from_checkpoint(tmp_path), torch.device("cuda", 0)
+    plain = EngineConfig(model=str(tmp_path))
+    assert choose_linear_method(plain, model_config, device, 1) is None
+    config = EngineConfig(model=str(tmp_path), quantization=quantization)
+    for capability, has_fp8 in (((8, 0), False), ((8, 9), True), ((12, 0), True), ((7, 5), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        if has_fp8 or (quantization != "fp8" and has_fp8 is not None):
+            method = choose_linear_method(config, model_config, device, 1)
+            assert isinstance(method, QuantizedLinearMethod)
+            continue
+        least = "8.9" if quantization == "fp8" else "8.0"
+        with pytest.raises(ValueError, match=f"compute capability {least} .*{capability[0]}"):
+            choose_linear_method(config, model_config, device, 1)
+
+
+def test_a_tied_head_has_codes_and_the_embedding_has_not(tmp_path: Path) -> None:
+    make_qwen3(tmp_path, tie_word_embeddings=True, **SIZES)
+    options = COMMON | {"attention_backend": "triton", "quantization": "int8"}
+    with LLM(tmp_path, **options) as llm:
+        model = llm.engine.executor.model
+        assert model.lm_head.form.codes.dtype == torch.int8 and model.lm_head.weight is None
+        assert model.lm_head.form.codes.shape == (300, 64)
+        assert model.model.embed_tokens.weight.dtype == torch.float32
+        layer = model.model.layers[0]
+        assert all(p.dtype == torch.float32 and p.dim() == 1 for p in layer.parameters())
