@@ -1,0 +1,114 @@
+"""What fewer bits cost the bundled model: exact answers, and how far its distributions move.
+
+    python benchmarks/quality.py [--every 10] [--positions 2000] [--scheme int8]
+
+Exact answers: the shares of `nanoserve.tiny_qwen3.evaluate`, greedy. Divergence: over the tokens of
+conversations with their right answers, KL(p || q) in nats of the next token's distribution, with p
+of the model in float32. A model of random weights would hide errors: this one has learned its text.
+"""
+
+import argparse
+import math
+import statistics
+from itertools import islice
+from typing import Any
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.tiny_qwen3.corpus import evaluation_sets
+from nanoserve.tiny_qwen3.evaluate import evaluate
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    **{
+        f"int4, groups of {size}": {
+            "dtype": "float32",
+            "quantization": "int4",
+            "quantization_group_size": size,
+        }
+        for size in (32, 64, 128)
+    },
+    "KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
+    "int8, KV int8": {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"},
+}
+KINDS = ("glossary", "addition", "all other questions")
+_AT_ONCE = 8  # conversations; every log-probability of every token is an object
+
+Row = dict[int, float]  # log-probabilities by token
+
+
+def distributions(llm: LLM, prompts: list[list[int]]) -> list[Row]:
+    """Of the token after each token of the prompts but the last."""
+    vocab_size = llm.engine.model_config.vocab_size
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=vocab_size)
+    rows: list[Row] = []
+    for first in range(0, len(prompts), _AT_ONCE):
+        for output in llm.generate(prompts[first : first + _AT_ONCE], params, use_tqdm=False):
+            rows += [
+                {token: entry.logprob for token, entry in found.items()}
+                for found in output.prompt_logprobs[1:]
+            ]
+    return rows
+
+
+def divergence(p: Row, q: Row) -> float:
+    return sum(math.exp(logprob) * (logprob - q[token]) for token, logprob in p.items())
+
+
+def texts(llm: LLM, num_positions: int) -> list[list[int]]:
+    """Conversations with their answers, as token ids: so many tokens, and a few more."""
+    probes = [
+        group[i] for i in range(1000) for group in evaluation_sets().values() if i < len(group)
+    ]
+    found: list[list[int]] = []
+    for probe in probes:
+        told = [*probe.messages, {"role": "assistant", "content": probe.expected}]
+        text = llm.engine.tokenizer.apply_chat_template(told, add_generation_prompt=False)
+        found.append(llm.engine.tokenizer.encode(text, add_special_tokens=False))
+        if sum(len(prompt) - 1 for prompt in found) >= num_positions:
+            break
+    return found
+
+
+def answers_of(llm: LLM, every: int) -> str:
+    def generate(conversations: list[Any], max_tokens: int) -> list[str]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        outputs = llm.chat(conversations, params, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    counts = dict.fromkeys(KINDS, (0, 0))
+    for name, share in evaluate(generate, every).items():
+        kind = next((kind for kind in KINDS if name.startswith(kind)), KINDS[-1])
+        correct, total = counts[kind]
+        counts[kind] = correct + share.correct, total + share.total
+    return " | ".join(f"{correct} / {total}" for correct, total in counts.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Quality of the bundled model in fewer bits.")
+    parser.add_argument("--every", type=int, default=1, help="ask only each N-th question")
+    parser.add_argument("--positions", type=int, default=2000, help="of the divergence")
+    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="all")
+    args = parser.parse_args()
+    reference: list[Row] = []
+    print(f"| scheme | {' | '.join(KINDS)} | KL mean | KL p99 | same first choice |")
+    print("|---" * (len(KINDS) + 4) + "|")
+    for name in dict.fromkeys(["float32", *(args.scheme or SCHEMES)]):
+        options = SCHEMES[name] | {"max_logprobs": 2**20}
+        with LLM("tiny-qwen3", **options) as llm:
+            rows = distributions(llm, texts(llm, args.positions))
+            rows = list(islice(rows, args.positions))
+            reference = reference or rows
+            found = [divergence(p, q) for p, q in zip(reference, rows, strict=True)]
+            pairs = zip(reference, rows, strict=True)
+            same = sum(max(p, key=p.get) == max(q, key=q.get) for p, q in pairs) / len(rows)
+            p99 = statistics.quantiles(found, n=100)[98]
+            told = f"{statistics.mean(found):.2e} | {p99:.2e} | {same:.2%}"
+            print(f"| {name} | {answers_of(llm, args.every)} | {told} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
