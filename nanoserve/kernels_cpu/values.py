@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
+
+from nanoserve.kernels_cpu import vectors
 
 # Sums may be reordered, which is what makes vectors of them; infinities and NaN stay what they are.
 FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "cache": True}
@@ -116,15 +116,10 @@ def exp(x):
 
 @intrinsic
 def _prefetch_line(typing_context, address):
-    """Ask for the 64 bytes at `address`, to read them, in the cache of second level."""
+    """Ask for the 64 bytes at `address`."""
 
     def generate(context, builder, signature, args):
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        is_write, locality, is_data = number(0), number(2), number(1)
-        address = builder.inttoptr(args[0], pointer)
-        builder.call(function, [address, is_write, locality, is_data])
+        vectors.prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.uintp), generate
