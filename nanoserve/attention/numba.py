@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from numba import config, get_num_threads, set_num_threads
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
-from nanoserve.kernels_cpu.values import as_numpy
+from nanoserve.kernels_cpu.values import ELEMENTS, address
 
 
 class NumbaAttention(AttentionBackend):
@@ -26,20 +25,22 @@ class NumbaAttention(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        q = q.contiguous()
         out = torch.empty_like(q)
         rows = metadata.num_decode_rows
         if rows:
+            tables = metadata.block_tables
+            cache, scales = self._codes_and_scales(kv_cache)
             attend_decode(
-                as_numpy(q[:rows]),
-                *self._caches(kv_cache),
-                metadata.block_tables.numpy(),
-                metadata.context_lens.numpy(),
-                np.float32(layer.scale),
+                (*map(address, (q, out, tables, metadata.context_lens, cache)), scales),
+                (rows, layer.num_heads, tables.shape[1], *cache.shape[1:]),
+                layer.scale,
                 layer.sliding_window or 2**31 - 1,
-                np.float32(layer.soft_cap or 0.0),
+                layer.soft_cap or 0.0,
                 # Threads share every row as evenly as its heads allow.
                 math.gcd(layer.num_kv_heads, get_num_threads()),
-                as_numpy(out[:rows]),
+                ELEMENTS[q.dtype],
+                ELEMENTS[cache.dtype],
             )
         if rows < q.shape[0]:  # there are longer rows, too
             chunks = range(rows, metadata.num_rows)
@@ -51,6 +52,6 @@ class NumbaAttention(AttentionBackend):
     # What another kind of cache has other answers to.
     _attend_rows = staticmethod(attend_rows)
 
-    def _caches(self, kv_cache: Tensor) -> tuple[Any, ...]:
-        """K, V, and their scales if they have any."""
-        return (*as_numpy(kv_cache), None, None)
+    def _codes_and_scales(self, kv_cache: Any) -> tuple[Tensor, int]:
+        """What K and V are kept as, and the address of their scales if they have any."""
+        return kv_cache, 0

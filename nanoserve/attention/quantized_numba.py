@@ -1,10 +1,11 @@
 """Attention on a CPU with numba, over a KV cache in 8 bits."""
 
-from typing import Any
+from torch import Tensor
 
 from nanoserve.attention.numba import NumbaAttention
 from nanoserve.attention.quantized_kv import QuantizedKV
 from nanoserve.attention.quantized_torch import attend_quantized_rows
+from nanoserve.kernels_cpu.values import address
 
 
 class QuantizedNumbaAttention(NumbaAttention):
@@ -12,5 +13,5 @@ class QuantizedNumbaAttention(NumbaAttention):
 
     _attend_rows = staticmethod(attend_quantized_rows)
 
-    def _caches(self, kv_cache: QuantizedKV) -> tuple[Any, ...]:
-        return (*kv_cache.codes.numpy(), *kv_cache.scales.numpy())
+    def _codes_and_scales(self, kv_cache: QuantizedKV) -> tuple[Tensor, int]:
+        return kv_cache.codes, address(kv_cache.scales)

@@ -13,34 +13,29 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from nanoserve.kernels_cpu.values import FAST, exp, prefetch, store, to_float
+from nanoserve.kernels_cpu.values import FAST, array_at, exp, prefetch, store, to_float
 
 
 @njit(parallel=True, **FAST)
-def attend_decode(
-    q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    block_tables,
-    context_lens,
-    scale,
-    window,
-    soft_cap,
-    parts,
-    out,
-):
-    """q, out: [num_rows, num_heads, head_dim]; for the caches see `AttentionBackend`.
+def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
+    """For the cache see `AttentionBackend`; what has which shape is said at the top.
 
-    k_scales and v_scales: float32 [num_blocks, num_kv_heads, block_size] if the caches are codes,
-    see `nanoserve.attention.quantized_kv`; else None, and what they take is compiled away. A scale
-    is that of a whole head, so it is multiplied into the head's score, or its weight: the inner
-    loops are those of any other cache.
+    A cache of codes has scales, see `nanoserve.attention.quantized_kv`; the address of others' is
+    0. A scale is that of a whole head, so it is multiplied into the head's score, or its weight:
+    the inner loops are those of any other cache.
     """
-    num_rows, num_heads, head_dim = q.shape
-    heads_here = num_heads // parts
-    kv_heads_here = k_cache.shape[1] // parts
+    num_rows, num_heads, columns, num_blocks, num_kv_heads, block_size, head_dim = sizes
+    q_at, out_at, tables_at, lens_at, cache_at, scales_at = addresses
+    q = array_at(q_at, (num_rows, num_heads, head_dim), element)
+    out = array_at(out_at, (num_rows, num_heads, head_dim), element)
+    block_tables = array_at(tables_at, (num_rows, columns), np.int32(0))
+    context_lens = array_at(lens_at, (num_rows,), np.int32(0))
+    shape = (2, num_blocks, num_kv_heads, block_size)
+    cache = array_at(cache_at, (*shape, head_dim), cache_element)
+    scales = array_at(scales_at, shape, np.float32(0))
+    k_cache, v_cache, k_scales, v_scales = cache[0], cache[1], scales[0], scales[1]
+    scale, soft_cap = np.float32(scale), np.float32(soft_cap)
+    heads_here, kv_heads_here = num_heads // parts, num_kv_heads // parts
     for task in prange(parts * num_rows):  # neighbours go to one thread
         part, row = task // num_rows, task % num_rows
         first_head, first_kv_head = part * heads_here, part * kv_heads_here
@@ -54,11 +49,11 @@ def attend_decode(
         sums = np.zeros((heads_here, head_dim), dtype=np.float32)
         kv_heads = (first_kv_head, first_kv_head + kv_heads_here)
         _add_scores(queries, k_cache, block_tables[row], kv_heads, first, length, weights)
-        if k_scales is not None:
+        if scales_at:
             _multiply(weights, k_scales, block_tables[row], kv_heads, first, length)
         for head in range(heads_here):
             _softmax(weights[head, first:], soft_cap)
-        if v_scales is not None:
+        if scales_at:
             _multiply(weights, v_scales, block_tables[row], kv_heads, first, length)
         _add_values(weights, v_cache, block_tables[row], kv_heads, first, length, sums)
         for head in range(heads_here):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoserve.kernels_cpu import packed_linear
 from nanoserve.kernels_cpu.float_tiles import KINDS, make_product
-from nanoserve.kernels_cpu.panels import PANEL, pack
+from nanoserve.kernels_cpu.panels import PANEL, pack, unpadded
 from nanoserve.kernels_cpu.processor import has
 from nanoserve.kernels_cpu.torch_linear import Packed
 
@@ -31,22 +31,19 @@ class FloatPanels:
         self._stored = (address, -(-self.outputs // PANEL), steps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.inputs)
-        if self._padding:
-            rows = F.pad(rows, (0, self._padding))
-        if self.own.widens:
-            rows = rows.float()
-        rows = rows.contiguous()
-        out = x.new_empty(len(rows), self._stored[1] * PANEL)
+        rows = F.pad(x, (0, self._padding)) if self._padding else x
+        rows = (rows.float() if self.own.widens else rows).contiguous()
+        num_rows = x.numel() // self.inputs
+        out = x.new_empty(num_rows, self._stored[1] * PANEL)
         _product(self.kind)(
             rows.data_ptr(),
-            rows.stride(0) * rows.itemsize,
-            len(rows),
+            rows.shape[-1] * rows.itemsize,
+            num_rows,
             *self._stored,
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
-        return out[:, : self.outputs].contiguous().view(*x.shape[:-1], self.outputs)
+        return unpadded(out, self.outputs, x)
 
 
 class SharedPanels(FloatPanels):

@@ -3,13 +3,7 @@
 import numpy as np
 from numba import njit
 
-from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.values import FAST, to_float
-
-
-def scratch_bytes(kind: str, num_rows: int, inputs: int, groups: int) -> int:
-    """Of codes, starts and sums of groups, and scales."""
-    return num_rows * (inputs * (2 if KINDS[kind].is_x_wide else 1) + 8 * groups + 4)
 
 
 @njit(**FAST)

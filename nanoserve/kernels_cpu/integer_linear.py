@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.kernels_cpu.integer_inputs import scratch_bytes
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product
-from nanoserve.kernels_cpu.panels import PANEL, empty, pack
+from nanoserve.kernels_cpu.panels import PANEL, empty, pack, unpadded
 from nanoserve.kernels_cpu.processor import converts_float16
-from nanoserve.kernels_cpu.values import as_numpy
+from nanoserve.kernels_cpu.values import ELEMENTS, address
 from nanoserve.quantization.matrix import QuantizedMatrix
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_NONE = torch.empty(0)
 _product = functools.cache(make_product)
 
 
@@ -44,25 +42,22 @@ class IntegerPanels:
             self.codes.shape[1] // self.groups,
         )
 
-    def __call__(self, x: Tensor, largest: Tensor = _NONE) -> Tensor:
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
-        rows = x.reshape(-1, self.inputs)
-        rows = (rows.float() if x.dtype == torch.float16 else rows).contiguous()
-        scratch = torch.empty(
-            scratch_bytes(self.kind, len(rows), self.inputs, self.groups), dtype=torch.uint8
-        )
+        rows = (x if x.dtype != torch.float16 else x.float()).contiguous()
         dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
-        out = x.new_empty(len(rows), len(self.codes) * PANEL, dtype=dtype)
-        compiled = _product(self.kind, _NAMES[dtype], self.offset is not None)
-        compiled(
-            as_numpy(rows),
-            largest.numpy(),
-            scratch.numpy(),
+        num_rows = x.numel() // self.inputs
+        out = x.new_empty(num_rows, len(self.codes) * PANEL, dtype=dtype)
+        _product(self.kind, _NAMES[dtype], self.offset is not None)(
+            rows.data_ptr(),
+            num_rows,
+            ELEMENTS[rows.dtype],
+            0 if largest is None else address(largest),
             *self._stored,
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
-        return out[:, : self.outputs].to(x.dtype).contiguous().view(*x.shape[:-1], self.outputs)
+        return unpadded(out, self.outputs, x)
 
 
 def best_kind(bits: int, group_size: int) -> str:

@@ -19,7 +19,7 @@ from nanoserve.kernels_cpu.integer_inputs import quantize_row
 from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.values import FAST
+from nanoserve.kernels_cpu.values import FAST, array_at
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -133,37 +133,36 @@ def _tile(typing_context, kind, dtype, has_offset, rows, vectors, shape, out, ou
 def make_product(kind: str, dtype: str, has_offset: bool):
     """A compiled function of the product with weights of a kind, for outputs of a dtype.
 
-    x: float32 or uint16 (the bits of bfloat16) [num_rows, inputs]. largest: see `quantize_row`.
-    scratch: uint8, `scratch_bytes` of them. From codes on, arguments are integers: the addresses of
-    weights, scales and offsets in panels, their numbers, the output's address and bytes of a row.
+    Its arguments are integers, but for `element`, see `nanoserve.kernels_cpu.values`: the addresses
+    of x [num_rows, inputs] and of the largest values, see `quantize_row`; those of weights, scales
+    and offsets in panels, and their numbers; the output's, and the bytes of one of its rows.
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
     (rows_1, vectors_1), (rows_2, vectors_2), (rows_3, vectors_3), (rows_4, vectors_4) = TILES
     own = KINDS[kind]
     vector_bytes, step_bytes = own.weight_bytes, own.weight_bytes * PANEL // LANES
-    out_bytes, shift = LANES * (4 if dtype == "float32" else 2), own.shift
+    out_bytes, shift, depth = LANES * (4 if dtype == "float32" else 2), own.shift, own.depth
     code_type, code_bytes = (np.int16, 2) if own.is_x_wide else (np.int8, 1)
 
     @njit(parallel=True, **FAST)
-    def product(x, largest, scratch, codes, scale, offset, num_panels, groups, steps, out, stride):
-        num_rows, inputs = x.shape
+    def product(
+        x, num_rows, element, largest, codes, scale, offset, num_panels, groups, steps, out, stride
+    ):
         # 1) Each row of x in integers, with the sums of its groups and one scale.
-        size = 4 * num_rows * groups
-        starts = scratch[:size].view(np.int32).reshape(num_rows, groups)
-        sums = scratch[size : 2 * size].view(np.float32).reshape(num_rows, groups)
-        end = 2 * size + 4 * num_rows
-        x_scale = scratch[2 * size : end].view(np.float32)
-        size = num_rows * inputs * code_bytes
-        x_codes = scratch[end : end + size].view(code_type).reshape(num_rows, inputs)
+        inputs = groups * steps * depth
+        x = array_at(x, (num_rows, inputs), element)
+        largest = array_at(largest, (num_rows if largest else 0,), np.float32(0))
+        x_codes = np.empty((num_rows, inputs), dtype=code_type)
+        starts = np.empty((num_rows, groups), dtype=np.int32)
+        sums = np.empty((num_rows, groups), dtype=np.float32)
+        x_scale = np.empty(num_rows, dtype=np.float32)
         if num_rows * inputs <= FEW:
             for row in range(num_rows):
                 quantize_row(x, row, largest, shift, x_codes, starts, sums, x_scale)
         else:
             for row in prange(num_rows):
                 quantize_row(x, row, largest, shift, x_codes, starts, sums, x_scale)
-        codes_at, starts_at = x_codes.ctypes.data, starts.ctypes.data
-        sums_at, scale_at = sums.ctypes.data, x_scale.ctypes.data
         # 2) Panels, and rows in even chunks, are shared out to the threads.
         num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks
@@ -182,13 +181,14 @@ def make_product(kind: str, dtype: str, has_offset: bool):
                     rows, vectors = rows_3, vectors_3
                 else:
                     rows, vectors = rows_4, vectors_4
+                # Addresses are taken here, where the arrays still are: else they would be freed.
                 here = (
-                    np.intp(codes_at) + row * inputs * code_bytes,
+                    np.intp(x_codes.ctypes.data) + row * inputs * code_bytes,
                     inputs * code_bytes,
-                    np.intp(starts_at) + row * groups * 4,
-                    np.intp(sums_at) + row * groups * 4,
+                    np.intp(starts.ctypes.data) + row * groups * 4,
+                    np.intp(sums.ctypes.data) + row * groups * 4,
                     groups * 4,
-                    np.intp(scale_at) + row * 4,
+                    np.intp(x_scale.ctypes.data) + row * 4,
                 )
                 # While a tile is computed, its share of the next panel is asked for.
                 part = panel_bytes * rows // chunk * vectors * LANES // PANEL

@@ -12,7 +12,15 @@ from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.kernels_cpu.values import FAST, as_numpy, exp, store, to_float
+from nanoserve.kernels_cpu.values import (
+    ELEMENTS,
+    FAST,
+    address,
+    array_at,
+    exp,
+    store,
+    to_float,
+)
 from nanoserve.layers.ops import TorchOps
 
 FEW = 2**15  # values; waking the other threads costs more than so few are worth
@@ -20,25 +28,28 @@ FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
 class NumbaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
         out, size = torch.empty_like(x), len(weight)
-        rows = (as_numpy(tensor.view(-1, size)) for tensor in (x, out))
         rms_norm = _rms_norm if x.numel() <= FEW else _rms_norm_parallel
-        rms_norm(*rows, as_numpy(weight), np.float32(eps))
+        elements = ELEMENTS[x.dtype], ELEMENTS[weight.dtype]
+        rms_norm(*map(address, (x, out, weight)), x.numel() // size, size, eps, *elements)
         return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         add_rms_norm = _add_rms_norm if x.numel() <= FEW else _add_rms_norm_parallel
-        add_rms_norm(as_numpy(x), as_numpy(residual), as_numpy(weight), np.float32(eps))
+        elements = ELEMENTS[x.dtype], ELEMENTS[weight.dtype]
+        add_rms_norm(*map(address, (x, residual, weight)), *x.shape, eps, *elements)
         return x, residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         if activation != "silu":
             return super().act_and_mul(gate_up, activation)
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        num_rows, both = gate_up.shape
+        out = gate_up.new_empty(num_rows, both // 2)
         silu_and_mul = _silu_and_mul if out.numel() <= FEW // 2 else _silu_and_mul_parallel
-        silu_and_mul(as_numpy(gate_up), as_numpy(out))
+        silu_and_mul(address(gate_up), address(out), num_rows, both // 2, ELEMENTS[out.dtype])
         return out
 
     def norm_rotate_store(
@@ -50,22 +61,41 @@ class NumbaOps(TorchOps):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `nanoserve.layers.ops.TorchOps`."""
-        num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+        _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
-        weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
         store_kv = _store_kv if heads.numel() <= FEW else _store_kv_parallel
-        store_kv(
-            as_numpy(heads),
-            metadata.positions.numpy(),
-            as_numpy(rotary.cos),
-            as_numpy(rotary.sin),
-            *map(as_numpy, weights),
-            np.float32(norms[0].eps if norms[0] else 0.0),
-            as_numpy(kv_cache),
-            metadata.slot_mapping.numpy(),
-            as_numpy(q),
-        )
+        cache_shape = num_blocks, num_kv_heads, block_size
+        store_kv(*tokens(heads, rotary, norms, metadata, q), address(kv_cache), cache_shape)
         return q
+
+
+def tokens(
+    heads: Tensor, rotary: Any, norms: tuple[Any, Any], metadata: AttentionMetadata, q: Tensor
+) -> tuple[Any, ...]:
+    """What `token_arrays` makes arrays of again."""
+    weights = [norm.weight if norm else heads[:0] for norm in norms]
+    tensors = heads, q, rotary.cos, rotary.sin, *weights, metadata.positions, metadata.slot_mapping
+    sizes = *q.shape, heads.shape[1], len(rotary.cos), len(weights[0])
+    eps = norms[0].eps if norms[0] else 0.0
+    elements = ELEMENTS[heads.dtype], ELEMENTS[weights[0].dtype]
+    return tuple(map(address, tensors)), sizes, eps, *elements
+
+
+@njit(inline="always", **FAST)
+def token_arrays(addresses, sizes, element, weight_element):
+    """(heads, q, cos, sin, q_weight, k_weight, positions, slots) of a step's tokens."""
+    heads, q, cos, sin, q_weight, k_weight, positions, slots = addresses
+    num_tokens, num_q_heads, head_dim, num_heads, num_positions, norm_size = sizes
+    return (
+        array_at(heads, (num_tokens, num_heads, head_dim), element),
+        array_at(q, (num_tokens, num_q_heads, head_dim), element),
+        array_at(cos, (num_positions, head_dim // 2), element),
+        array_at(sin, (num_positions, head_dim // 2), element),
+        array_at(q_weight, (norm_size,), weight_element),
+        array_at(k_weight, (norm_size,), weight_element),
+        array_at(positions, (num_tokens,), np.int32(0)),
+        array_at(slots, (num_tokens,), np.int32(0)),
+    )
 
 
 @njit(**FAST)
@@ -75,7 +105,7 @@ def _scale(x, eps):
     for i in range(len(x)):
         value = to_float(x[i])
         total += value * value
-    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
+    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
 
 
 @njit(**FAST)
@@ -86,14 +116,18 @@ def _normalise(x, weight, eps, out):
 
 
 @njit(**FAST)
-def _rms_norm(x, out, weight, eps):
-    for row in range(len(x)):
+def _rms_norm(x, out, weight, num_rows, size, eps, element, weight_element):
+    x, out = array_at(x, (num_rows, size), element), array_at(out, (num_rows, size), element)
+    weight = array_at(weight, (size,), weight_element)
+    for row in range(num_rows):
         _normalise(x[row], weight, eps, out[row])
 
 
 @njit(parallel=True, **FAST)
-def _rms_norm_parallel(x, out, weight, eps):
-    for row in prange(len(x)):
+def _rms_norm_parallel(x, out, weight, num_rows, size, eps, element, weight_element):
+    x, out = array_at(x, (num_rows, size), element), array_at(out, (num_rows, size), element)
+    weight = array_at(weight, (size,), weight_element)
+    for row in prange(num_rows):
         _normalise(x[row], weight, eps, out[row])
 
 
@@ -105,14 +139,20 @@ def _add_and_normalise(x, residual, weight, eps):
 
 
 @njit(**FAST)
-def _add_rms_norm(x, residual, weight, eps):
-    for row in range(len(x)):
+def _add_rms_norm(x, residual, weight, num_rows, size, eps, element, weight_element):
+    x = array_at(x, (num_rows, size), element)
+    residual = array_at(residual, (num_rows, size), element)
+    weight = array_at(weight, (size,), weight_element)
+    for row in range(num_rows):
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
 @njit(parallel=True, **FAST)
-def _add_rms_norm_parallel(x, residual, weight, eps):
-    for row in prange(len(x)):
+def _add_rms_norm_parallel(x, residual, weight, num_rows, size, eps, element, weight_element):
+    x = array_at(x, (num_rows, size), element)
+    residual = array_at(residual, (num_rows, size), element)
+    weight = array_at(weight, (size,), weight_element)
+    for row in prange(num_rows):
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
@@ -127,34 +167,43 @@ def _silu_and_mul_row(gate_up, out):
 
 
 @njit(**FAST)
-def _silu_and_mul(gate_up, out):
-    for row in range(len(out)):
+def _silu_and_mul(gate_up, out, num_rows, size, element):
+    gate_up = array_at(gate_up, (num_rows, 2 * size), element)
+    out = array_at(out, (num_rows, size), element)
+    for row in range(num_rows):
         _silu_and_mul_row(gate_up[row], out[row])
 
 
 @njit(parallel=True, **FAST)
-def _silu_and_mul_parallel(gate_up, out):
-    for row in prange(len(out)):
+def _silu_and_mul_parallel(gate_up, out, num_rows, size, element):
+    gate_up = array_at(gate_up, (num_rows, 2 * size), element)
+    out = array_at(out, (num_rows, size), element)
+    for row in prange(num_rows):
         _silu_and_mul_row(gate_up[row], out[row])
 
 
 @njit(**FAST)
-def _store_kv(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slots, q):
+def _store_kv(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
-    for token in range(len(heads)):
-        c, s = cos[positions[token]], sin[positions[token]]
-        _store_token(heads[token], q_weight, k_weight, eps, c, s, kv_cache, slots[token], q[token])
+    arrays = token_arrays(addresses, sizes, element, weight_element)
+    kv_cache = array_at(kv_cache, (2, *cache_shape, sizes[2]), element)
+    for token in range(sizes[0]):
+        _store_token(token, arrays, eps, kv_cache)
 
 
 @njit(parallel=True, **FAST)
-def _store_kv_parallel(heads, positions, cos, sin, q_weight, k_weight, eps, kv_cache, slots, q):
-    for token in prange(len(heads)):
-        c, s = cos[positions[token]], sin[positions[token]]
-        _store_token(heads[token], q_weight, k_weight, eps, c, s, kv_cache, slots[token], q[token])
+def _store_kv_parallel(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
+    arrays = token_arrays(addresses, sizes, element, weight_element)
+    kv_cache = array_at(kv_cache, (2, *cache_shape, sizes[2]), element)
+    for token in prange(sizes[0]):
+        _store_token(token, arrays, eps, kv_cache)
 
 
 @njit(**FAST)
-def _store_token(heads, q_weight, k_weight, eps, cos, sin, kv_cache, slot, q):
+def _store_token(token, arrays, eps, kv_cache):
+    all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
+    heads, q, slot = all_heads[token], all_q[token], slots[token]
+    cos, sin = all_cos[positions[token]], all_sin[positions[token]]
     num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     block, offset = slot // block_size, slot % block_size

@@ -50,6 +50,18 @@ def _turn(source, target):
                     target[panel, step, i] = source[first + i, step]
 
 
+def unpadded(out: Tensor, outputs: int, x: Tensor) -> Tensor:
+    """[rows, panels x PANEL] -> [..., outputs] in the dtype and the dimensions of x [..., inputs].
+
+    What is so already is left as it is: each operator of torch is a microsecond or two.
+    """
+    if out.shape[1] != outputs:
+        out = out[:, :outputs].contiguous()
+    if out.dtype != x.dtype:
+        out = out.to(x.dtype)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return map_zeros(max(num_bytes, 1))[:num_bytes].view(dtype).view(shape)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.quantized_kv import LARGEST_CODE, SMALLEST_SCALE, QuantizedKV
-from nanoserve.kernels_cpu.ops import FEW, NumbaOps, norm_and_turn
-from nanoserve.kernels_cpu.values import FAST, as_numpy, store, to_float
+from nanoserve.kernels_cpu.ops import FEW, NumbaOps, norm_and_turn, token_arrays, tokens
+from nanoserve.kernels_cpu.values import ELEMENTS, FAST, address, array_at, store, to_float
 
 # A division stays a division here: codes are those that torch finds, bit for bit.
 _EXACT = {**FAST, "fastmath": False}
@@ -26,52 +26,45 @@ class QuantizedNumbaOps(NumbaOps):
     ) -> Tensor:
         """See `nanoserve.layers.ops.TorchOps`. K goes from float32 to codes, with no rounding to
         16 bits between."""
-        _, _, num_kv_heads, _, head_dim = kv_cache.codes.shape
+        _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.codes.shape
         q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
-        weights = (norm.weight if norm else heads.new_empty(0) for norm in norms)
         store_kv = _store_kv if heads.numel() <= FEW // 2 else _store_kv_parallel
         store_kv(
-            as_numpy(heads),
-            metadata.positions.numpy(),
-            as_numpy(rotary.cos),
-            as_numpy(rotary.sin),
-            *map(as_numpy, weights),
-            np.float32(norms[0].eps if norms[0] else 0.0),
-            kv_cache.codes.numpy(),
-            kv_cache.scales.numpy(),
-            np.float32(LARGEST_CODE[kv_cache.codes.dtype]),
-            metadata.slot_mapping.numpy(),
-            as_numpy(q),
+            *tokens(heads, rotary, norms, metadata, q),
+            tuple(map(address, kv_cache)),
+            (num_blocks, num_kv_heads, block_size),
+            LARGEST_CODE[kv_cache.codes.dtype],
+            ELEMENTS[kv_cache.codes.dtype],
         )
         return q
 
 
 @njit(**FAST)
-def _store_kv(
-    heads, positions, cos, sin, q_weight, k_weight, eps, codes, scales, largest_code, slots, q
-):
+def _store_kv(addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
-    for token in range(len(heads)):
-        turn, cache = (cos[positions[token]], sin[positions[token]]), (codes, scales)
-        _store_token(
-            heads[token], q_weight, k_weight, eps, turn, cache, largest_code, slots[token], q[token]
-        )
+    arrays = token_arrays(addresses, sizes, element, weight_element)
+    codes = array_at(cache[0], (2, *shape, sizes[2]), code)
+    scales = array_at(cache[1], (2, *shape), np.float32(0))
+    for token in range(sizes[0]):
+        _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
 
 
 @njit(parallel=True, **FAST)
 def _store_kv_parallel(
-    heads, positions, cos, sin, q_weight, k_weight, eps, codes, scales, largest_code, slots, q
+    addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code
 ):
-    for token in prange(len(heads)):
-        turn, cache = (cos[positions[token]], sin[positions[token]]), (codes, scales)
-        _store_token(
-            heads[token], q_weight, k_weight, eps, turn, cache, largest_code, slots[token], q[token]
-        )
+    arrays = token_arrays(addresses, sizes, element, weight_element)
+    codes = array_at(cache[0], (2, *shape, sizes[2]), code)
+    scales = array_at(cache[1], (2, *shape), np.float32(0))
+    for token in prange(sizes[0]):
+        _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
 
 
 @njit(**FAST)
-def _store_token(heads, q_weight, k_weight, eps, turn, cache, largest_code, slot, q):
-    (c, s), (codes, scales) = turn, cache
+def _store_token(token, arrays, eps, codes, scales, largest_code):
+    all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
+    heads, q, slot = all_heads[token], all_q[token], slots[token]
+    c, s = all_cos[positions[token]], all_sin[positions[token]]
     num_heads, head_dim = q.shape
     num_kv_heads, block_size = codes.shape[2:4]
     block, offset = slot // block_size, slot % block_size

@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import carray, njit, types
 from numba.extending import intrinsic, overload
+from numba.np.numpy_support import as_dtype
 from torch import Tensor
 
 from nanoserve.kernels_cpu import vectors
@@ -21,9 +22,39 @@ FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "nump
 _LOG2_E = np.float32(math.log2(math.e))
 
 
-def as_numpy(x: Tensor) -> np.ndarray:
-    """The same memory: float32 as it is, bfloat16 as uint16."""
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+# What an array holds is said by one of its elements.
+ELEMENTS = {
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+    torch.int8: np.int8(0),
+    torch.uint8: np.uint8(0),
+    torch.int32: np.int32(0),
+}
+
+
+def address(x: Tensor) -> int:
+    """For `array_at`. A tensor that becomes an array here costs 2 microseconds, its address 0.2."""
+    if not x.is_contiguous():
+        raise ValueError(f"a tensor of strides {x.stride()} has to be contiguous")
+    return x.data_ptr()
+
+
+def array_at(address, shape, element):
+    """The contiguous array of such elements at an address."""
+
+
+@overload(array_at, inline="always")
+def _array_at(address, shape, element):
+    dtype = as_dtype(element)
+    return lambda address, shape, element: carray(_pointer(address), shape, dtype)
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), generate
 
 
 def to_float(x):
