@@ -31,8 +31,8 @@ class IntegerPanels:
         if matrix.group_of_input is not None:
             raise ValueError("groups that are no runs of inputs have to be sorted before")
         self.codes = _pack_codes(matrix, self.own)
-        self.scale = _pack_scales(matrix.scale)
-        self.offset = None if matrix.offset is None else _pack_scales(matrix.offset)
+        self.scale = _pack_scales(matrix.scale, _scale_dtype(matrix))
+        self.offset = None if matrix.offset is None else _pack_scales(matrix.offset, torch.float32)
         self._stored = (
             self.codes.data_ptr(),
             self.scale.data_ptr(),
@@ -48,7 +48,7 @@ class IntegerPanels:
         dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
         num_rows = x.numel() // self.inputs
         out = x.new_empty(num_rows, len(self.codes) * PANEL, dtype=dtype)
-        _product(self.kind, _NAMES[dtype], self.offset is not None)(
+        _product(self.kind, _NAMES[dtype], _NAMES[self.scale.dtype], self.offset is not None)(
             rows.data_ptr(),
             num_rows,
             ELEMENTS[rows.dtype],
@@ -81,10 +81,17 @@ def _pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
     return pack((codes[:, :, 0] | codes[:, :, 1] << 4).view(outputs, -1), own.depth // 2)
 
 
-def _pack_scales(scale: Tensor) -> Tensor:
+def _scale_dtype(matrix: QuantizedMatrix) -> torch.dtype:
+    """float16, if a row has many scales and all of them are: then they are a tenth fewer bytes."""
+    groups, scale = matrix.scale.shape[1], matrix.scale
+    is_half = groups > 1 and converts_float16() and torch.equal(scale.half().float(), scale)
+    return torch.float16 if is_half else torch.float32
+
+
+def _pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [outputs, groups] -> [panels, groups, PANEL]."""
     outputs, groups = scale.shape
-    packed = empty((-(-outputs // PANEL), groups, PANEL), torch.float32)
+    packed = empty((-(-outputs // PANEL), groups, PANEL), dtype)
     for panel, rows in enumerate(scale.split(PANEL)):
         packed[panel, :, : len(rows)] = rows.t()
     return packed

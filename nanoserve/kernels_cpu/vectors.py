@@ -14,12 +14,21 @@ LANES = 16
 BYTE, HALF_WORD, WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 FLOATS = ir.VectorType(FLOAT, LANES)
+HALVES = ir.VectorType(HALF, LANES)
 WORDS = ir.VectorType(WORD, LANES)
 
 
 def constant(kind: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
     """A vector of equal numbers, known now."""
     return ir.Constant(ir.VectorType(kind, lanes), [ir.Constant(kind, value)] * lanes)
+
+
+def offset(b: ir.IRBuilder, address: ir.Value, *pairs: tuple[Any, Any]) -> ir.Value:
+    """address + the sum of times x stride over (times, stride), each an integer or a value."""
+    for pair in pairs:
+        times, stride = (n if isinstance(n, ir.Value) else address.type(n) for n in pair)
+        address = b.add(address, b.mul(times, stride))
+    return address
 
 
 def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
@@ -75,7 +84,7 @@ def rounded(b: ir.IRBuilder, numbers: ir.Value, dtype: str) -> ir.Value:
     if dtype == "float32":
         return numbers
     if dtype == "float16":
-        return b.fptrunc(numbers, ir.VectorType(HALF, LANES))
+        return b.fptrunc(numbers, HALVES)
     bits = b.bitcast(numbers, WORDS)
     is_odd = b.and_(b.lshr(bits, constant(WORD, 16)), constant(WORD, 1))
     bits = b.add(bits, b.add(is_odd, constant(WORD, 0x7FFF)))

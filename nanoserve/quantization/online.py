@@ -39,7 +39,8 @@ def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
     """Groups of `group_size` inputs; of smaller ones, if these do not divide the inputs.
 
     The value of largest magnitude gets the code -8, of either sign: a scale may be negative. Of a
-    few such scales a group has the one with the least sum of squared errors.
+    few such scales a group has the one with the least sum of squared errors. Scales are numbers of
+    float16, but for those that are too small or too large for it.
 
     Raises `ValueError` if there is no group for so many inputs.
     """
@@ -71,9 +72,9 @@ def _int8_of(groups: Tensor) -> tuple[Tensor, Tensor]:
 def _int4_of(groups: Tensor) -> tuple[Tensor, Tensor]:
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     largest = _magnitude(torch.where(-low > high, low, high))
-    scale, error = largest / -8, torch.full_like(largest, torch.inf)
+    scale, error = _as_half(largest / -8), torch.full_like(largest, torch.inf)
     for share in _SHARES:
-        tried = largest * (share / -8)
+        tried = _as_half(largest * (share / -8))
         codes = (groups / _divisor(tried)).round_().clamp_(-8, 7)
         difference = codes.mul_(tried).sub_(groups).square_().sum(dim=2, keepdim=True)
         is_better = difference < error
@@ -95,6 +96,13 @@ def group_size_for(num_inputs: int, asked: int) -> int:
 def _magnitude(values: Tensor) -> Tensor:
     """Infinity is as bad as NaN: neither has codes."""
     return values.masked_fill(~values.isfinite(), torch.nan)
+
+
+def _as_half(scale: Tensor) -> Tensor:
+    """The nearest of float16, where one is as near as a number of 11 bits can be."""
+    half = scale.half().float()
+    is_near = (half.abs() >= torch.finfo(torch.float16).tiny) & half.isfinite() | (scale == 0)
+    return torch.where(is_near, half, scale)
 
 
 def _divisor(scale: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ The range is the point: where AVX2 multiplies unsigned by signed bytes, it cuts 
 16 bits, which codes in the middle of their range never reach.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +75,20 @@ def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
         matrix = random_matrix(bits, 100, 256, group_size, has_offset=has_offset)
         x = random_codes(9, 256)
         assert_product(IntegerPanels(matrix)(x), matrix, x)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_scales_that_are_numbers_of_16_bits_are_kept_in_16(bits: int) -> None:
+    for group_size in GROUP_SIZES:
+        matrix = random_matrix(bits, 100, 256, group_size, has_offset=False)
+        matrix, x = replace(matrix, scale=matrix.scale.half().float()), random_codes(9, 256)
+        form = IntegerPanels(matrix)
+        assert form.scale.dtype == torch.float16
+        assert_product(form(x), matrix, x)
+        matrix.scale[99, -1] = 1 / 3  # of which one is none
+        form = IntegerPanels(matrix)
+        assert form.scale.dtype == torch.float32
+        assert_product(form(x), matrix, x)
 
 
 @pytest.mark.parametrize("bits", BITS)

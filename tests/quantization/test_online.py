@@ -76,7 +76,8 @@ def test_int4_is_no_worse_than_the_nearest_codes_of_the_usual_scale(group_size: 
         assert (found / squares(nearest(largest / most))).mean() < 0.97
     signed = torch.where(is_negative, largest, -largest) / 8
     better = found / squares(nearest(signed))
-    assert (better < 1.0001).all() and better.mean() < 0.97  # which is what cutting off gains
+    # Cutting off gains as much; that scales are numbers of 11 bits may lose a hundredth.
+    assert (better < 1.01).all() and better.mean() < 0.97
 
 
 @pytest.mark.parametrize("quantize", [quantize_int8, lambda w: quantize_int4(w, 32)])
@@ -103,3 +104,14 @@ def test_groups_divide_the_inputs() -> None:
             group_size_for(num_inputs, 64)
     assert quantize_int4(torch.ones(2, 192), 128).group_size == 64
     assert quantize_int8(torch.ones(2, 48)).group_size == 48
+
+
+def test_scales_of_int4_are_numbers_of_float16_where_it_has_them() -> None:
+    weight = torch.randn(16, 64, generator=torch.manual_seed(0))
+    scale = quantize_int4(weight, 32).scale
+    assert torch.equal(scale.half().float(), scale)
+    codes = quantize_int4(weight, 32).codes
+    for size in (2.0**-30, 2.0**30):  # beyond float16
+        matrix = quantize_int4(weight * size, 32)
+        error = (matrix.dequantize() / size - weight).square().mean()
+        assert error < 0.01 and (matrix.codes == codes).float().mean() > 0.99

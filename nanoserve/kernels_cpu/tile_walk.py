@@ -1,0 +1,53 @@
+"""How the products with weights in panels are cut into tiles, and what is fetched meanwhile.
+
+A *tile* is a few rows of x and 16 to 64 outputs, whose sums stay in registers while all inputs pass
+by (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). A weight is read
+once for all rows of the tile.
+"""
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from nanoserve.kernels_cpu.panels import PANEL
+from nanoserve.kernels_cpu.processor import has
+from nanoserve.kernels_cpu.vectors import LANES
+
+# Rows that are computed with one panel before the next: their x stays in the processor's cache.
+ROWS_AT_ONCE = 256
+# (rows, vectors) of tiles, the largest first: sums, weights and an x are to fit into the registers,
+# 32 of 16 numbers or 16 of 8. A single row has many vectors: a sum waits for the one before it.
+TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
+_VECTORS = PANEL // LANES
+
+# (rows, vectors, first row, first vector, where to fetch from, bytes of it for each step)
+Tile = Callable[[int, int, ir.Value, ir.Value, ir.Value, ir.Value], None]
+
+
+def walk(
+    b: ir.IRBuilder,
+    num_rows: ir.Value,
+    panel: ir.Value,
+    num_bytes: ir.Value,
+    steps: ir.Value,
+    tile: Tile,
+) -> None:
+    """Write a product of `num_rows` rows with the panel at an address, as tiles of all sizes.
+
+    While it is computed, the panel behind it is asked for, a share of it with each tile.
+    """
+    number = panel.type
+    following, first = b.add(panel, num_bytes), number(0)
+    share = b.udiv(num_bytes, b.mul(num_rows, number(_VECTORS)))  # of a row and a vector
+    for rows, vectors in TILES:
+        count = b.udiv(b.sub(num_rows, first), number(rows))
+        step_bytes = b.udiv(b.mul(share, number(rows * vectors)), steps)
+        with cgutils.for_range(b, count, intp=number) as at_rows:
+            row = b.add(first, b.mul(at_rows.index, number(rows)))
+            with cgutils.for_range(b, number(_VECTORS // vectors), intp=number) as at_vectors:
+                vector = b.mul(at_vectors.index, number(vectors))
+                done = b.add(b.mul(row, number(_VECTORS)), b.mul(vector, number(rows)))
+                soon = b.add(following, b.mul(share, done))
+                tile(rows, vectors, row, vector, soon, step_bytes)
+        first = b.add(first, b.mul(count, number(rows)))
