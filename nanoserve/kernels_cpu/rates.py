@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,14 +22,14 @@ ROWS = (1, 16, 256)
 MATRIX_BYTES = 2**26  # more than most caches hold
 _INPUTS = 2048
 _MANY_ROWS = 64  # from here on what counts is arithmetic, and a sixteenth of the matrix is enough
-_HOPELESS = 4.0  # times slower than another with a single row: not measured any further
-_FORMAT = 1  # of the file, and of the forms whose rates are in it
+_HOPELESS = 4.0  # times slower than another: not measured any further
+_FORMAT = 2  # of the file, and of the forms whose rates are in it
 
 
 def rates(
     dtype: torch.dtype, forms: Mapping[str, Callable[[Tensor], Any]]
 ) -> dict[str, dict[int, float]]:
-    """Operations a second of each form, by number of rows; hopeless forms are left out.
+    """Operations a second of each form, by number of rows; hopeless ones but the first are left out.
 
     A product of matrices is two operations for each weight and row. Measured with torch's present
     number of threads. The file is `~/.cache/nanoserve/products-*.json`, under
@@ -57,22 +58,21 @@ def _measure(
     started = time.perf_counter()
     weight = torch.full((MATRIX_BYTES // dtype.itemsize // _INPUTS, _INPUTS), 0.5, dtype=dtype)
     part = weight[: len(weight) // 16]
-    measured: dict[str, dict[int, float]] = {}
-    for name, make in forms.items():
-        form, rates_of_form = make(weight), {}
-        for rows in ROWS:
-            if rows >= _MANY_ROWS:
-                form, size = make(part), part.numel()
-            else:
-                size = weight.numel()
-            x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
-            seconds = min(_seconds(form, x) for _ in range(3))
-            rates_of_form[rows] = 2 * rows * size / seconds
-            best = max((of[rows] for of in measured.values()), default=0.0)
-            if best > _HOPELESS * rates_of_form[rows]:
-                break
-        else:
-            measured[name] = rates_of_form
+    measured: dict[str, dict[int, float]] = {name: {} for name in forms}
+    for rows in ROWS:
+        matrix = part if rows >= _MANY_ROWS else weight
+        x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
+        made = {name: forms[name](matrix) for name in measured}
+        for _ in range(3):  # in turns: a moment in which the machine is slow is everybody's
+            for name, form in made.items():
+                rate = 2 * rows * matrix.numel() / _seconds(form, x)
+                measured[name][rows] = max(rate, measured[name].get(rows, 0.0))
+        best = max(of[rows] for of in measured.values())
+        measured = {
+            name: of
+            for name, of in measured.items()
+            if best <= _HOPELESS * of[rows] or name == next(iter(forms))
+        }
     logger.info(f"measured products of {dtype} in {time.perf_counter() - started:.2f} s")
     return measured
 
@@ -92,7 +92,9 @@ def _file(dtype: str, names: list[str]) -> Path:
 
         facts.append(sorted(features()))
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):  # a user without a home
+        cache = tempfile.gettempdir()
     return Path(cache) / "nanoserve" / f"products-{key}.json"
 
 

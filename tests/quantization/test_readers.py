@@ -1,8 +1,8 @@
 """Every reader against weights written from the published layout of its format.
 
-The writers (tests/support/quantized_checkpoints.py) share no code with the readers; those of GPTQ
-and AWQ were compared bit for bit with AutoGPTQ 0.7.1 and AutoAWQ 0.2.9, which do not install beside
-today's transformers.
+The writers (tests/support/quantized_checkpoints.py) share no code with the readers. AWQ's packs the
+same bits as AutoAWQ 0.2.9, and the reader of GPTQ has read what AutoGPTQ 0.7.1 wrote, but for zero
+points of 0; neither library installs beside today's transformers.
 """
 
 from concurrent.futures import ThreadPoolExecutor
