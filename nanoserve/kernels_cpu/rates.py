@@ -29,11 +29,11 @@ _FORMAT = 2  # of the file, and of the forms whose rates are in it
 def rates(
     dtype: torch.dtype, forms: Mapping[str, Callable[[Tensor], Any]]
 ) -> dict[str, dict[int, float]]:
-    """Operations a second of each form, by number of rows; hopeless ones but the first are left out.
+    """Operations a second of each form, by number of rows.
 
-    A product of matrices is two operations for each weight and row. Measured with torch's present
-    number of threads. The file is `~/.cache/nanoserve/products-*.json`, under
-    XDG_CACHE_HOME if that is set.
+    Of hopeless ones the first alone has any. A product of matrices is two operations for each
+    weight and row. Measured with torch's present number of threads. The file is
+    `~/.cache/nanoserve/products-*.json`, under XDG_CACHE_HOME if that is set.
     """
     file = _file(str(dtype), list(forms))
     with suppress(OSError, ValueError, TypeError, AttributeError):
