@@ -5,7 +5,7 @@ python bench.py --shape qwen3-0.6b --repeat 3       a real model's size, three p
 python bench.py --workload single                   one stream: decoded tokens per second
 python bench.py --request-rate 2,4,8                requests come one by one: latencies, goodput
 python bench.py --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
-python bench.py --engine nanoserve:quantization=int8,llama.cpp:quantization=q8_0     fewer bits
+python bench.py --engine nanoserve:quantization=int8,vllm:quantization=int8          fewer bits
 python bench.py --workload nano-vllm --engine nanoserve,vllm,nanovllm                 for a GPU
 
 A throughput says little without another one beside it. Every engine gets the same prompts, weights,

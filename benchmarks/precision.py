@@ -7,7 +7,8 @@ _LLAMA_CPP = {"q8_0": 8.5, "q4_0": 4.5, "q4_k_m": 4.85}  # the last as its own t
 
 
 class Precision(NamedTuple):
-    weight_bits: float  # of linears and LM head, scales included
+    weight_bits: float  # of linears, scales included
+    head_bits: float  # of the LM head
     kv_bits: float
     is_integer: bool  # whether products are integers'
 
@@ -18,9 +19,12 @@ def precision_of(engine: str, options: dict[str, Any], dtype: str) -> Precision:
     kv_bits = bits if options.get("kv_cache_dtype", "auto") == "auto" else 8.25  # heads of 128
     quantization = options.get("quantization")
     if quantization is None:
-        return Precision(bits, kv_bits, False)
+        return Precision(bits, bits, kv_bits, False)
+    if engine == "vllm":
+        return Precision(8, bits, kv_bits, True)  # its LM head stays in the data type
+    weight_bits: float = 8
     if engine == "llama.cpp":
-        return Precision(_LLAMA_CPP[quantization], kv_bits, True)
-    if quantization == "int4":
-        return Precision(4 + 32 / options.get("quantization_group_size", 32), kv_bits, True)
-    return Precision(8, kv_bits, True)
+        weight_bits = _LLAMA_CPP[quantization]
+    elif quantization == "int4":
+        weight_bits = 4 + 32 / options.get("quantization_group_size", 32)
+    return Precision(weight_bits, weight_bits, kv_bits, True)

@@ -10,17 +10,20 @@ of the model in float32. A model of random weights would hide errors: this one h
 import argparse
 import math
 import statistics
-from itertools import islice
+import tempfile
+from importlib.util import find_spec
+from itertools import chain, islice, product, zip_longest
+from pathlib import Path
 from typing import Any
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.tiny_qwen3.corpus import evaluation_sets
 from nanoserve.tiny_qwen3.evaluate import evaluate
 
-SCHEMES: dict[str, dict[str, Any]] = {
+_WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
     **{
         f"int4, groups of {size}": {
@@ -30,10 +33,20 @@ SCHEMES: dict[str, dict[str, Any]] = {
         }
         for size in (32, 64, 128)
     },
-    "KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
-    "KV fp8": {"dtype": "float32", "kv_cache_dtype": "fp8"},
-    "int8, KV int8": {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
+_CACHES: dict[str, dict[str, Any]] = {
+    "": {},
+    ", KV int8": {"kv_cache_dtype": "int8"},
+    ", KV fp8": {"kv_cache_dtype": "fp8"},
+}
+# Files of llama.cpp's. Those of K types have blocks of 256 values, and this model's rows have 192.
+_GGUF = ("Q8_0", "Q4_0")
+SCHEMES = {
+    f"{name}{cache}": weights | _CACHES[cache]
+    for cache, (name, weights) in product(_CACHES, _WEIGHTS.items())
+}
+SCHEMES |= {"float16": {"dtype": "float16"}}
+SCHEMES |= {f"GGUF {kind}": {"dtype": "float32", "gguf": kind} for kind in _GGUF}
 KINDS = ("glossary", "addition", "all other questions")
 _AT_ONCE = 8  # conversations; every log-probability of every token is an object
 
@@ -60,17 +73,27 @@ def divergence(p: Row, q: Row) -> float:
 
 def texts(llm: LLM, num_positions: int) -> list[list[int]]:
     """Conversations with their answers, as token ids: so many tokens, and a few more."""
-    probes = [
-        group[i] for i in range(1000) for group in evaluation_sets().values() if i < len(group)
-    ]
+    in_turns = chain.from_iterable(zip_longest(*evaluation_sets().values()))
     found: list[list[int]] = []
-    for probe in probes:
+    for probe in filter(None, in_turns):
         told = [*probe.messages, {"role": "assistant", "content": probe.expected}]
         text = llm.engine.tokenizer.apply_chat_template(told, add_generation_prompt=False)
         found.append(llm.engine.tokenizer.encode(text, add_special_tokens=False))
         if sum(len(prompt) - 1 for prompt in found) >= num_positions:
             break
     return found
+
+
+def load(options: dict[str, Any], scratch: Path) -> LLM:
+    options = options | {"max_logprobs": 2**20}
+    kind = options.pop("gguf", None)
+    if kind is None:
+        return LLM("tiny-qwen3", **options)
+    from engines.gguf_file import write_gguf
+
+    file = scratch / f"{kind}.gguf"
+    write_gguf(bundled_checkpoint("tiny-qwen3"), file, kind)
+    return LLM(file, tokenizer="tiny-qwen3", **options)
 
 
 def answers_of(llm: LLM, every: int) -> str:
@@ -97,8 +120,10 @@ def main() -> None:
     print(f"| scheme | {' | '.join(KINDS)} | KL mean | KL p99 | same first choice |")
     print("|---" * (len(KINDS) + 4) + "|")
     for name in dict.fromkeys(["float32", *(args.scheme or SCHEMES)]):
-        options = SCHEMES[name] | {"max_logprobs": 2**20}
-        with LLM("tiny-qwen3", **options) as llm:
+        if "gguf" in SCHEMES[name] and find_spec("gguf") is None:
+            print(f"| {name} | not measured: no package gguf |")
+            continue
+        with tempfile.TemporaryDirectory() as scratch, load(SCHEMES[name], Path(scratch)) as llm:
             rows = distributions(llm, texts(llm, args.positions))
             rows = list(islice(rows, args.positions))
             reference = reference or rows

@@ -51,6 +51,7 @@ class Need:
         self.config = config
         self.item = 4 if config.dtype == "float32" else 2
         self.weight_item = precision.weight_bits / 8 if precision else self.item
+        self.head_item = precision.head_bits / 8 if precision else self.item
         self.kv_item = precision.kv_bits / 8 if precision else self.item
         self.windows = Counter(window or _NO_WINDOW for window in config.sliding_windows)
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -70,7 +71,7 @@ class Need:
         """Read: weights, embedding rows, cached KV. Written: the new tokens' KV."""
         num_tokens = int(step.query_lens.sum())
         weights = self.dense + self._experts_used(num_tokens) * self.expert
-        weights += self.head if step.num_logits else 0
+        head = self.head if step.num_logits else 0
         embedding = num_tokens * self.config.hidden_size
         kv_per_layer = 2 * self.config.num_key_value_heads * self.config.head_dim
         seen = sum(
@@ -78,7 +79,8 @@ class Need:
             for window, num_layers in self.windows.items()
         )
         kv = seen * kv_per_layer
-        return self.weight_item * weights + self.item * embedding + self.kv_item * kv
+        weight_bytes = self.weight_item * weights + self.head_item * head
+        return weight_bytes + self.item * embedding + self.kv_item * kv
 
     def operations(self, step: Step) -> float:
         """Products with the weights, and two per layer for each query and each key it sees."""

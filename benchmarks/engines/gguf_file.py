@@ -1,26 +1,23 @@
 """A Qwen3 checkpoint in safetensors -> the GGUF file that llama.cpp reads, without a tokenizer.
 
 Only what a benchmark needs: the weights as they are stored, and the numbers of `config.json`. It
-uses the package `gguf` and numpy; the safetensors format is simple enough to be read here: eight
-bytes with the length of a JSON header, the header, and the tensors one after the other.
+uses the package `gguf` and numpy.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
-import numpy as np
+from gguf.quants import quantize
 
-_STORED = {
-    "BF16": (np.uint16, gguf.GGMLQuantizationType.BF16),
-    "F16": (np.float16, gguf.GGMLQuantizationType.F16),
-    "F32": (np.float32, gguf.GGMLQuantizationType.F32),
-}
+from engines.stored_tensors import as_float32, read_tensors
 
 
-def write_gguf(checkpoint: Path, target: Path) -> None:
-    """Raises `ValueError` for a model that is no Qwen3, and for weights that are quantised."""
+def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:
+    """`kind` is what matrices become, of those that `gguf` quantises to: Q8_0, Q4_0, ...
+
+    Raises `ValueError` for a model that is no Qwen3, and for weights that are quantised.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     if config["architectures"] != ["Qwen3ForCausalLM"]:
         raise ValueError(f"llama.cpp is measured with Qwen3 only, not {config['architectures']}")
@@ -28,18 +25,19 @@ def write_gguf(checkpoint: Path, target: Path) -> None:
     _add_settings(writer, config)
     num_layers = config["num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
-    for name, dtype, data in _read_tensors(checkpoint):
+    for name, dtype, data in read_tensors(checkpoint):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        stored, kind = _STORED[dtype]
-        data = data.view(stored)
         theirs = names.get_name(name, try_suffixes=(".weight",))
         if theirs is None:
             raise ValueError(f"GGUF knows no tensor {name} in a Qwen3")
         if data.ndim == 1:  # norms: llama.cpp wants them in float32
-            writer.add_tensor(theirs, _as_float32(data))
+            writer.add_tensor(theirs, as_float32(data))
+        elif kind is not None:
+            stored = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(theirs, quantize(as_float32(data), stored), raw_dtype=stored)
         else:
-            writer.add_tensor(theirs, data, raw_dtype=kind)
+            writer.add_tensor(theirs, data, raw_dtype=gguf.GGMLQuantizationType[dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -63,23 +61,3 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(theta)
-
-
-def _read_tensors(checkpoint: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and bytes of every tensor: [..., last dimension x bytes per value] uint8."""
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        content = np.memmap(file, dtype=np.uint8, mode="r")
-        length = int(content[:8].view(np.uint64)[0])
-        header = json.loads(content[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in _STORED:
-                raise ValueError(f"{name} in {file} is stored as {entry['dtype']}")
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            yield name, entry["dtype"], content[start:end].reshape(*entry["shape"][:-1], -1)
-
-
-def _as_float32(data: np.ndarray) -> np.ndarray:
-    if data.dtype == np.uint16:  # bfloat16: the upper half of a float32
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float32)

@@ -1,20 +1,33 @@
 """vLLM, offline through its `LLM`, request by request through the engine underneath.
 
 Its build for CPUs is a package of its own and lives in an environment of its own: see
-`--python` of bench.py. Options of this engine go to `vllm.LLM`.
+`--python` of bench.py. Options of this engine go to `vllm.LLM`, but for quantization=int8: it makes
+no integers of plain weights, so a checkpoint that has them is written of the same ones. Its LM head
+stays in the data type: vLLM knows no other.
 """
 
 import os
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from engines import Engine, Tokens, total_lens
+from engines.int8_checkpoint import write_int8
 
 _WARM_UP = 16  # tokens that a sequence has at least
 
 
 class VllmEngine(Engine):
     is_online = True
+
+    @staticmethod
+    def prepare(spec: Namespace) -> None:
+        """Raises `ValueError` for a model that is not written in int8."""
+        folder = _model(spec)
+        if folder != Path(spec.model) and not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            write_int8(Path(spec.model), unfinished)
+            unfinished.rename(folder)  # whole, or not at all
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         _set_environment(spec)
@@ -30,8 +43,11 @@ class VllmEngine(Engine):
         }
         self.options = {name: value for name, value in chosen.items() if value is not None}
         self.options |= options
+        model, chosen = _model(spec), dict(self.options)
+        if model != Path(spec.model):
+            del chosen["quantization"]  # the checkpoint says what it is
         self.llm = vllm.LLM(
-            spec.model, dtype=spec.dtype, skip_tokenizer_init=True, seed=0, **self.options
+            str(model), dtype=spec.dtype, skip_tokenizer_init=True, seed=0, **chosen
         )
         self.params_class = vllm.SamplingParams
         self.delta = vllm.sampling_params.RequestOutputKind.DELTA
@@ -65,6 +81,11 @@ class VllmEngine(Engine):
             detokenize=False,
             **more,
         )
+
+
+def _model(spec: Namespace) -> Path:
+    is_int8 = spec.options.get("quantization") == "int8"
+    return Path(spec.scratch) / "int8" if is_int8 else Path(spec.model)
 
 
 def _set_environment(spec: Namespace) -> None:

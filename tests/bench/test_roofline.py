@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from precision import precision_of
 from roofline import Need, Step, limit, planned_steps
 from shapes import SHAPES
 
@@ -37,6 +38,22 @@ def test_a_step_without_logits_reads_no_head() -> None:
     without, with_logits = (step((512, 512), num_logits=n) for n in (0, 1))
     assert need.bytes(with_logits) - need.bytes(without) == 2 * 1024 * 151_936
     assert need.operations(with_logits) - need.operations(without) == 2 * 1024 * 151_936
+
+
+def test_an_engine_is_held_to_its_own_bytes() -> None:
+    """vLLM keeps the LM head in 16 bits, the others have it in as many as their linears."""
+    plain, head = Need(QWEN3).bytes(step((1, 1))), 1024 * 151_936
+    weights = 596_049_920 - 65_536 - head
+    int8 = {"quantization": "int8"}
+    found = {
+        name: Need(QWEN3, precision_of(name, options, "bfloat16")).bytes(step((1, 1)))
+        for name, options in {"vllm": int8, "nanoserve": int8, "transformers": {}}.items()
+    }
+    assert found == {
+        "vllm": plain - weights,
+        "nanoserve": plain - weights - head,
+        "transformers": plain,
+    }
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])

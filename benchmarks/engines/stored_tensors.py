@@ -1,0 +1,37 @@
+"""The tensors of a checkpoint in safetensors, by numpy alone.
+
+The format is simple enough to be read here: eight bytes with the length of a JSON header, the
+header, and the tensors one after the other.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+_STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+def read_tensors(checkpoint: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype and values of every tensor; bfloat16 is the bits of it, as uint16.
+
+    Each is a mapping of its own into the file, so what is let go of takes no memory any more.
+    """
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in _STORED:
+                raise ValueError(f"{name} in {file} is stored as {entry['dtype']}")
+            start, shape = 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
+            stored = _STORED[entry["dtype"]]
+            yield name, entry["dtype"], np.memmap(file, stored, "r", start, shape)
+
+
+def as_float32(data: np.ndarray) -> np.ndarray:
+    if data.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32)
