@@ -26,5 +26,5 @@ def precision_of(engine: str, options: dict[str, Any], dtype: str) -> Precision:
     if engine == "llama.cpp":
         weight_bits = _LLAMA_CPP[quantization]
     elif quantization == "int4":
-        weight_bits = 4 + 32 / options.get("quantization_group_size", 32)
+        weight_bits = 4 + 16 / options.get("quantization_group_size", 32)
     return Precision(weight_bits, weight_bits, kv_bits, True)
