@@ -232,11 +232,10 @@ ACTIONS = [fail, interrupt, abort, collect]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one step ahead"])
-def ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
+def ahead(request: pytest.FixtureRequest) -> bool:
     gc.collect()
     gc.freeze()  # so that a collection is quick
-    yield request.param
-    gc.unfreeze()
+    return request.param
 
 
 @pytest.fixture(scope="module")

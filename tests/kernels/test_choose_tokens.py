@@ -138,6 +138,7 @@ def test_a_single_finite_logit_always_wins(temperature: float) -> None:
     assert choose(logits, temperature, position=100) == only
 
 
+@pytest.mark.small(dtype=[torch.float32])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 4_100, 9_000])

@@ -151,7 +151,7 @@ def ragged_rows(seed: int) -> list[tuple[int, int]]:
     return decodes + chunks
 
 
-@pytest.mark.small(seed=range(0, 80, 5))
+@pytest.mark.small(seed=range(0, 80, 11))
 @pytest.mark.parametrize("seed", range(80))
 def test_ragged_mixed_batches(seed: int) -> None:
     group = seed % 8 + 1

@@ -57,7 +57,9 @@ def test_products_are_those_of_float64(kind: str, full_size: bool) -> None:
     for outputs, inputs in sizes(full_size):
         weight = random(kind, outputs, inputs)
         form = FloatPanels(weight, kind)
-        for num_rows in (*range(1, 71), 600) if full_size else ROWS:
+        # Rows are tiled alike in all panels: every number of them in two of these.
+        is_each = full_size and outputs == 65
+        for num_rows in (*range(1, 71), 600) if is_each else ROWS:
             x = random(kind, num_rows, inputs)
             assert_right(form(x), x, weight)
     x = random(kind, 600, 130)  # several chunks of rows

@@ -171,6 +171,7 @@ def test_groups_of_activation_order(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bitsandbytes
 
 
+@pytest.mark.small(nested=[True], storage=[torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])

@@ -165,12 +165,14 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path))
 
 
+@pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "mixtral", "phi3"])
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path, kind))
 
 
+@pytest.mark.small(case=["llama"])
 @pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("_K")])
 def test_so_they_are_from_blocks_of_256(case: str, kind: str, tmp_path: Path) -> None:
@@ -179,6 +181,7 @@ def test_so_they_are_from_blocks_of_256(case: str, kind: str, tmp_path: Path) ->
     assert_agrees(model, path)
 
 
+@pytest.mark.small(kind=["Q4_0"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
 @torch.inference_mode()

@@ -50,15 +50,19 @@ def assert_same(path: Path, size: int = 2, **options: Any) -> None:
             torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.small(form=["int8"], overrides=[{"vocab_size": 301, "tie_word_embeddings": True}])
-@pytest.mark.parametrize("form", ["int8", "int4"])
+UNEVEN: dict[str, Any] = {"vocab_size": 301, "tie_word_embeddings": True}
+
+
+@pytest.mark.small(form=["int8"], overrides=[UNEVEN])
 @pytest.mark.parametrize(
-    "overrides",
+    ("form", "overrides"),
     [
-        {},
-        {"vocab_size": 301, "tie_word_embeddings": True},
-        {"num_key_value_heads": 1, "vocab_size": 297},
-        {"num_attention_heads": 6, "num_key_value_heads": 2},
+        ("int8", {}),
+        ("int8", UNEVEN),
+        ("int8", {"num_key_value_heads": 1, "vocab_size": 297}),
+        ("int8", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("int4", {}),
+        ("int4", UNEVEN),
     ],
     ids=str,
 )

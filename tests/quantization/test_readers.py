@@ -36,6 +36,12 @@ def test_weights_are_those_of_the_format(write: Writer, config: dict, tmp_path: 
             assert torch.equal(found[name], weight), name
 
 
+# One of each method: what differs within one is seen in the weights above.
+@pytest.mark.small(
+    config=[
+        CASES[name][1] for name in ("gptq, act order", "awq", "fp8, blocks", "bitsandbytes int8")
+    ]
+)
 @cases
 def test_logits_are_those_of_the_dequantised_model(
     write: Writer, config: dict, tmp_path: Path

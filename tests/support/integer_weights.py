@@ -32,18 +32,19 @@ def random_codes(num_rows: int, inputs: int, seed: int = 1) -> Tensor:
 
 
 def exact_product(matrix: QuantizedMatrix, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of such inputs, in int64 and float64, and the sum of the magnitudes of its terms.
+    """Of such inputs, in float64, and the sum of the magnitudes of its terms.
 
-    `x` is float64 of integers.
+    `x` is of integers, whose sums are far below 2^53: float64 has them all, and multiplies
+    matrices much sooner than int64 does.
     """
     groups = matrix.scale.shape[1]
-    codes = matrix.codes.long().unflatten(1, (groups, -1))
-    inputs = x.long().unflatten(1, (groups, -1))
-    sums = torch.einsum("ngk,mgk->mng", codes, inputs).double()
+    codes = matrix.codes.double().unflatten(1, (groups, -1))
+    inputs = x.double().unflatten(1, (groups, -1))
+    sums = torch.einsum("ngk,mgk->mng", codes, inputs)
     terms = sums * matrix.scale.double()
     magnitudes = terms.abs()
     if matrix.offset is not None:
-        shifts = inputs.sum(dim=2).double()[:, None] * matrix.offset.double()
+        shifts = inputs.sum(dim=2)[:, None] * matrix.offset.double()
         terms, magnitudes = terms + shifts, magnitudes + shifts.abs()
     return terms.sum(dim=2), magnitudes.sum(dim=2)
 

@@ -32,7 +32,11 @@ Found = tuple[list[list[int]], torch.Tensor]
 
 
 def answers(path: Path, **options: Any) -> Found:
-    """Greedy tokens of each prompt, and the largest logprobs of each token [tokens, likeliest]."""
+    """Greedy tokens of each prompt, and the largest logprobs of each token [tokens, likeliest].
+
+    With a GPU's kernels, interpreted; what they are compared with may come from a CPU's, much
+    sooner.
+    """
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=NUM_LOGPROBS)
     with LLM(path, **COMMON | {"attention_backend": "triton"} | options) as llm:
         outputs = [o.outputs[0] for o in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -42,6 +46,10 @@ def answers(path: Path, **options: Any) -> Found:
         for likeliest in output.logprobs
     ]
     return [output.token_ids for output in outputs], torch.tensor(values)
+
+
+def cpu_answers(path: Path, **options: Any) -> Found:
+    return answers(path, attention_backend="torch", **options)
 
 
 def assert_same(found: Found, wanted: Found, tolerance: float) -> None:
@@ -63,9 +71,9 @@ def replace_weights(path: Path, to: Path, make: Any) -> None:
 def test_int8_is_the_cpus(tmp_path: Path) -> None:
     """Both multiply the same integers, so sums of integers are the same."""
     make_qwen3(tmp_path, **SIZES)
-    wanted = answers(tmp_path, quantization="int8", attention_backend="torch")
+    wanted = cpu_answers(tmp_path, quantization="int8")
     assert_same(answers(tmp_path, quantization="int8"), wanted, 1e-4)
-    plain = answers(tmp_path)
+    plain = cpu_answers(tmp_path)
     assert 1e-3 < (plain[1] - wanted[1]).abs().max() < 0.5  # and not the plain model's
 
 
@@ -79,12 +87,12 @@ def test_int4_is_the_model_of_what_its_codes_stand_for(tmp_path: Path, group_siz
         lambda name, weight: quantize_int4(weight, group_size).dequantize(),
     )
     options = {"quantization": "int4", "quantization_group_size": group_size}
-    assert_same(answers(tmp_path / "plain", **options), answers(tmp_path / "rounded"), 1e-4)
+    assert_same(answers(tmp_path / "plain", **options), cpu_answers(tmp_path / "rounded"), 1e-4)
 
 
 def test_fp8_is_near_the_plain_model(tmp_path: Path) -> None:
     make_qwen3(tmp_path, **SIZES)
-    plain = answers(tmp_path)
+    plain = cpu_answers(tmp_path)
     difference = (answers(tmp_path, quantization="fp8")[1] - plain[1])[[0, 3]].abs()
     assert 1e-3 < difference.max() < 0.6  # of the first tokens, which follow the same prompts
     with pytest.raises(ValueError, match="needs a GPU; a CPU multiplies quantization='int8'"):
@@ -103,7 +111,7 @@ def test_experts_are_int8_and_their_activations_floats(
         return quantize_int8(weight).dequantize() if "expert" in name else weight
 
     replace_weights(tmp_path / "plain", tmp_path / "rounded", rounded)
-    wanted = answers(tmp_path / "rounded")
+    wanted = cpu_answers(tmp_path / "rounded")
     with caplog.at_level(logging.WARNING):
         assert_same(answers(tmp_path / "plain", quantization="int4"), wanted, 1e-4)
     assert "experts have int8 weights on a GPU, not int4" in caplog.text

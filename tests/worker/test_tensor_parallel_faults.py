@@ -146,9 +146,12 @@ def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:
         tell_time(start)
 
 
-def test_an_exception_in_a_worker_arrives_with_its_traceback(checkpoint: Path) -> None:
+def test_an_exception_in_a_worker_arrives_with_its_traceback(
+    checkpoint: Path, full_size: bool
+) -> None:
     """Told of a step that is not the one in the buffer, a worker refuses the batch."""
-    with make_llm(checkpoint, tensor_parallel_size=4, max_num_seqs=4) as llm:
+    size = 4 if full_size else 2
+    with make_llm(checkpoint, tensor_parallel_size=size, max_num_seqs=4) as llm:
         llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         announce = llm.engine.executor._workers.announce
         llm.engine.executor._workers.announce = lambda step: announce(step + 2)
@@ -243,6 +246,7 @@ class Failing:
             raise ZeroDivisionError("no such luck")
 
 
+@pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path, async_scheduling: bool) -> None:
     """Whichever step it strikes, and whatever is under way beside it."""
@@ -261,6 +265,7 @@ def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path, async_schedul
         assert not llm.engine.has_unfinished_requests()
 
 
+@pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_step_is_given_up_that_no_rank_has_failed_in(
     checkpoint: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -367,14 +372,12 @@ ENDS = {
 }
 
 
-def start_script(
-    checkpoint: Path, tmp_path: Path, rest: str, *arguments: str
-) -> tuple[subprocess.Popen, list[int]]:
+def start_script(checkpoint: Path, tmp_path: Path, rest: str) -> tuple[subprocess.Popen, list[int]]:
     """A plain script, without `if __name__ == "__main__"`, and the process ids of its workers."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + rest)
     process = subprocess.Popen(
-        [sys.executable, script, checkpoint, *arguments],
+        [sys.executable, script, checkpoint],
         env=os.environ | {"PYTHONPATH": str(Path.cwd())},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -433,14 +436,21 @@ except KeyboardInterrupt:
 
 FORK = """
 import os, time
-child = os.fork()
-if child == 0:
-    time.sleep(float(sys.argv[2]))
-    try:
-        llm.generate([1, 2], params)
-    except RuntimeError as error:
-        sys.exit("belongs to another process" not in str(error))
-print("child", child, flush=True)
+
+def fork(seconds):
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        try:
+            llm.generate([1, 2], params)
+        except RuntimeError as error:
+            sys.exit("belongs to another process" not in str(error))
+        sys.exit(1)
+    return child
+
+print(os.waitpid(fork(0), 0)[1], len(llm.generate([1, 2], params)), flush=True)
+print("child", fork(60), flush=True)
+time.sleep(100)
 """
 
 
@@ -448,18 +458,13 @@ print("child", child, flush=True)
 def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    rest = FORK + "time.sleep(100)\n"
-    process, (pid,) = start_script(checkpoint, tmp_path, rest, "60")
+    process, (pid,) = start_script(checkpoint, tmp_path, FORK)
+    assert process.stdout.readline() == b"0 1\n"
     child = int(process.stdout.readline().split()[1])
     os.kill(process.pid, signal.SIGKILL)
     assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())
     assert Path(f"/proc/{child}").exists()
     os.kill(child, signal.SIGKILL)
-
-    rest = FORK + "print(os.waitpid(child, 0)[1], len(llm.generate([1, 2], params)))\n"
-    process, _ = start_script(checkpoint, tmp_path, rest, "0")
-    stdout, stderr = finish(process)
-    assert stdout.splitlines()[1:] == ["0 1"], stderr
 
 
 def test_while_a_worker_is_stopped_a_ctrl_c_ends_the_step(checkpoint: Path, tmp_path: Path) -> None:
