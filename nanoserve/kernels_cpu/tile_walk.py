@@ -20,6 +20,8 @@ ROWS_AT_ONCE = 256
 # 32 of 16 numbers or 16 of 8. A single row has many vectors: a sum waits for the one before it.
 TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
 _VECTORS = PANEL // LANES
+# Bytes: measured with two threads on an EPYC, 10 % more of them a second than a panel ahead.
+_AHEAD = 1024
 
 # (rows, vectors, first row, first vector, where to fetch from, bytes of it for each step)
 Tile = Callable[[int, int, ir.Value, ir.Value, ir.Value, ir.Value], None]
@@ -35,10 +37,13 @@ def walk(
 ) -> None:
     """Write a product of `num_rows` rows with the panel at an address, as tiles of all sizes.
 
-    While it is computed, the panel behind it is asked for, a share of it with each tile.
+    While it is computed, the panel behind it is asked for, a share of it with each tile. A single
+    row waits for memory all the time: it asks for what comes next in its own panel.
     """
     number = panel.type
-    following, first = b.add(panel, num_bytes), number(0)
+    is_single = b.icmp_signed("==", num_rows, number(1))
+    following = b.add(panel, b.select(is_single, number(_AHEAD), num_bytes))
+    first = number(0)
     share = b.udiv(num_bytes, b.mul(num_rows, number(_VECTORS)))  # of a row and a vector
     for rows, vectors in TILES:
         count = b.udiv(b.sub(num_rows, first), number(rows))

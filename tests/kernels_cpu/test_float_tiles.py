@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
 
 from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
 from nanoserve.kernels_cpu.float_tiles import KINDS
 from nanoserve.kernels_cpu.processor import converts_float16, has
+from nanoserve.worker.threads import threads
 
 # Half a unit in the last place, as a part of the number.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -77,6 +78,16 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
         assert torch.equal(form(x[num_rows:64]), alone[num_rows:64]), num_rows
     order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
     assert torch.equal(form(x[order]), alone[order])
+
+
+def test_any_number_of_threads_computes_each_panel_once(kind: str) -> None:
+    for num_panels in (1, 2, 3, 7, 16, 33):
+        weight, x = random(kind, 64 * num_panels, 130), random(kind, 5, 130)
+        form = FloatPanels(weight, kind)
+        for num_threads in (1, numba.config.NUMBA_NUM_THREADS):
+            with threads(num_threads):
+                for _ in range(20):  # whoever comes first takes what is left
+                    assert_right(form(x), x, weight)
 
 
 def test_what_is_no_number_goes_where_it_belongs(kind: str) -> None:
