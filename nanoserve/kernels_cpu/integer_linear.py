@@ -37,7 +37,7 @@ class IntegerPanels:
             self.codes.data_ptr(),
             self.scale.data_ptr(),
             0 if self.offset is None else self.offset.data_ptr(),
-            len(self.codes),
+            self.codes.shape[0],
             self.groups,
             self.codes.shape[1] // self.groups,
         )
@@ -47,7 +47,7 @@ class IntegerPanels:
         rows = (x if x.dtype != torch.float16 else x.float()).contiguous()
         dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
         num_rows = x.numel() // self.inputs
-        out = x.new_empty(num_rows, len(self.codes) * PANEL, dtype=dtype)
+        out = x.new_empty(num_rows, self.codes.shape[0] * PANEL, dtype=dtype)
         _product(self.kind, _NAMES[dtype], _NAMES[self.scale.dtype], self.offset is not None)(
             rows.data_ptr(),
             num_rows,

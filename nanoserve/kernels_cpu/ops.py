@@ -29,7 +29,7 @@ FEW = 2**15  # values; waking the other threads costs more than so few are worth
 class NumbaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        out, size = torch.empty_like(x), len(weight)
+        out, (size,) = torch.empty_like(x), weight.shape
         rms_norm = _rms_norm if x.numel() <= FEW else _rms_norm_parallel
         elements = ELEMENTS[x.dtype], ELEMENTS[weight.dtype]
         rms_norm(*map(address, (x, out, weight)), x.numel() // size, size, eps, *elements)
@@ -62,7 +62,7 @@ class NumbaOps(TorchOps):
     ) -> Tensor:
         """See `nanoserve.layers.ops.TorchOps`."""
         _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
-        q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
+        q = heads.new_empty(heads.shape[0], heads.shape[1] - 2 * num_kv_heads, head_dim)
         store_kv = _store_kv if heads.numel() <= FEW else _store_kv_parallel
         cache_shape = num_blocks, num_kv_heads, block_size
         store_kv(*tokens(heads, rotary, norms, metadata, q), address(kv_cache), cache_shape)
@@ -75,7 +75,7 @@ def tokens(
     """What `token_arrays` makes arrays of again."""
     weights = [norm.weight if norm else heads[:0] for norm in norms]
     tensors = heads, q, rotary.cos, rotary.sin, *weights, metadata.positions, metadata.slot_mapping
-    sizes = *q.shape, heads.shape[1], len(rotary.cos), len(weights[0])
+    sizes = *q.shape, heads.shape[1], rotary.cos.shape[0], weights[0].shape[0]
     eps = norms[0].eps if norms[0] else 0.0
     elements = ELEMENTS[heads.dtype], ELEMENTS[weights[0].dtype]
     return tuple(map(address, tensors)), sizes, eps, *elements

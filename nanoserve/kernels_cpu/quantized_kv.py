@@ -27,7 +27,7 @@ class QuantizedNumbaOps(NumbaOps):
         """See `nanoserve.layers.ops.TorchOps`. K goes from float32 to codes, with no rounding to
         16 bits between."""
         _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.codes.shape
-        q = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, head_dim)
+        q = heads.new_empty(heads.shape[0], heads.shape[1] - 2 * num_kv_heads, head_dim)
         store_kv = _store_kv if heads.numel() <= FEW // 2 else _store_kv_parallel
         store_kv(
             *tokens(heads, rotary, norms, metadata, q),

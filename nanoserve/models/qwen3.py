@@ -55,7 +55,7 @@ class Qwen3Attention(nn.Module):
         """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
         # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
-        heads = self.qkv_proj(hidden).view(len(hidden), -1, self.layer.head_dim)
+        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
             q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)
         else:
