@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk
+from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk, written_by
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -91,14 +91,17 @@ KINDS = {
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, out_stride):
-    """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers."""
+def _multiply(typing_context, kind, sources, x, x_stride, num_rows, panel, steps, out, out_stride):
+    """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers.
+
+    sources: see `written_by`.
+    """
     own = KINDS[kind.literal_value]
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
     out_bytes = LANES * (4 if own.dtype == "float32" else 2)
 
     def generate(context, b, signature, args):
-        x, x_stride, num_rows, panel, steps, out, out_stride = args[1:]
+        x, x_stride, num_rows, panel, steps, out, out_stride = args[2:]
         number = x.type
 
         def at(address, *pairs):
@@ -125,7 +128,7 @@ def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, ou
         walk(b, num_rows, panel, b.mul(steps, number(step_bytes)), steps, tile)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.intp] * 7), generate
+    return types.void(kind, sources, *[types.intp] * 7), generate
 
 
 def make_product(kind):
@@ -136,7 +139,7 @@ def make_product(kind):
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
-    step_bytes = KINDS[kind].weight_bytes * PANEL // LANES
+    sources, step_bytes = written_by(), KINDS[kind].weight_bytes * PANEL // LANES
     out_bytes = PANEL * (4 if KINDS[kind].dtype == "float32" else 2)
 
     @njit(parallel=True, cache=True)
@@ -148,6 +151,7 @@ def make_product(kind):
             row = item // num_panels * rows_at_once
             _multiply(
                 kind,
+                sources,
                 x + row * x_stride,
                 x_stride,
                 min(rows_at_once, num_rows - row),

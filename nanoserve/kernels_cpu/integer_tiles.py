@@ -18,7 +18,7 @@ from nanoserve.kernels_cpu.integer_inputs import quantize_row
 from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk
+from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk, written_by
 from nanoserve.kernels_cpu.values import FAST, array_at
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
@@ -59,9 +59,23 @@ class _Panel(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 def _multiply(
-    typing_context, kind, dtype, scale_dtype, has_offset, x, num_rows, panel, shape, out, out_stride
+    typing_context,
+    kind,
+    sources,
+    dtype,
+    scale_dtype,
+    has_offset,
+    x,
+    num_rows,
+    panel,
+    shape,
+    out,
+    out_stride,
 ):
-    """out[num_rows, PANEL]; shape: groups and a group's steps; x is `_Inputs`, panel `_Panel`."""
+    """out[num_rows, PANEL]; shape: groups and a group's steps; x is `_Inputs`, panel `_Panel`.
+
+    sources: see `written_by`.
+    """
     own, out_dtype = KINDS[kind.literal_value], dtype.literal_value
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
     is_half = scale_dtype.literal_value == "float16"
@@ -71,10 +85,10 @@ def _multiply(
     )
 
     def generate(context, b, signature, args):
-        x = _Inputs(*cgutils.unpack_tuple(b, args[4]))
-        panel = _Panel(*cgutils.unpack_tuple(b, args[6]))
-        groups, group_steps = cgutils.unpack_tuple(b, args[7])
-        num_rows, out, out_stride = args[5], *args[8:]
+        x = _Inputs(*cgutils.unpack_tuple(b, args[5]))
+        panel = _Panel(*cgutils.unpack_tuple(b, args[7]))
+        groups, group_steps = cgutils.unpack_tuple(b, args[8])
+        num_rows, out, out_stride = args[6], *args[9:]
         number, steps = groups.type, b.mul(groups, group_steps)
 
         def at(address, *pairs):
@@ -140,7 +154,7 @@ def _multiply(
         walk(b, num_rows, panel.codes, b.mul(steps, number(step_bytes)), steps, tile)
         return context.get_dummy_value()
 
-    given = (kind, dtype, scale_dtype, has_offset)
+    given = (kind, sources, dtype, scale_dtype, has_offset)
     x, number, pair = types.UniTuple(types.intp, 6), types.intp, types.UniTuple(types.intp, 2)
     panel = types.UniTuple(types.intp, 3)
     return types.void(*given, x, number, panel, pair, number, number), generate
@@ -155,7 +169,7 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
     """
-    own = KINDS[kind]
+    own, sources = KINDS[kind], written_by()
     step_bytes, depth, shift = own.weight_bytes * PANEL // LANES, own.depth, own.shift
     out_bytes, scale_bytes = (
         PANEL * (4 if name == "float32" else 2) for name in (dtype, scale_dtype)
@@ -202,6 +216,7 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
             )
             _multiply(
                 kind,
+                sources,
                 dtype,
                 scale_dtype,
                 has_offset,

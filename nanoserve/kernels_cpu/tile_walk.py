@@ -5,7 +5,9 @@ by (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication
 once for all rows of the tile.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -22,6 +24,8 @@ TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1),
 _VECTORS = PANEL // LANES
 # Bytes: measured with two threads on an EPYC, 10 % more of them a second than a panel ahead.
 _AHEAD = 1024
+
+SOURCES = ("tile_walk", "vectors", "values", "integer_inputs", "integer_kinds")  # see `written_by`
 
 # (rows, vectors, first row, first vector, where to fetch from, bytes of it for each step)
 Tile = Callable[[int, int, ir.Value, ir.Value, ir.Value, ir.Value], None]
@@ -56,3 +60,12 @@ def walk(
                 soon = b.add(following, b.mul(share, done))
                 tile(rows, vectors, row, vector, soon, step_bytes)
         first = b.add(first, b.mul(count, number(rows)))
+
+
+def written_by() -> str:
+    """A string that changes with the files which the instructions of products come from.
+
+    Numba's cache knows a function by its own file, and by the numbers and strings that it uses.
+    """
+    texts = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in SOURCES)
+    return hashlib.sha256(b"".join(texts)).hexdigest()

@@ -1,7 +1,10 @@
 """Our products of 16 and 32 bits against float64, and a row's independence of its neighbours."""
 
 import os
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
+from nanoserve.kernels_cpu import tile_walk
 from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
 from nanoserve.kernels_cpu.float_tiles import KINDS
 from nanoserve.kernels_cpu.processor import converts_float16, has
@@ -126,3 +130,27 @@ def test_the_best_kind_is_of_the_dtype(dtype: torch.dtype) -> None:
     assert getattr(torch, KINDS[name].dtype) == dtype
     if dtype == torch.bfloat16:
         assert (name == "pairs of bfloat16") is has("avx512bf16")
+
+
+def test_numbas_cache_knows_the_files_that_products_are_made_of() -> None:
+    """All that they import of this folder, but for what gives them no more than a number."""
+    folder = Path(tile_walk.__file__).parent
+    products, seen = {"float_tiles", "integer_tiles"}, set()
+    waiting = set(products)
+    while waiting:
+        seen.add(name := waiting.pop())
+        text = (folder / f"{name}.py").read_text()
+        modules = re.findall(r"^from nanoserve\.kernels_cpu\.(\w+) import", text, re.MULTILINE)
+        modules += ["vectors"] * ("from nanoserve.kernels_cpu import vectors" in text)
+        waiting |= {*modules} - seen - {"ops", "panels", "processor"}
+    assert seen - products == {*tile_walk.SOURCES}
+
+
+def test_another_text_is_another_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = tile_walk.written_by()
+    for name in tile_walk.SOURCES:
+        shutil.copy(Path(tile_walk.__file__).with_name(f"{name}.py"), tmp_path)
+    monkeypatch.setattr(tile_walk, "__file__", str(tmp_path / "tile_walk.py"))
+    assert tile_walk.written_by() == before
+    (tmp_path / "vectors.py").write_text("LANES = 8")
+    assert tile_walk.written_by() != before
