@@ -86,12 +86,12 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
 
 
 def test_any_number_of_threads_computes_each_panel_once(kind: str) -> None:
-    for num_panels in (1, 2, 3, 7, 16, 33):
+    for num_panels in (1, 3, 33):
         weight, x = random(kind, 64 * num_panels, 130), random(kind, 5, 130)
         form = FloatPanels(weight, kind)
         for num_threads in (1, os.cpu_count()):
             with threads(num_threads):
-                for _ in range(20):  # whoever comes first takes what is left
+                for _ in range(3):
                     assert_right(form(x), x, weight)
 
 
