@@ -29,6 +29,13 @@ RUNS_HERE = {
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 13, 64, 70)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two of them in each of several test processes would wait for each other."""
+    with threads(1):
+        yield
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     if not RUNS_HERE[request.param]:

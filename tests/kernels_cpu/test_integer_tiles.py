@@ -4,6 +4,8 @@ The range is the point: where AVX2 multiplies unsigned by signed bytes, it cuts 
 16 bits, which codes in the middle of their range never reach.
 """
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +19,17 @@ from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels, best_kind
 from nanoserve.kernels_cpu.processor import has
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.worker.threads import threads
 
 BITS = (8, 4)
 GROUP_SIZES = (128, 64, 32, 16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two of them in each of several test processes would wait for each other."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +125,9 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
     x = torch.randn(300, 128, generator=torch.Generator().manual_seed(3))
     form = IntegerPanels(matrix, kind)
     alone = torch.cat([form(row) for row in x.split(1)])
-    assert torch.equal(form(x), alone)
+    for num_threads in (1, os.cpu_count()):
+        with threads(num_threads):
+            assert torch.equal(form(x), alone)
     for num_rows in range(1, 65):
         assert torch.equal(form(x[:num_rows]), alone[:num_rows]), num_rows
         assert torch.equal(form(x[num_rows:64]), alone[num_rows:64]), num_rows
@@ -147,10 +159,11 @@ def test_what_is_no_number_makes_its_own_row_none(bits: int) -> None:
     matrix = random_matrix(bits, 65, 64, 32, has_offset=False)
     x = torch.randn(600, 64, generator=torch.Generator().manual_seed(5))
     form = IntegerPanels(matrix)
-    for rows in (x[:7], x):  # one thread, several
+    for rows, num_threads in ((x[:7], 1), (x, os.cpu_count())):
         expected, spoilt = form(rows), rows.clone()
         spoilt[1, 3], spoilt[3, 63], spoilt[5, 0] = torch.nan, torch.inf, -torch.inf
-        y = form(spoilt)
+        with threads(num_threads):
+            y = form(spoilt)
         assert y[[1, 3, 5]].isnan().all()
         good = [i for i in range(len(rows)) if i not in (1, 3, 5)]
         assert torch.equal(y[good], expected[good])
