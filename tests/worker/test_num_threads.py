@@ -121,7 +121,7 @@ def test_a_number_of_threads_is_a_positive_integer(checkpoint: Path, value: Any)
 
 @pytest.mark.parametrize(
     ("chosen", "spins"),
-    [({}, "2000"), ({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")],
+    [({}, "5000"), ({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")],
 )
 def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(
     chosen: dict[str, str], spins: str
