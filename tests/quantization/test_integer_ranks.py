@@ -69,7 +69,8 @@ UNEVEN: dict[str, Any] = {"vocab_size": 301, "tie_word_embeddings": True}
 def test_ranks_together_answer_as_one_does(
     form: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_qwen3(tmp_path, **WIDE, **overrides)
+    # Weights with which no input lies between two integers: sums of ranks differ in the last bit.
+    make_qwen3(tmp_path, seed=1, **WIDE, **overrides)
     assert_same(tmp_path, quantization=form)
 
 
