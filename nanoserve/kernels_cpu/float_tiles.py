@@ -7,6 +7,8 @@ Every row adds up its products in the order of the inputs, one after the other, 
 beside it: the same numbers come out for a row alone and for one among thousands.
 """
 
+import functools
+
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -104,8 +106,7 @@ def _multiply(typing_context, kind, sources, x, x_stride, num_rows, panel, steps
         x, x_stride, num_rows, panel, steps, out, out_stride = args[2:]
         number = x.type
 
-        def at(address, *pairs):
-            return offset(b, address, *pairs)
+        at = functools.partial(offset, b)
 
         def tile(rows, vectors, row, vector, soon, soon_step):
             x_here, here = at(x, (row, x_stride)), at(panel, (vector, vector_bytes))

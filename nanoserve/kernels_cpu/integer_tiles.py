@@ -6,6 +6,7 @@
 Groups are added in float32, in their order: a row's result does not depend on the rows beside it.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +92,7 @@ def _multiply(
         num_rows, out, out_stride = args[6], *args[9:]
         number, steps = groups.type, b.mul(groups, group_steps)
 
-        def at(address, *pairs):
-            return offset(b, address, *pairs)
+        at = functools.partial(offset, b)
 
         def add_codes(totals, rows, vectors, x_codes, codes, first, soon, soon_step):
             """totals += codes . x_codes of a group, whose first step is `first`."""

@@ -59,20 +59,21 @@ def _measure(
     weight = torch.full((MATRIX_BYTES // dtype.itemsize // _INPUTS, _INPUTS), 0.5, dtype=dtype)
     part = weight[: len(weight) // 16]
     measured: dict[str, dict[int, float]] = {name: {} for name in forms}
-    for rows in ROWS:
-        matrix = part if rows >= _MANY_ROWS else weight
-        x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
+    few, many = ([n for n in ROWS if (n >= _MANY_ROWS) is is_many] for is_many in (False, True))
+    for matrix, numbers in ((weight, few), (part, many)):
         made = {name: forms[name](matrix) for name in measured}
-        for _ in range(3):  # in turns: a moment in which the machine is slow is everybody's
-            for name, form in made.items():
-                rate = 2 * rows * matrix.numel() / _seconds(form, x)
-                measured[name][rows] = max(rate, measured[name].get(rows, 0.0))
-        best = max(of[rows] for of in measured.values())
-        measured = {
-            name: of
-            for name, of in measured.items()
-            if best <= _HOPELESS * of[rows] or name == next(iter(forms))
-        }
+        for rows in numbers:
+            x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
+            for _ in range(3):  # in turns: a moment in which the machine is slow is everybody's
+                for name, of in measured.items():
+                    rate = 2 * rows * matrix.numel() / _seconds(made[name], x)
+                    of[rows] = max(rate, of.get(rows, 0.0))
+            best = max(of[rows] for of in measured.values())
+            measured = {
+                name: of
+                for name, of in measured.items()
+                if best <= _HOPELESS * of[rows] or name == next(iter(forms))
+            }
     logger.info(f"measured products of {dtype} in {time.perf_counter() - started:.2f} s")
     return measured
 
