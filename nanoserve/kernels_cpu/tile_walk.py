@@ -62,10 +62,10 @@ def walk(
         first = b.add(first, b.mul(count, number(rows)))
 
 
-def written_by() -> str:
-    """A string that changes with the files which the instructions of products come from.
+def written_by(*names: str) -> str:
+    """A string that changes with the files which instructions come from (products', if none).
 
     Numba's cache knows a function by its own file, and by the numbers and strings that it uses.
     """
-    texts = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in SOURCES)
+    texts = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in names or SOURCES)
     return hashlib.sha256(b"".join(texts)).hexdigest()

@@ -69,7 +69,7 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Val
 
 
 def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, total: ir.Value) -> ir.Value:
-    return call(b, "llvm.fmuladd.v16f32", FLOATS, x, y, total)
+    return call(b, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, total)
 
 
 def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
