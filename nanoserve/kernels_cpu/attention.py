@@ -17,7 +17,7 @@ from nanoserve.kernels_cpu.attention_tiles import add_values, scores_of
 from nanoserve.kernels_cpu.tile_walk import written_by
 from nanoserve.kernels_cpu.values import FAST, array_at, exp, store, to_float
 
-_AHEAD = 4096  # bytes
+_AHEAD = 8192  # bytes
 _INNER = {**FAST, "cache": False}  # `attend_decode`, of which they are parts, is kept as a whole
 
 
