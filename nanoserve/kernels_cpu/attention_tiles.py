@@ -37,7 +37,7 @@ _GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]
 
 
 def _widened(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int) -> ir.Value:
-    """float32 of the next elements, see `values.to_float`."""
+    """float32 of the next elements, see `values`."""
     floats, words = ir.VectorType(FLOAT, lanes), ir.VectorType(WORD, lanes)
 
     def word(number: int) -> ir.Constant:
@@ -48,18 +48,13 @@ def _widened(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int
     if element == types.uint16:
         bits = b.zext(load(b, address, ir.VectorType(HALF_WORD, lanes), 2), words)
         return b.bitcast(b.shl(bits, word(16)), floats)
-    codes = load(b, address, ir.VectorType(BYTE, lanes), 1)
+    codes = b.sext(load(b, address, ir.VectorType(BYTE, lanes), 1), words)
     if element == types.int8:
-        return b.sitofp(b.sext(codes, words), floats)
-    # e4m3: see `values._e4m3_to_float`
-    codes = b.zext(codes, words)
-    magnitude = b.and_(codes, word(0x7F))
-    bits = b.add(b.shl(magnitude, word(20)), word((127 - 7) << 23))
-    small = b.fmul(b.sitofp(magnitude, floats), constant(FLOAT, 2.0**-9, lanes))
-    is_small = b.icmp_unsigned("<", magnitude, word(8))
-    value = b.select(is_small, small, b.bitcast(bits, floats))
-    sign = b.shl(b.and_(codes, word(0x80)), word(24))
-    return b.bitcast(b.or_(b.bitcast(value, words), sign), floats)
+        return b.sitofp(codes, floats)
+    # e4m3: exponent and mantissa lie 20 places higher in a float32, and its exponent counts from
+    # 127, not 7. What is too small for an exponent there is so here, until it is multiplied.
+    bits = b.and_(b.shl(codes, word(20)), word(0x87F00000))
+    return b.fmul(b.bitcast(bits, floats), constant(FLOAT, 2.0**120, lanes))
 
 
 def _ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:

@@ -1,4 +1,4 @@
-"""What the CPU kernels compute with: elements of arrays, e^x, prefetches.
+"""What the CPU kernels compute with: elements of arrays, e^x.
 
 bfloat16 has no type in numba. It is the upper half of a float32, so its bits, shifted, are one.
 Nor has e4m3, the 8 bits of which are a sign, 4 of exponent (bias 7) and 3 of mantissa: see
@@ -14,8 +14,6 @@ from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import as_dtype
 from torch import Tensor
-
-from nanoserve.kernels_cpu import vectors
 
 # Sums may be reordered, which is what makes vectors of them; infinities and NaN stay what they are.
 FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "cache": True}
@@ -65,23 +63,7 @@ def to_float(x):
 def _to_float(x):
     if x == types.float32:
         return lambda x: x
-    if x == types.int8:
-        return lambda x: np.float32(x)
-    if x == types.uint8:
-        return lambda x: _e4m3_to_float(x)
     return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-
-
-@njit(**FAST)
-def _e4m3_to_float(x):
-    """No code is NaN: see `quantize`."""
-    magnitude, sign = np.uint32(x) & np.uint32(0x7F), np.uint32(np.uint32(x) >> np.uint32(7))
-    # In a float32 the 7 bits lie 20 places higher, and the exponent counts from 127.
-    bits = np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32((127 - 7) << 23))
-    # Below 8 there is no exponent: eighths of 2^-6.
-    small = np.float32(np.int32(magnitude)) * np.float32(2**-9)
-    value = bits.view(np.float32) if magnitude >= 8 else small
-    return -value if sign else value
 
 
 def store(out, i, x):
@@ -143,21 +125,3 @@ def exp(x):
     p = p * f + np.float32(6.9315308e-1)
     p = p * f + np.float32(9.9999994e-1)
     return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
-@intrinsic
-def _prefetch_line(typing_context, address):
-    """Ask for the 64 bytes at `address`."""
-
-    def generate(context, builder, signature, args):
-        vectors.prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.uintp), generate
-
-
-@njit(**FAST)
-def prefetch(x):
-    """Ask for a contiguous array, without waiting for it."""
-    for offset in range(0, x.nbytes, 64):
-        _prefetch_line(np.uintp(x.ctypes.data + offset))

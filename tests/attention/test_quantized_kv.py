@@ -180,16 +180,18 @@ def test_what_lies_between_two_codes_goes_to_the_even_one(backend: str, kind: st
 def test_numba_knows_every_number_of_e4m3() -> None:
     from numba import njit
 
-    from nanoserve.kernels_cpu.values import to_float
+    from nanoserve.kernels_cpu.attention_tiles import add_values
 
     @njit
-    def all_floats(codes: np.ndarray, out: np.ndarray) -> None:
-        for i in range(len(codes)):
-            out[i] = to_float(codes[i])
+    def add_token(codes: np.ndarray, one: np.ndarray, sums: np.ndarray) -> None:
+        """Of weight and scale one."""
+        at = codes.ctypes.data
+        given = at, one.ctypes.data, 1, len(codes), at
+        add_values(1, codes[0], "a test's", (sums.ctypes.data, 0), (one.ctypes.data, 0), given)
 
     for sign in (0, 128):
-        out = np.empty(127, dtype=np.float32)
-        all_floats(np.arange(127, dtype=np.uint8) + np.uint8(sign), out)
+        out = np.zeros(127, dtype=np.float32)
+        add_token(np.arange(127, dtype=np.uint8) + np.uint8(sign), np.ones(1, np.float32), out)
         np.testing.assert_array_equal(out, -E4M3 if sign else E4M3)
 
 
