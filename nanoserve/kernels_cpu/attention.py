@@ -87,8 +87,29 @@ def _ordered(bits):
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
+@njit(**_INNER)
+def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element, sources):
+    """Of one row, the heads q, out [num_heads, head_dim] that belong to a range of KV heads."""
+    scale, window, soft_cap = options
+    first = max(0, length - window)
+    queries = np.empty(q.shape, dtype=np.float32)
+    for head in range(len(q)):
+        for d in range(q.shape[1]):
+            queries[head, d] = to_float(q[head, d]) * scale
+    weights = np.empty((len(q), length), dtype=np.float32)
+    sums = np.zeros(q.shape, dtype=np.float32)
+    place = blocks, kv_heads, first, length, element, sources
+    _find_scores(queries, weights, cache[0], scales[0], *place)
+    for head in range(len(q)):
+        _softmax(weights[head, first:], soft_cap)
+    _add_values(sums, weights, cache[1], scales[1], *place)
+    for head in range(len(q)):
+        for d in range(q.shape[1]):
+            store(out[head], d, sums[head, d])
+
+
 def _made(sources):
-    """`attend_decode`; `sources`: see `written_by`."""
+    """`attend_decode`; sources: see `written_by`."""
 
     @njit(parallel=True, **FAST)
     def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
@@ -106,29 +127,22 @@ def _made(sources):
         shape = (2, num_blocks, num_kv_heads, block_size)
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
-        k_cache, v_cache, k_scales, v_scales = cache[0], cache[1], scales[0], scales[1]
-        scale, soft_cap = np.float32(scale), np.float32(soft_cap)
-        heads_here, kv_heads_here = num_heads // parts, num_kv_heads // parts
+        options = np.float32(scale), window, np.float32(soft_cap)
+        heads, kv_heads = num_heads // parts, num_kv_heads // parts  # of a task
         for task in prange(parts * num_rows):  # neighbours go to one thread
             part, row = task // num_rows, task % num_rows
-            first_head, first_kv_head = part * heads_here, part * kv_heads_here
-            length = context_lens[row]
-            first = max(0, length - window)
-            queries = np.empty((heads_here, head_dim), dtype=np.float32)
-            for head in range(heads_here):
-                for d in range(head_dim):
-                    queries[head, d] = to_float(q[row, first_head + head, d]) * scale
-            weights = np.empty((heads_here, length), dtype=np.float32)
-            sums = np.zeros((heads_here, head_dim), dtype=np.float32)
-            kv_heads = (first_kv_head, first_kv_head + kv_heads_here)
-            place = block_tables[row], kv_heads, first, length, cache_element, sources
-            _find_scores(queries, weights, k_cache, k_scales, *place)
-            for head in range(heads_here):
-                _softmax(weights[head, first:], soft_cap)
-            _add_values(sums, weights, v_cache, v_scales, *place)
-            for head in range(heads_here):
-                for d in range(head_dim):
-                    store(out[row, first_head + head], d, sums[head, d])
+            _attend_row(
+                q[row, part * heads : (part + 1) * heads],
+                out[row, part * heads : (part + 1) * heads],
+                cache,
+                scales,
+                block_tables[row],
+                (part * kv_heads, (part + 1) * kv_heads),
+                context_lens[row],
+                options,
+                cache_element,
+                sources,
+            )
 
     return attend_decode
 
