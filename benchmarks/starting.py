@@ -27,7 +27,7 @@ SCHEMES: dict[str, dict[str, str]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "bfloat16, KV int8": {"kv_cache_dtype": "int8"},
-    "bfloat16 without numba": {"attention_backend": "torch"},
+    "bfloat16, attention of torch": {"attention_backend": "torch"},
 }
 PARTS = ("import", "load", "first token")
 _WEIGHTS = """

@@ -30,7 +30,9 @@ from nanoserve.kernels_cpu.vectors import (
 LANES = 16 if has("avx512f") else 8
 TOKENS = 4  # of one tile of scores
 # (vectors, lanes) of a value's sums at once: with two queries, half of the registers.
-_WIDTHS = (*((n, LANES) for n in (8, 4, 2, 1)[not has("avx512f") :]), (1, 1))
+_WIDTHS = ((4, LANES), (2, LANES), (1, LANES), (1, 1))
+if has("avx512f"):
+    _WIDTHS = ((8, LANES), *_WIDTHS)
 _BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1}
 _CODES = (types.int8, types.uint8)
 _GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]

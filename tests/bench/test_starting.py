@@ -17,7 +17,7 @@ def test_every_scheme_is_one_of_the_engines() -> None:
 def test_a_start_is_told_part_by_part(tmp_path: Path) -> None:
     model = bundled_checkpoint("tiny-qwen3")
     assert model is not None
-    found = start(model, "bfloat16 without numba", tmp_path)
+    found = start(model, "bfloat16, attention of torch", tmp_path)
     assert [*found] == [*PARTS] and min(found.values()) > 0
 
 
