@@ -30,12 +30,6 @@ SCHEMES: dict[str, dict[str, str]] = {
     "bfloat16, attention of torch": {"attention_backend": "torch"},
 }
 PARTS = ("import", "load", "first token")
-_WEIGHTS = """
-import json, sys
-from argparse import Namespace
-from engines.hugging_face import write_weights
-write_weights(Namespace(**json.loads(sys.argv[1])))
-"""
 _START = """
 import json, sys, time
 times = [time.perf_counter()]
@@ -50,20 +44,20 @@ print(json.dumps([after - before for before, after in zip(times, times[1:])]))
 """
 
 
-def run(code: str, *arguments: str, caches: Path | None = None) -> str:
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
-    if caches:
-        environment |= {"NUMBA_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches)}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+def write_weights(spec: dict[str, str], scratch: Path) -> None:
+    (spec_file := scratch / "spec.json").write_text(json.dumps(spec))
+    child = str(Path(__file__).with_name("child.py"))
+    command = [sys.executable, child, "weights", str(spec_file), str(scratch / "written.json")]
+    subprocess.run(command, check=True)
 
 
 def start(model: Path, scheme: str, caches: Path) -> dict[str, float]:
     """Seconds of each part, of a process of its own."""
-    told = run(_START, str(model), json.dumps(SCHEMES[scheme]), caches=caches)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches)}
+    command = [sys.executable, "-c", _START, str(model), json.dumps(SCHEMES[scheme])]
+    told = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     return dict(zip(PARTS, json.loads(told.splitlines()[-1]), strict=True))
 
 
@@ -102,7 +96,7 @@ def main() -> None:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             spec = {"model": str(model), "dtype": "bfloat16", "device": "cpu"}
-            run(_WEIGHTS, json.dumps(spec | {"tokenizer": str(bundled)}))
+            write_weights(spec | {"tokenizer": str(bundled)}, scratch)
         print(f"{args.shape or 'tiny-qwen3'}, {describe('cpu')}")
         measure(model, args.scheme or list(SCHEMES), args.repeat, scratch)
 

@@ -25,7 +25,7 @@ def _walking(inner):
     """`inner`, which is `scores_of` or `add_values`, for all heads, block by block."""
 
     @njit(**_INNER)
-    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, first, length, element, sources):
+    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, first, length, element):
         """With tokens [first, length). heads [num_heads, head_dim]: queries, or sums; of_tokens
         [num_heads, length]: scores, or weights."""
         block_size, head_dim = cache.shape[2:]
@@ -44,9 +44,9 @@ def _walking(inner):
                     head_at = heads.ctypes.data + head * head_bytes, head_bytes
                     at = of_tokens[head, start + low :].ctypes.data, token_bytes
                     if head + 2 <= end:
-                        inner(2, element, sources, head_at, at, given)
+                        inner(2, element, head_at, at, given)
                     else:
-                        inner(1, element, sources, head_at, at, given)
+                        inner(1, element, head_at, at, given)
                     head += 2
 
     return walk
@@ -88,7 +88,7 @@ def _ordered(bits):
 
 
 @njit(**_INNER)
-def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element, sources):
+def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element):
     """Of one row, the heads q, out [num_heads, head_dim] that belong to a range of KV heads."""
     scale, window, soft_cap = options
     first = max(0, length - window)
@@ -98,7 +98,7 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
             queries[head, d] = to_float(q[head, d]) * scale
     weights = np.empty((len(q), length), dtype=np.float32)
     sums = np.zeros(q.shape, dtype=np.float32)
-    place = blocks, kv_heads, first, length, element, sources
+    place = blocks, kv_heads, first, length, element
     _find_scores(queries, weights, cache[0], scales[0], *place)
     for head in range(len(q)):
         _softmax(weights[head, first:], soft_cap)
@@ -109,7 +109,7 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
 
 
 def _made(sources):
-    """`attend_decode`; sources: see `written_by`."""
+    """`attend_decode`, for which numba's cache asks for its sources: see `written_by`."""
 
     @njit(parallel=True, **FAST)
     def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
@@ -118,6 +118,7 @@ def _made(sources):
         A cache of codes has scales, see `nanoserve.attention.quantized_kv`; the address of others'
         is 0. A scale is that of a whole head, so it is multiplied into a score, or a weight.
         """
+        _ = sources
         num_rows, num_heads, columns, num_blocks, num_kv_heads, block_size, head_dim = sizes
         q_at, out_at, tables_at, lens_at, cache_at, scales_at = addresses
         q = array_at(q_at, (num_rows, num_heads, head_dim), element)
@@ -141,7 +142,6 @@ def _made(sources):
                 context_lens[row],
                 options,
                 cache_element,
-                sources,
             )
 
     return attend_decode

@@ -27,12 +27,12 @@ from nanoserve.kernels_cpu.vectors import (
     store,
 )
 
-LANES = 16 if has("avx512f") else 8
-TOKENS = 4  # of one tile of scores
+_REGISTER = 16 if has("avx512f") else 8  # floats
+_TOKENS = 4  # of one tile of scores
 # (vectors, lanes) of a value's sums at once: with two queries, half of the registers.
-_WIDTHS = ((4, LANES), (2, LANES), (1, LANES), (1, 1))
+_WIDTHS = ((4, _REGISTER), (2, _REGISTER), (1, _REGISTER), (1, 1))
 if has("avx512f"):
-    _WIDTHS = ((8, LANES), *_WIDTHS)
+    _WIDTHS = ((8, _REGISTER), *_WIDTHS)
 _BYTES = {types.float32: 4, types.uint16: 2, types.int8: 1, types.uint8: 1}
 _CODES = (types.int8, types.uint8)
 _GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]
@@ -73,12 +73,14 @@ def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     """
 
     def added(x: ir.Value, y: ir.Value, low: list[int]) -> ir.Value:
-        lanes = ([four + at + more for four in range(0, LANES, 4) for at in low] for more in (0, 2))
-        halves = (ir.Constant(ir.VectorType(WORD, LANES), places) for places in lanes)
+        lanes = (
+            [four + at + more for four in range(0, _REGISTER, 4) for at in low] for more in (0, 2)
+        )
+        halves = (ir.Constant(ir.VectorType(WORD, _REGISTER), places) for places in lanes)
         return b.fadd(*(b.shuffle_vector(x, y, places) for places in halves))
 
-    pairs = [added(x, y, [0, LANES, 1, LANES + 1]) for x, y in (vectors[:2], vectors[2:])]
-    total, lanes = added(*pairs, [0, 1, LANES, LANES + 1]), LANES
+    pairs = [added(x, y, [0, _REGISTER, 1, _REGISTER + 1]) for x, y in (vectors[:2], vectors[2:])]
+    total, lanes = added(*pairs, [0, 1, _REGISTER, _REGISTER + 1]), _REGISTER
     while lanes > 4:
         lanes //= 2
         total = b.fadd(part(b, total, 0, lanes), part(b, total, lanes, lanes))
@@ -94,17 +96,17 @@ def _joined(b: ir.IRBuilder, numbers: list[ir.Value]) -> ir.Value:
 
 
 @intrinsic(prefer_literal=True)
-def scores_of(typing_context, num_queries, element, sources, queries, scores, given):
+def scores_of(typing_context, num_queries, element, queries, scores, given):
     """scores[query, token] = queries[query] . k[token]
 
     queries, scores: an address each, and the bytes from a row to the next, of float32. given: the
     address of k [num_tokens, head_dim]; that of its scales, float32 [num_tokens], if elements are
-    codes; num_tokens; head_dim; from where on to ask for as many bytes. sources: see `written_by`.
+    codes; num_tokens; head_dim; from where on to ask for as many bytes.
     """
     count, own_bytes, is_coded = num_queries.literal_value, _BYTES[element], element in _CODES
 
     def generate(context, b, signature, args):
-        queries, scores, given = (cgutils.unpack_tuple(b, value) for value in args[3:])
+        queries, scores, given = (cgutils.unpack_tuple(b, value) for value in args[2:])
         (queries, queries_stride), (scores, scores_stride) = queries, scores
         k, scales, num_tokens, head_dim, soon = given
         number, row_bytes = k.type, b.mul(head_dim, k.type(own_bytes))
@@ -121,19 +123,19 @@ def scores_of(typing_context, num_queries, element, sources, queries, scores, gi
                     for i, key in enumerate(keys):
                         sums[query, i] = multiply_add(b, own, key, sums[query, i])
 
-        for tokens in (TOKENS, 1):
+        for tokens in (_TOKENS, 1):
             tiles = b.udiv(b.sub(num_tokens, first), number(tokens))
             with cgutils.for_range(b, tiles, intp=number) as tile:
                 token = b.add(first, b.mul(tile.index, number(tokens)))
                 _ask_for(b, offset(b, soon, (token, row_bytes)), b.mul(row_bytes, number(tokens)))
-                sums = Accumulators(b, count, TOKENS, constant(FLOAT, 0.0, LANES))
-                rest = Accumulators(b, count, TOKENS, constant(FLOAT, 0.0, 1))
-                whole = b.and_(head_dim, number(-LANES))
-                add_products(sums, token, tokens, number(0), whole, LANES)
+                sums = Accumulators(b, count, _TOKENS, constant(FLOAT, 0.0, _REGISTER))
+                rest = Accumulators(b, count, _TOKENS, constant(FLOAT, 0.0, 1))
+                whole = b.and_(head_dim, number(-_REGISTER))
+                add_products(sums, token, tokens, number(0), whole, _REGISTER)
                 add_products(rest, token, tokens, whole, head_dim, 1)
                 for query in range(count):
-                    found = _sums(b, [sums[query, i] for i in range(TOKENS)])
-                    found = b.fadd(found, _joined(b, [rest[query, i] for i in range(TOKENS)]))
+                    found = _sums(b, [sums[query, i] for i in range(_TOKENS)])
+                    found = b.fadd(found, _joined(b, [rest[query, i] for i in range(_TOKENS)]))
                     found = part(b, found, 0, tokens)
                     if is_coded:
                         found = b.fmul(found, load(b, offset(b, scales, (token, 4)), found.type, 4))
@@ -141,16 +143,16 @@ def scores_of(typing_context, num_queries, element, sources, queries, scores, gi
             first = b.add(first, b.mul(tiles, number(tokens)))
         return context.get_dummy_value()
 
-    return types.void(num_queries, element, sources, *_GIVEN), generate
+    return types.void(num_queries, element, *_GIVEN), generate
 
 
 @intrinsic(prefer_literal=True)
-def add_values(typing_context, num_queries, element, sources, sums, weights, given):
+def add_values(typing_context, num_queries, element, sums, weights, given):
     """sums[query] += weights[query, token] * v[token]; arguments as for `scores_of`."""
     count, own_bytes, is_coded = num_queries.literal_value, _BYTES[element], element in _CODES
 
     def generate(context, b, signature, args):
-        sums, weights, given = (cgutils.unpack_tuple(b, value) for value in args[3:])
+        sums, weights, given = (cgutils.unpack_tuple(b, value) for value in args[2:])
         (sums, sums_stride), (weights, weights_stride) = sums, weights
         v, scales, num_tokens, head_dim, soon = given
         number, row_bytes = v.type, b.mul(head_dim, v.type(own_bytes))
@@ -192,4 +194,4 @@ def add_values(typing_context, num_queries, element, sources, sums, weights, giv
             first = b.add(first, b.mul(chunks, number(width * lanes)))
         return context.get_dummy_value()
 
-    return types.void(num_queries, element, sources, *_GIVEN), generate
+    return types.void(num_queries, element, *_GIVEN), generate

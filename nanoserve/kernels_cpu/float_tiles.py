@@ -93,17 +93,14 @@ KINDS = {
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(typing_context, kind, sources, x, x_stride, num_rows, panel, steps, out, out_stride):
-    """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers.
-
-    sources: see `written_by`.
-    """
+def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, out_stride):
+    """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers."""
     own = KINDS[kind.literal_value]
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
     out_bytes = LANES * (4 if own.dtype == "float32" else 2)
 
     def generate(context, b, signature, args):
-        x, x_stride, num_rows, panel, steps, out, out_stride = args[2:]
+        x, x_stride, num_rows, panel, steps, out, out_stride = args[1:]
         number = x.type
 
         at = functools.partial(offset, b)
@@ -129,7 +126,7 @@ def _multiply(typing_context, kind, sources, x, x_stride, num_rows, panel, steps
         walk(b, num_rows, panel, b.mul(steps, number(step_bytes)), steps, tile)
         return context.get_dummy_value()
 
-    return types.void(kind, sources, *[types.intp] * 7), generate
+    return types.void(kind, *[types.intp] * 7), generate
 
 
 def make_product(kind):
@@ -138,13 +135,15 @@ def make_product(kind):
     x, out: addresses of [num_rows, inputs] and [num_rows, num_panels x PANEL], as `kind` has them,
     with the bytes from a row to the next. weights: the address of what `panels.pack` gives.
 
-    Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
+    Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
+    but `sources`, with which nothing is done: see `written_by`.
     """
     sources, step_bytes = written_by(), KINDS[kind].weight_bytes * PANEL // LANES
     out_bytes = PANEL * (4 if KINDS[kind].dtype == "float32" else 2)
 
     @njit(parallel=True, cache=True)
     def product(x, x_stride, num_rows, weights, num_panels, steps, out, out_stride):
+        _ = sources
         num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
         for item in prange(num_chunks * num_panels * min(num_rows, 1)):
@@ -152,7 +151,6 @@ def make_product(kind):
             row = item // num_panels * rows_at_once
             _multiply(
                 kind,
-                sources,
                 x + row * x_stride,
                 x_stride,
                 min(rows_at_once, num_rows - row),

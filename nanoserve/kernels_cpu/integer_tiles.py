@@ -62,7 +62,6 @@ class _Panel(NamedTuple):
 def _multiply(
     typing_context,
     kind,
-    sources,
     dtype,
     scale_dtype,
     has_offset,
@@ -73,10 +72,7 @@ def _multiply(
     out,
     out_stride,
 ):
-    """out[num_rows, PANEL]; shape: groups and a group's steps; x is `_Inputs`, panel `_Panel`.
-
-    sources: see `written_by`.
-    """
+    """out[num_rows, PANEL]; shape: groups and a group's steps; x is `_Inputs`, panel `_Panel`."""
     own, out_dtype = KINDS[kind.literal_value], dtype.literal_value
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
     is_half = scale_dtype.literal_value == "float16"
@@ -86,10 +82,10 @@ def _multiply(
     )
 
     def generate(context, b, signature, args):
-        x = _Inputs(*cgutils.unpack_tuple(b, args[5]))
-        panel = _Panel(*cgutils.unpack_tuple(b, args[7]))
-        groups, group_steps = cgutils.unpack_tuple(b, args[8])
-        num_rows, out, out_stride = args[6], *args[9:]
+        x = _Inputs(*cgutils.unpack_tuple(b, args[4]))
+        panel = _Panel(*cgutils.unpack_tuple(b, args[6]))
+        groups, group_steps = cgutils.unpack_tuple(b, args[7])
+        num_rows, out, out_stride = args[5], *args[8:]
         number, steps = groups.type, b.mul(groups, group_steps)
 
         at = functools.partial(offset, b)
@@ -154,7 +150,7 @@ def _multiply(
         walk(b, num_rows, panel.codes, b.mul(steps, number(step_bytes)), steps, tile)
         return context.get_dummy_value()
 
-    given = (kind, sources, dtype, scale_dtype, has_offset)
+    given = (kind, dtype, scale_dtype, has_offset)
     x, number, pair = types.UniTuple(types.intp, 6), types.intp, types.UniTuple(types.intp, 2)
     panel = types.UniTuple(types.intp, 3)
     return types.void(*given, x, number, panel, pair, number, number), generate
@@ -167,7 +163,8 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
     of x [num_rows, inputs] and of the largest values, see `quantize_row`; those of weights, scales
     and offsets in panels, and their numbers; the output's, and the bytes of one of its rows.
 
-    Numba's cache tells functions apart by their numbers and strings; hence no function is inside.
+    Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
+    but `sources`, with which nothing is done: see `written_by`.
     """
     own, sources = KINDS[kind], written_by()
     step_bytes, depth, shift = own.weight_bytes * PANEL // LANES, own.depth, own.shift
@@ -180,6 +177,7 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
     def product(
         x, num_rows, element, largest, codes, scale, offset, num_panels, groups, steps, out, stride
     ):
+        _ = sources
         # 1) Each row of x in integers, with the sums of its groups and one scale.
         inputs = groups * steps * depth
         x = array_at(x, (num_rows, inputs), element)
@@ -216,7 +214,6 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
             )
             _multiply(
                 kind,
-                sources,
                 dtype,
                 scale_dtype,
                 has_offset,

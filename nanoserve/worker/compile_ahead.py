@@ -11,19 +11,21 @@ import torch
 from torch import nn
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.kernels_cpu.ops import FEW
 
 _PATIENCE = 1.0  # seconds after which it is told
 
 
 @torch.inference_mode()
 def compile_ahead(runner: Any) -> None:
-    """Run the model on one token, then on a prompt of two, in the dummy block.
+    """Run the model on one token, then on a prompt of many, in the dummy block.
 
-    Numba keeps what it compiles in files beside the source, or in its cache folder: the next start
-    reads them.
+    Many are so many that threads share the small operations, too. Numba keeps what it compiles in
+    files beside the source, or in its cache folder: the next start reads them.
     """
     with _told("compiling for this processor, once"):
-        for num_tokens in (1, 2):
+        many = FEW // runner.model_config.hidden_size + 1
+        for num_tokens in (1, min(many, runner.max_model_len)):
             metadata = AttentionMetadata(
                 positions=torch.arange(num_tokens, dtype=torch.int32),
                 slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
