@@ -12,11 +12,16 @@ import math
 
 import numpy as np
 from numba import njit, prange
+from numba.extending import overload
 
+from nanoserve.kernels_cpu import fixed_point
 from nanoserve.kernels_cpu.attention_tiles import add_values, scores_of
+from nanoserve.kernels_cpu.quantized_kv import quantize_head
 from nanoserve.kernels_cpu.tile_walk import written_by
 from nanoserve.kernels_cpu.values import FAST, array_at, exp, store, to_float
 
+_SOURCES = "attention", "attention_tiles", "fixed_point", "quantized_kv", "vectors", "values"
+_LARGEST = np.float32(fixed_point.LARGEST)
 _AHEAD = 8192  # bytes
 _INNER = {**FAST, "cache": False}  # `attend_decode`, of which they are parts, is kept as a whole
 
@@ -25,7 +30,7 @@ def _walking(inner):
     """`inner`, which is `scores_of` or `add_values`, for all heads, block by block."""
 
     @njit(**_INNER)
-    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, first, length, element):
+    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, first, length, elements):
         """With tokens [first, length). heads [num_heads, head_dim]: queries, or sums; of_tokens
         [num_heads, length]: scores, or weights."""
         block_size, head_dim = cache.shape[2:]
@@ -44,9 +49,9 @@ def _walking(inner):
                     head_at = heads.ctypes.data + head * head_bytes, head_bytes
                     at = of_tokens[head, start + low :].ctypes.data, token_bytes
                     if head + 2 <= end:
-                        inner(2, element, head_at, at, given)
+                        inner(2, elements, head_at, at, given)
                     else:
-                        inner(1, element, head_at, at, given)
+                        inner(1, elements, head_at, at, given)
                     head += 2
 
     return walk
@@ -64,8 +69,38 @@ def _following(cache, blocks, i, kv_head, kv_heads, length):
     return cache[blocks[i], kv_heads[0] + place % heads]
 
 
+def _for_scores(q, scale, element):
+    """(what `scores_of` takes for the heads q, the factor of each head's scores)."""
+
+
+@overload(_for_scores)
+def _floats_or_codes(q, scale, element):
+    if not fixed_point.is_for(q.dtype, element):
+        return lambda q, scale, element: (_floats(q), np.full(len(q), scale))
+
+    def codes(q, scale, element):
+        queries = _floats(q)
+        codes, factors = np.empty(q.shape, dtype=np.int16), np.empty(len(q), dtype=np.float32)
+        for head in range(len(q)):
+            factors[head] = scale * quantize_head(queries[head], _LARGEST, codes[head])
+        return codes, factors
+
+    return codes
+
+
 @njit(**_INNER)
-def _softmax(scores, soft_cap):
+def _floats(q):
+    queries = np.empty(q.shape, dtype=np.float32)
+    for head in range(len(q)):
+        for d in range(q.shape[1]):
+            queries[head, d] = to_float(q[head, d])
+    return queries
+
+
+@njit(**_INNER)
+def _softmax(scores, factor, soft_cap):
+    for t in range(len(scores)):
+        scores[t] *= factor
     if soft_cap > 0:
         for t in range(len(scores)):
             scores[t] = soft_cap * math.tanh(scores[t] / soft_cap)
@@ -92,16 +127,13 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
     """Of one row, the heads q, out [num_heads, head_dim] that belong to a range of KV heads."""
     scale, window, soft_cap = options
     first = max(0, length - window)
-    queries = np.empty(q.shape, dtype=np.float32)
-    for head in range(len(q)):
-        for d in range(q.shape[1]):
-            queries[head, d] = to_float(q[head, d]) * scale
+    queries, factors = _for_scores(q, scale, element)
     weights = np.empty((len(q), length), dtype=np.float32)
     sums = np.zeros(q.shape, dtype=np.float32)
-    place = blocks, kv_heads, first, length, element
+    place = blocks, kv_heads, first, length, (q[0, 0], element)
     _find_scores(queries, weights, cache[0], scales[0], *place)
     for head in range(len(q)):
-        _softmax(weights[head, first:], soft_cap)
+        _softmax(weights[head, first:], factors[head], soft_cap)
     _add_values(sums, weights, cache[1], scales[1], *place)
     for head in range(len(q)):
         for d in range(q.shape[1]):
@@ -147,4 +179,4 @@ def _made(sources):
     return attend_decode
 
 
-attend_decode = _made(written_by("attention", "attention_tiles", "vectors", "values"))
+attend_decode = _made(written_by(*_SOURCES))

@@ -75,14 +75,14 @@ def _store_token(token, arrays, eps, codes, scales, largest_code):
         k, v = heads[num_heads + head], heads[num_heads + num_kv_heads + head]
         norm_and_turn(k, k_weight, eps, c, s, values)
         k_codes, v_codes = codes[0, block, head, offset], codes[1, block, head, offset]
-        scales[0, block, head, offset] = _quantize(values, largest_code, k_codes)
+        scales[0, block, head, offset] = quantize_head(values, largest_code, k_codes)
         for i in range(head_dim):
             values[i] = to_float(v[i])
-        scales[1, block, head, offset] = _quantize(values, largest_code, v_codes)
+        scales[1, block, head, offset] = quantize_head(values, largest_code, v_codes)
 
 
 @njit(**_EXACT)
-def _quantize(values, largest_code, codes):
+def quantize_head(values, largest_code, codes):
     """`quantize` of a head; returns its scale."""
     bits = values.view(np.int32)
     largest = np.int32(0)

@@ -78,10 +78,10 @@ def _store(out, i, x):
             out[i] = x
 
         return assign
-    if out.dtype == types.int8:
+    if out.dtype in (types.int8, types.int16):
 
         def round_to_integer(out, i, x):
-            out[i] = np.int8(np.rint(x))
+            out[i] = np.int32(np.rint(x))
 
         return round_to_integer
     if out.dtype == types.uint8:

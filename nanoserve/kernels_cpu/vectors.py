@@ -5,6 +5,7 @@ function that writes LLVM instructions. LLVM cuts a vector of 16 numbers into wh
 has: one register of AVX-512, two of AVX2, four of NEON.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -51,15 +52,21 @@ def splat(b: ir.IRBuilder, number: ir.Value, lanes: int = LANES) -> ir.Value:
     return b.shuffle_vector(first, first, constant(WORD, 0, lanes))
 
 
+def shuffled(
+    b: ir.IRBuilder, x: ir.Value, places: Sequence[int], y: ir.Value | None = None
+) -> ir.Value:
+    """The numbers at these places of x, behind which y's are counted on."""
+    kind = ir.VectorType(WORD, len(places))
+    return b.shuffle_vector(x, x if y is None else y, ir.Constant(kind, [*places]))
+
+
 def part(b: ir.IRBuilder, vector: ir.Value, first: int, size: int) -> ir.Value:
     """Numbers [first, first + size) of it."""
-    places = ir.Constant(ir.VectorType(WORD, size), list(range(first, first + size)))
-    return b.shuffle_vector(vector, vector, places)
+    return shuffled(b, vector, range(first, first + size))
 
 
 def joined(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    size = 2 * low.type.count
-    return b.shuffle_vector(low, high, ir.Constant(ir.VectorType(WORD, size), list(range(size))))
+    return shuffled(b, low, range(2 * low.type.count), high)
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:

@@ -187,7 +187,7 @@ def test_numba_knows_every_number_of_e4m3() -> None:
         """Of weight and scale one."""
         at = codes.ctypes.data
         given = at, one.ctypes.data, 1, len(codes), at
-        add_values(1, codes[0], "a test's", (sums.ctypes.data, 0), (one.ctypes.data, 0), given)
+        add_values(1, (one[0], codes[0]), (sums.ctypes.data, 0), (one.ctypes.data, 0), given)
 
     for sign in (0, 128):
         out = np.zeros(127, dtype=np.float32)
