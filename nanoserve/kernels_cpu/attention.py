@@ -20,7 +20,7 @@ from nanoserve.kernels_cpu.quantized_kv import quantize_head
 from nanoserve.kernels_cpu.tile_walk import written_by
 from nanoserve.kernels_cpu.values import FAST, array_at, exp, store, to_float
 
-_SOURCES = "attention", "attention_tiles", "fixed_point", "quantized_kv", "vectors", "values"
+SOURCES = "attention_tiles", "fixed_point", "quantized_kv", "vectors", "values"  # see `written_by`
 _LARGEST = np.float32(fixed_point.LARGEST)
 _AHEAD = 8192  # bytes
 _INNER = {**FAST, "cache": False}  # `attend_decode`, of which they are parts, is kept as a whole
@@ -179,4 +179,4 @@ def _made(sources):
     return attend_decode
 
 
-attend_decode = _made(written_by(*_SOURCES))
+attend_decode = _made(written_by(*SOURCES))

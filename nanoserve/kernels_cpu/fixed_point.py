@@ -127,7 +127,10 @@ def add_values(
 
 
 def _coded(b: ir.IRBuilder, weights: ir.Value, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """(address of int16 [TOKENS], a factor), whose product is weights * scales."""
+    """(address of int16 [TOKENS], a factor), whose product is weights * scales.
+
+    If one of those is no number, the factor is none.
+    """
     floats, words = ir.VectorType(FLOAT, TOKENS), ir.VectorType(WORD, TOKENS)
     products = b.fmul(load(b, weights, floats, 4), load(b, scales, floats, 4))
     # Magnitudes are in the order of their bits, NaN after infinity.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from nanoserve.kernels_cpu import tile_walk
+from nanoserve.kernels_cpu import attention, tile_walk
 from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
 from nanoserve.kernels_cpu.float_tiles import KINDS
 from nanoserve.kernels_cpu.processor import converts_float16, has
@@ -139,18 +139,27 @@ def test_the_best_kind_is_of_the_dtype(dtype: torch.dtype) -> None:
         assert (name == "pairs of bfloat16") is has("avx512bf16")
 
 
-def test_numbas_cache_knows_the_files_that_products_are_made_of() -> None:
+@pytest.mark.parametrize(
+    ("functions", "sources", "others"),
+    [
+        ({"float_tiles", "integer_tiles"}, tile_walk.SOURCES, {"ops", "panels", "processor"}),
+        ({"attention"}, attention.SOURCES, {"ops", "processor", "tile_walk"}),
+    ],
+)
+def test_numbas_cache_knows_the_files_that_instructions_come_from(
+    functions: set[str], sources: tuple[str, ...], others: set[str]
+) -> None:
     """All that they import of this folder, but for what gives them no more than a number."""
     folder = Path(tile_walk.__file__).parent
-    products, seen = {"float_tiles", "integer_tiles"}, set()
-    waiting = set(products)
+    seen, waiting = set(), set(functions)
     while waiting:
         seen.add(name := waiting.pop())
         text = (folder / f"{name}.py").read_text()
         modules = re.findall(r"^from nanoserve\.kernels_cpu\.(\w+) import", text, re.MULTILINE)
-        modules += ["vectors"] * ("from nanoserve.kernels_cpu import vectors" in text)
-        waiting |= {*modules} - seen - {"ops", "panels", "processor"}
-    assert seen - products == {*tile_walk.SOURCES}
+        for names in re.findall(r"^from nanoserve\.kernels_cpu import (.+)$", text, re.MULTILINE):
+            modules += names.split(", ")
+        waiting |= {*modules} - seen - others
+    assert seen - functions == {*sources}
 
 
 def test_another_text_is_another_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

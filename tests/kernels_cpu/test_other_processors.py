@@ -21,6 +21,7 @@ PROCESSORS = {
 }
 SCRIPT = """
 import sys, torch
+from fixed_point import assert_scores, assert_values
 from integer_weights import assert_product, random_codes, random_matrix
 from nanoserve.kernels_cpu.float_choice import forms
 from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
@@ -51,6 +52,9 @@ for dtype in dtypes if "all" in sys.argv else dtypes[:1]:
     assert ((y.double() - exact).abs() <= bound).all()
     alone = torch.cat([form(weight)(row) for row in x.split(1)])
     assert form is not FloatPanels or torch.equal(y, alone)
+for head_dim in (40, 96, 128):
+    assert_scores(2, 37, head_dim)
+    assert_values(2, 37, head_dim)
 """
 
 
