@@ -25,6 +25,7 @@ from nanoserve.kernels_cpu.vectors import (
     offset,
     part,
     prefetch,
+    shuffled,
     splat,
     store,
 )
@@ -85,11 +86,9 @@ def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     """
 
     def added(x: ir.Value, y: ir.Value, low: list[int]) -> ir.Value:
-        lanes = (
-            [four + at + more for four in range(0, REGISTER, 4) for at in low] for more in (0, 2)
-        )
-        halves = (ir.Constant(ir.VectorType(WORD, REGISTER), places) for places in lanes)
-        return b.fadd(*(b.shuffle_vector(x, y, places) for places in halves))
+        fours = range(0, REGISTER, 4)
+        places = ([four + at + more for four in fours for at in low] for more in (0, 2))
+        return b.fadd(*(shuffled(b, x, own, y) for own in places))
 
     pairs = [added(x, y, [0, REGISTER, 1, REGISTER + 1]) for x, y in (vectors[:2], vectors[2:])]
     total, lanes = added(*pairs, [0, 1, REGISTER, REGISTER + 1]), REGISTER
@@ -112,10 +111,9 @@ def scores_of(typing_context, num_queries, elements, queries, scores, given):
     """scores[query, token] = queries[query] . k[token]
 
     elements: of the model's numbers, and of k. queries, scores: an address each, and the bytes from
-    a row to the next, of float32; queries of int16 where
-    `fixed_point.is_for` says so. given: the address of
-    k [num_tokens, head_dim]; that of its scales, float32 [num_tokens], if elements are codes;
-    num_tokens; head_dim; from where on to ask for as many bytes.
+    a row to the next, of float32; queries of int16 where `fixed_point.is_for` says so. given: the
+    address of k [num_tokens, head_dim]; that of its scales, float32 [num_tokens], if elements are
+    codes; num_tokens; head_dim; from where on to ask for as many bytes.
     """
     count, (_, element) = num_queries.literal_value, tuple(elements)
     own_bytes, is_coded = _BYTES[element], element in _CODES
