@@ -11,14 +11,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoserve.kernels_cpu import fixed_point
-from nanoserve.kernels_cpu.fixed_point import REGISTER, Rows
 from nanoserve.kernels_cpu.processor import has
 from nanoserve.kernels_cpu.vectors import (
     BYTE,
     FLOAT,
     HALF_WORD,
+    REGISTER,
     WORD,
     Accumulators,
+    Rows,
     constant,
     load,
     multiply_add,
@@ -224,11 +225,11 @@ def add_values(typing_context, num_queries, elements, sums, weights, given):
                 b,
                 count,
                 sums,
-                Rows(weights.at(b, 0, (first, 4)), weights.stride),
-                Rows(v.at(b, first), row_bytes),
+                weights.moved(b, (first, 4)),
+                v.moved(b, (first, row_bytes)),
                 offset(b, scales, (first, 4)),
                 head_dim,
-                soon.at(b, first),
+                soon.moved(b, (first, row_bytes)),
             )
         rest = b.mul(tiles, tokens)
         with b.if_then(b.icmp_signed("<", rest, num_tokens)):

@@ -6,7 +6,6 @@ a few tokens, relative to the largest of them: it is for models whose numbers ha
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -17,8 +16,10 @@ from nanoserve.kernels_cpu.vectors import (
     BYTE,
     FLOAT,
     HALF_WORD,
+    REGISTER,
     WORD,
     Accumulators,
+    Rows,
     call,
     constant,
     load,
@@ -31,7 +32,6 @@ from nanoserve.kernels_cpu.vectors import (
 )
 
 TOKENS = 16  # whose weights are relative to the largest of them
-REGISTER = 16 if has("avx512f") else 8  # floats, or sums
 UNIT = 2 * REGISTER  # values that are multiplied at once
 LARGEST = 32767
 _WIDTHS = (4, 1) if has("avx512f") else (2, 1)  # units whose sums stay in registers
@@ -39,16 +39,6 @@ _WIDTHS = (4, 1) if has("avx512f") else (2, 1)  # units whose sums stay in regis
 _HALVES = [[at + i for at in range(half, UNIT, 16) for i in range(8)] for half in (0, 8)]
 _PLACES = sorted(range(UNIT), key=[i for half in _HALVES for i in half].__getitem__)
 _SHORTS = ir.VectorType(HALF_WORD, UNIT)
-
-
-class Rows(NamedTuple):
-    address: ir.Value
-    stride: ir.Value  # bytes from a row to the next
-
-    def at(
-        self, b: ir.IRBuilder, row: int | ir.Value, *more: tuple[int | ir.Value, int]
-    ) -> ir.Value:
-        return offset(b, self.address, (row, self.stride), *more)
 
 
 class Shorts:
@@ -90,7 +80,7 @@ def add_values(
     v: Rows,
     scales: ir.Value,
     head_dim: ir.Value,
-    soon: ir.Value,
+    soon: Rows,
 ) -> None:
     """sums[query] += weights[query, token] * v[token], for `TOKENS` tokens and whole units.
 
@@ -107,7 +97,7 @@ def add_values(
                 tokens = [b.add(b.mul(pair.index, number(2)), number(i)) for i in (0, 1)]
                 for token in tokens:
                     for line in range(0, width * UNIT, 64):
-                        prefetch(b, Rows(soon, v.stride).at(b, token, (d, 1), (line, 1)))
+                        prefetch(b, soon.at(b, token, (d, 1), (line, 1)))
                 pairs = [_pair(b, offset(b, codes, (pair.index, 4))) for codes, _ in coded]
                 for unit in range(width):
                     at = [v.at(b, token, (d, 1), (unit, UNIT)) for token in tokens]

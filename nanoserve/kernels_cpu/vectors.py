@@ -6,12 +6,15 @@ has: one register of AVX-512, two of AVX2, four of NEON.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
+from nanoserve.kernels_cpu.processor import has
+
 LANES = 16
+REGISTER = 16 if has("avx512f") else 8  # floats: of AVX-512, or of AVX2
 BYTE, HALF_WORD, WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -30,6 +33,18 @@ def offset(b: ir.IRBuilder, address: ir.Value, *pairs: tuple[Any, Any]) -> ir.Va
         times, stride = (n if isinstance(n, ir.Value) else address.type(n) for n in pair)
         address = b.add(address, b.mul(times, stride))
     return address
+
+
+class Rows(NamedTuple):
+    address: ir.Value
+    stride: ir.Value  # bytes from a row to the next
+
+    def at(self, b: ir.IRBuilder, row: Any, *more: tuple[Any, Any]) -> ir.Value:
+        """The address of a row, and `more` behind its start: see `offset`."""
+        return offset(b, self.address, (row, self.stride), *more)
+
+    def moved(self, b: ir.IRBuilder, *pairs: tuple[Any, Any]) -> "Rows":
+        return Rows(offset(b, self.address, *pairs), self.stride)
 
 
 def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:

@@ -13,24 +13,22 @@ def _address(rows):
     return rows.ctypes.data, rows.strides[0]
 
 
-@njit
-def _scores(queries, k, scales, scores):
-    given = k.ctypes.data, scales.ctypes.data, len(k), k.shape[1], k.ctypes.data
-    elements = _OF_A_MODEL, k[0, 0]
-    if len(queries) == 2:
-        scores_of(2, elements, _address(queries), _address(scores), given)
-    else:
-        scores_of(1, elements, _address(queries), _address(scores), given)
+def _calling(inner):
+    """`scores_of` or `add_values`, for one or two queries."""
+
+    @njit
+    def call(heads, of_tokens, cache, scales):
+        given = cache.ctypes.data, scales.ctypes.data, len(cache), cache.shape[1], cache.ctypes.data
+        elements = _OF_A_MODEL, cache[0, 0]
+        if len(heads) == 2:
+            inner(2, elements, _address(heads), _address(of_tokens), given)
+        else:
+            inner(1, elements, _address(heads), _address(of_tokens), given)
+
+    return call
 
 
-@njit
-def _values(weights, v, scales, sums):
-    given = v.ctypes.data, scales.ctypes.data, len(v), v.shape[1], v.ctypes.data
-    elements = _OF_A_MODEL, v[0, 0]
-    if len(sums) == 2:
-        add_values(2, elements, _address(sums), _address(weights), given)
-    else:
-        add_values(1, elements, _address(sums), _address(weights), given)
+_scores, _values = _calling(scores_of), _calling(add_values)
 
 
 def random_codes(num_tokens: int, head_dim: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -42,13 +40,13 @@ def random_codes(num_tokens: int, head_dim: int, seed: int = 0) -> tuple[np.ndar
 
 def scores(queries: np.ndarray, k: np.ndarray, scales: np.ndarray) -> np.ndarray:
     found = np.full((len(queries), len(k)), np.nan, dtype=np.float32)
-    _scores(queries, k, scales, found)
+    _scores(queries, found, k, scales)
     return found
 
 
 def add_to(sums: np.ndarray, weights: np.ndarray, v: np.ndarray, scales: np.ndarray) -> np.ndarray:
     found = sums.copy()
-    _values(weights, v, scales, found)
+    _values(found, weights, v, scales)
     return found
 
 
