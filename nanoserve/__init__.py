@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from nanoserve.llm import LLM
     from nanoserve.outputs import CompletionOutput, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+    from nanoserve.server.async_llm import AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "RequestOutput",
@@ -41,6 +43,7 @@ _HOME = {
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
     "BeamSearchParams": "nanoserve.beam_search",
+    "AsyncLLM": "nanoserve.server.async_llm",
 }
 
 

@@ -3,10 +3,32 @@
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
+
+
+def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """Two outputs of one request, both of what was new then, as one; `earlier` is used up for it.
+
+    So whoever does not read for a while has one output waiting, however many there were.
+    """
+    completions = {completion.index: completion for completion in earlier.outputs}
+    for new in later.outputs:
+        before = completions.setdefault(new.index, new)
+        if before is not new:
+            before.token_ids += new.token_ids
+            if before.logprobs is not None and new.logprobs is not None:
+                before.logprobs += new.logprobs
+            completions[new.index] = replace(
+                new,
+                text=before.text + new.text,
+                token_ids=before.token_ids,
+                logprobs=before.logprobs,
+            )
+    return replace(later, outputs=[completions[index] for index in sorted(completions)])
 
 
 class Streams:

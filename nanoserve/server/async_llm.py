@@ -1,0 +1,283 @@
+"""`AsyncLLM`: one engine for all tasks of an event loop."""
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as AbstractSequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.llm import LLM
+from nanoserve.outputs import RequestOutput
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.server.engine_thread import EngineThread
+from nanoserve.streams import merged_deltas
+
+if TYPE_CHECKING:
+    from nanoserve.tokenizer import Message
+
+T = TypeVar("T")
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has failed for good, or was shut down. What it has died of is the cause."""
+
+
+class OutputReader:
+    """What is new of some requests, for the one task that reads it.
+
+    However late that reads, at most one output of each request waits for it. A reader that is
+    closed or dropped aborts those of its requests that have not ended.
+    """
+
+    def __init__(self, thread: EngineThread, requests: list[Request]) -> None:
+        delta = RequestOutputKind.DELTA
+        self._are_deltas = {r.request_id: r.params.output_kind is delta for r in requests}
+        self._unread: dict[str, RequestOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._thread = thread
+
+    async def read(self) -> list[RequestOutput]:
+        """An output of each request that has a new one; none of any when all have ended."""
+        while not self._unread and self._are_deltas:
+            if not self._thread.is_running:
+                raise EngineDeadError("the engine is not running") from self._thread.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        unread, self._unread = self._unread, {}
+        return list(unread.values())
+
+    def take(self, output: RequestOutput) -> None:
+        """Keep an output until it is read."""
+        request_id = output.request_id
+        earlier = self._unread.get(request_id)
+        if earlier is not None and self._are_deltas.get(request_id):
+            output = merged_deltas(earlier, output)
+        self._unread[request_id] = output
+        if output.finished:
+            self._are_deltas.pop(request_id, None)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Idempotent, and what the garbage collector does."""
+        while self._are_deltas:
+            request_id, _ = self._are_deltas.popitem()
+            self._thread.order(lambda gone=request_id: self._thread.abort(gone))
+
+    __del__ = close
+
+
+class AsyncLLM:
+    """A model that any number of tasks ask at once; `model` and `options` are those of `LLM`.
+
+        async with AsyncLLM("tiny-qwen3") as llm:
+            async for output in llm.generate("What is a KV cache?", SamplingParams(max_tokens=50)):
+                print(output.outputs[0].text)
+
+    One thread owns the engine and steps while there is work. It wakes the event loop once a step,
+    for all outputs together. Texts are tokenised in a second thread, in the order in which they
+    come. Tasks of one event loop at a time may use it.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self._request_ids = map("request-{}".format, count())
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
+        # By request. Who reads holds the reader; here it must not stay when it is dropped.
+        self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
+            weakref.WeakValueDictionary()
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._posted: deque[list[RequestOutput] | None] = deque()  # and not delivered yet
+        self._is_woken = False
+        self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
+        self.thread = EngineThread(self._llm, partial(_post_to, weakref.ref(self)))
+        self._end = weakref.finalize(self, self.thread.stop)
+
+    @property
+    def engine(self) -> LLMEngine:
+        """To look at. It belongs to its thread: what changes it goes through `call_in_engine`."""
+        return self._llm.engine
+
+    @property
+    def is_running(self) -> bool:
+        return self._end.alive and self.thread.is_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that the engine has not begun to work on."""
+        return len(self.engine.scheduler.waiting) + self.thread.num_orders
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as they come, of the kind that `sampling_params.output_kind` says.
+
+        Whoever reads slowly gets what several steps have brought in one output. An iterator that is
+        dropped, wherever it is, aborts its request. If the request ends with an error, that is
+        raised after its last output. Raises `ValueError` for what `LLM.generate` refuses and for a
+        `request_id` that is in use, and `EngineDeadError`; all when the first output is asked for.
+        """
+        request_id = self.new_request_id() if request_id is None else request_id
+        process = self.engine.input_processor.process
+        return self._outputs_of(partial(process, request_id, prompt, sampling_params, priority))
+
+    def chat(
+        self,
+        messages: "AbstractSequence[Message]",
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        add_generation_prompt: bool = True,
+        allow_special_tokens: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The same for a conversation; see `LLM.chat`."""
+        from nanoserve.chat import chat_prompts
+
+        request_id = self.new_request_id() if request_id is None else request_id
+        template = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
+
+        def make() -> Request:
+            (prompt,) = chat_prompts(self.engine, [messages], template, allow_special_tokens)
+            process = self.engine.input_processor.process
+            return process(request_id, prompt, sampling_params, priority)
+
+        return self._outputs_of(make)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its reader gets a last output. An id that is unknown is no error."""
+        self.thread.order(lambda: self.thread.abort(request_id))
+
+    def new_request_id(self) -> str:
+        """One that no other request of this object has."""
+        return next(self._request_ids)
+
+    async def prepare(self, make: Callable[[], T]) -> T:
+        """What `make()` returns, called in the thread that tokenises."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+
+    def open(self, requests: list[Request]) -> OutputReader:
+        """Queue what `engine.input_processor` made; one task reads all that comes of it."""
+        self._check_is_running()
+        self._join_loop()
+        for request in requests:
+            if request.request_id in self._readers:
+                raise ValueError(f"request_id={request.request_id!r} is already in use")
+        reader = OutputReader(self.thread, requests)
+        for request in requests:
+            self._readers[request.request_id] = reader
+            self.thread.order(partial(self.engine.add, request))
+        return reader
+
+    async def call_in_engine(self, function: Callable[[LLMEngine], T]) -> T:
+        """What `function(engine)` returns, called between two steps in the engine's thread."""
+        self._check_is_running()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def settle(set_result: Callable[[Any], None], value: Any) -> None:
+            if not result.done():
+                set_result(value)
+
+        def call() -> None:
+            try:
+                settled = partial(settle, result.set_result, function(self.engine))
+            except Exception as error:
+                settled = partial(settle, result.set_exception, error)
+            loop.call_soon_threadsafe(settled)
+
+        self._join_loop()
+        self._calls.add(result)
+        result.add_done_callback(self._calls.discard)
+        self.thread.order(call)
+        return await result
+
+    def shutdown(self) -> None:
+        """Abort every request, release weights and KV cache. Waits for a step's end; idempotent."""
+        self._end()
+        self.thread.join()
+        self._tokenizing.shutdown()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+    async def _outputs_of(self, make: Callable[[], Request]) -> AsyncIterator[RequestOutput]:
+        self._check_is_running()
+        reader = self.open([await self.prepare(make)])
+        try:
+            while outputs := await reader.read():
+                (output,) = outputs
+                yield output
+                if output.error is not None:
+                    raise output.error
+        finally:
+            reader.close()
+
+    def _check_is_running(self) -> None:
+        if not self.is_running:
+            raise EngineDeadError("the engine is not running") from self.thread.error
+
+    def _join_loop(self) -> None:
+        """From here on, outputs go to the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._readers or self._calls:
+                raise RuntimeError("another event loop still reads outputs of this AsyncLLM")
+            self._loop, self._is_woken = loop, False
+
+    def _post(self, outputs: list[RequestOutput] | None) -> None:
+        """In the engine's thread: a step has brought these, or None: there will be no more."""
+        self._posted.append(outputs)
+        if self._loop is None or self._is_woken:
+            return
+        self._is_woken = True  # a loop that is late is woken once, and finds several steps
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # it is closed: nobody reads any more
+            self._posted.clear()
+
+    def _deliver(self) -> None:
+        """In the event loop: each output goes to whoever reads it, if anybody still does."""
+        self._is_woken = False  # first: what is posted from here on may be overlooked below
+        while self._posted:
+            outputs = self._posted.popleft()
+            for output in outputs or ():
+                reader = self._readers.get(output.request_id)
+                if reader is not None:
+                    reader.take(output)
+            if outputs is None:
+                self._note_end()
+
+    def _note_end(self) -> None:
+        """The engine's thread has ended: whoever waits for it must not do so for ever."""
+        for reader in list(self._readers.values()):
+            reader.wake()
+        for call in list(self._calls):
+            call.set_exception(EngineDeadError("the engine is not running"))
+
+
+def _post_to(llm: "weakref.ref[AsyncLLM]", outputs: list[RequestOutput] | None) -> None:
+    """The thread knows where to post by a weak reference, so as not to keep anybody alive."""
+    alive = llm()
+    if alive is not None:
+        alive._post(outputs)

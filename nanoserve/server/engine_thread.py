@@ -1,0 +1,107 @@
+"""The thread that owns an engine: it takes orders, steps, and posts what has come of it."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from queue import SimpleQueue
+
+from nanoserve.llm import LLM
+from nanoserve.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_MOST_FAILURES = 3  # steps that raise one after another before the engine counts as dead
+
+
+class EngineThread:
+    """Nobody else touches the engine while this thread runs.
+
+    `post` gets the outputs of a step, all at once, and is called once more, with None, when the
+    thread has ended. A step that raises has not happened, so it is tried again; if it raises once
+    more, the requests in it end with that error, and the others go on. If the next one raises too,
+    without a step that worked in between, `error` says what the engine has died of.
+    """
+
+    def __init__(self, llm: LLM, post: Callable[[list[RequestOutput] | None], None]) -> None:
+        self.error: BaseException | None = None
+        # Called in this thread with each request's last output, be it an abort.
+        self.on_finished: list[Callable[[RequestOutput], None]] = []
+        self._llm, self._engine, self._post = llm, llm.engine, post
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_failures = 0
+        # A daemon, so that a program that forgets to shut down can still end.
+        self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and self.error is None
+
+    @property
+    def num_orders(self) -> int:
+        """How many were not looked at yet."""
+        return self._orders.qsize()
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Have `action`, which must not raise, called between two steps; in order, and soon."""
+        self._orders.put(action)
+
+    def stop(self) -> None:
+        """Obey what was ordered before, abort what is left, and close the engine."""
+        self._orders.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last output is posted. For orders."""
+        output = self._engine.abort_request(request_id)
+        if output is not None:
+            self._hand_out([output])
+
+    def _run(self) -> None:
+        try:
+            while self._take_orders():
+                self._step()
+        except BaseException as error:
+            self.error = error
+            logger.critical("the engine has died", exc_info=error)
+        finally:
+            self._llm.close()
+            self._post(None)
+
+    def _take_orders(self) -> bool:
+        """All that there are; without other work, wait for some. False: it is time to stop."""
+        while not (is_busy := self._engine.has_unfinished_requests()) or not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return False
+            order()
+        return is_busy
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures == _MOST_FAILURES:
+                raise
+            logger.exception("a step has failed, the %d. in a row", self._num_failures)
+            outputs = self._give_up(error) if self._num_failures > 1 else []
+        else:
+            self._num_failures = 0
+        self._hand_out(outputs)
+
+    def _give_up(self, error: Exception) -> list[RequestOutput]:
+        """End the requests whose step has raised `error`."""
+        aborted = map(self._engine.abort_request, getattr(error, "request_ids", ()))
+        return [replace(output, error=error) for output in aborted if output is not None]
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                for observer in self.on_finished:
+                    observer(output)
+        if outputs:
+            self._post(outputs)
