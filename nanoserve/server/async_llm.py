@@ -44,9 +44,14 @@ class OutputReader:
         self._waiter: asyncio.Future[None] | None = None
         self._thread = thread
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every request has ended, and all that came of them was read."""
+        return not self._unread and not self._are_deltas
+
     async def read(self) -> list[RequestOutput]:
-        """An output of each request that has a new one; none of any when all have ended."""
-        while not self._unread and self._are_deltas:
+        """Wait for something new: an output of each request that has one. `wake` ends the wait."""
+        if not self._unread and self._are_deltas:
             if not self._thread.is_running:
                 raise EngineDeadError("the engine is not running") from self._thread.error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -66,7 +71,7 @@ class OutputReader:
         self.wake()
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
+        """End the wait of whoever reads."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -225,11 +230,11 @@ class AsyncLLM:
         self._check_is_running()
         reader = self.open([await self.prepare(make)])
         try:
-            while outputs := await reader.read():
-                (output,) = outputs
-                yield output
-                if output.error is not None:
-                    raise output.error
+            while not reader.is_over:
+                for output in await reader.read():
+                    yield output
+                    if output.error is not None:
+                        raise output.error
         finally:
             reader.close()
 

@@ -1,0 +1,224 @@
+"""The server's endpoints."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from nanoserve import __version__
+from nanoserve.server.answers import Answer
+from nanoserve.server.async_llm import AsyncLLM, EngineDeadError
+from nanoserve.server.chat_completions import ChatAnswer, chat_prompt, chat_requests
+from nanoserve.server.completions import (
+    CompletionAnswer,
+    check_completion,
+    completion_requests,
+)
+from nanoserve.server.errors import ApiError
+from nanoserve.server.guard import Guard, read_body
+from nanoserve.server.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from nanoserve.server.responses import EventStream, whole_response
+from nanoserve.server.settings import ServerSettings
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class ApiServer:
+    """OpenAI's protocol in front of an `AsyncLLM`; `app` is the ASGI application."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm, self.settings = llm, settings
+        self.names = settings.served_model_name or [llm.engine.config.model]
+        self.is_draining = False  # what runs may end, nothing new begins
+        self._num_preparing = 0  # requests that are being tokenised
+        self._started = int(time.time())
+        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
+        self._add_routes()
+        for kind in (ApiError, HTTPException, EngineDeadError, Exception):
+            self.app.add_exception_handler(kind, _tell)
+        self.app.add_middleware(Guard, settings=settings)
+        if settings.allowed_origins:
+            from starlette.middleware.cors import CORSMiddleware
+
+            origins = settings.allowed_origins
+            self.app.add_middleware(
+                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            )
+
+    def _add_routes(self) -> None:
+        add = self.app.add_api_route
+        for path, endpoint in (
+            ("/health", self.health),
+            ("/ping", self.health),
+            ("/version", self.version),
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+        ):
+            add(path, endpoint, methods=["GET"], response_model=None)
+        for path, endpoint in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat_completions),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+        ):
+            add(path, endpoint, methods=["POST"], response_model=None)
+
+    async def health(self) -> Response:
+        """200 while requests are answered; 503 when the engine has failed or the server stops."""
+        return Response(status_code=200 if self.llm.is_running and not self.is_draining else 503)
+
+    async def version(self) -> dict[str, str]:
+        return {"version": __version__}
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._about(name) for name in self.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._about(name)
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._read(request, CompletionBody)
+        check_completion(body, self.settings.max_prompts)
+        return await self._generate(request, body, completion_requests, CompletionAnswer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._read(request, ChatBody)
+        return await self._generate(request, body, chat_requests, ChatAnswer)
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """vLLM's: the token ids of a text or of a conversation."""
+        body = await self._read(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        engine = self.llm.engine
+
+        def token_ids() -> list[int]:
+            if body.messages is not None:
+                return chat_prompt(body, engine)["prompt_token_ids"]
+            engine.input_processor.text_limit.check(body.prompt)
+            return engine.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+
+        tokens = await self._prepare(token_ids)
+        told = {"count": len(tokens), "max_model_len": engine.input_processor.max_model_len}
+        told["tokens"] = tokens
+        if body.return_token_strs:
+            told["token_strs"] = list(map(engine.tokenizer.backend.id_to_token, tokens))
+        return told
+
+    async def detokenize(self, request: Request) -> dict[str, str]:
+        """vLLM's: the text of token ids."""
+        body = await self._read(request, DetokenizeBody)
+        vocab_size = self.llm.engine.model_config.vocab_size
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
+        decode = self.llm.engine.tokenizer.decode
+        return {"prompt": await self._prepare(lambda: decode(body.tokens, False))}
+
+    async def _generate(
+        self,
+        request: Request,
+        body: GenerationBody,
+        make: Callable[..., list[Any]],
+        answer_kind: type[Answer],
+    ) -> Response:
+        """Tokenise, queue, and answer, at once or as it comes."""
+        arrived = self.llm.engine.clock()
+        self._admit(body)
+        engine, new_id = self.llm.engine, self.llm.new_request_id
+        requests = await self._prepare(lambda: make(body, engine, new_id))
+        for one in requests:
+            one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
+            self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
+        answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
+        reader = self.llm.open(requests)
+        if body.stream:
+            return EventStream(answer, reader, self.settings.heartbeat_interval)
+        return await whole_response(answer, reader, request.receive)
+
+    def _admit(self, body: GenerationBody) -> None:
+        """Refuse what would not be begun anyway, before it costs anything."""
+        n, most = body.n or 1, self.settings.max_n
+        if n > most:
+            raise ApiError(400, f"n={n} is more than the {most} that this server allows", "n")
+        if body.prompt_logprobs is not None and body.stream:
+            told = "prompt_logprobs cannot be streamed"
+            raise ApiError(400, told, "prompt_logprobs", "unsupported")
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
+        most, waiting = self.settings.max_queue, self.llm.num_waiting + self._num_preparing
+        if most is not None and waiting >= most:
+            told = f"{waiting} requests are waiting already; try again later"
+            raise ApiError(429, told, code="queue_full", headers=_later(1))
+
+    def _check_length(
+        self, body: GenerationBody, num_prompt_tokens: int, max_tokens: int | None
+    ) -> None:
+        """Raise `ApiError` for more tokens than there is room for."""
+        limit = self.llm.engine.input_processor.max_model_len
+        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
+            raise ApiError(
+                400,
+                f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} are more "
+                f"than the {limit} of this model's context",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+
+    def _check_model(self, name: str) -> None:
+        if name not in self.names:
+            told = f"the model {name!r:.200} does not exist; there is {', '.join(self.names)}"
+            raise ApiError(404, told, "model", "model_not_found")
+
+    def _about(self, name: str) -> dict[str, Any]:
+        length = self.llm.engine.input_processor.max_model_len
+        about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
+        return about | {"root": name, "parent": None, "max_model_len": length}
+
+    async def _read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        """The body of a request, checked as far as it can be without the engine."""
+        content = await read_body(request, self.settings)
+        try:
+            body = kind.model_validate_json(content)
+        except ValueError as error:
+            raise ApiError.of(error) from None
+        if body.model is not None:
+            self._check_model(body.model)
+        body.check_extra()
+        return body
+
+    async def _prepare(self, make: Callable[[], Any]) -> Any:
+        """What `make()` returns, called off the event loop. What it refuses is a 400."""
+        self._num_preparing += 1
+        try:
+            return await self.llm.prepare(make)
+        except ValueError as error:
+            raise ApiError.of(error) from None
+        finally:
+            self._num_preparing -= 1
+
+
+def _later(seconds: int) -> dict[str, str]:
+    return {"retry-after": str(seconds)}
+
+
+async def _tell(request: Request, error: Exception) -> JSONResponse:
+    """Whatever was raised, in the shape in which clients expect errors."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    elif isinstance(error, EngineDeadError):
+        error = ApiError(503, str(error), code="engine_dead")
+    elif not isinstance(error, ApiError):  # a ValueError here is a fault of ours, not a client's
+        error = ApiError(500, "internal server error; the server's log says more")
+    return error.response()

@@ -1,0 +1,101 @@
+"""/v1/chat/completions: a conversation in, a message out."""
+
+import json
+from functools import partial
+from typing import Any
+
+from nanoserve.chat import chat_prompts
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.server import logprobs
+from nanoserve.server.answers import Answer
+from nanoserve.server.errors import ApiError
+from nanoserve.server.protocol import ChatBody
+
+
+def chat_requests(body: ChatBody, engine: LLMEngine, new_id: Any) -> list[Request]:
+    """The one request of a conversation. It tokenises, so it is called off the event loop."""
+    if body.echo:
+        raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    if not body.messages:
+        raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
+    prompt = chat_prompt(body, engine)
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    defaults = engine.input_processor.default_sampling
+    params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)
+    request_id, priority = new_id(), body.priority or 0
+    return [engine.input_processor.process(request_id, prompt, params, priority)]
+
+
+def chat_prompt(body: ChatBody, engine: LLMEngine) -> dict[str, Any]:
+    """A conversation as the template writes it, text and token ids."""
+    arguments = body.template_arguments()
+    special = bool(body.allow_special_tokens)
+    (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
+    return prompt if body.cache_salt is None else prompt | {"cache_salt": body.cache_salt}
+
+
+class ChatAnswer(Answer):
+    """A message, or `n` of them to choose from."""
+
+    id_prefix, whole_object = "chatcmpl", "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, *args: Any) -> None:
+        super().__init__(body, *args)
+        self._begun: set[int] = set()  # choices
+        self._logprobs = partial(logprobs.of_chat, num_top=body.top_logprobs or 0, name=self._name)
+
+    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs.values()
+        prompt = output.prompt_logprobs
+        extra = {} if prompt is None else {"prompt_logprobs": logprobs.of_prompt(prompt)}
+        return super().whole(outputs) | extra
+
+    def _choice_events(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        """The role, before anything else; text; and why it ended, behind all else."""
+        events = []
+        if index not in self._begun:
+            self._begun.add(index)
+            events.append(self._delta(index, '{"role": "assistant", "content": ""}'))
+        if completion.text or completion.logprobs:
+            content = f'{{"content": {json.dumps(completion.text)}}}'
+            shown = "null"
+            if completion.logprobs is not None:
+                shown = json.dumps(self._logprobs(completion.token_ids, completion.logprobs))
+            events.append(self._delta(index, content, shown))
+        if completion.finish_reason in ("stop", "length"):
+            end = json.dumps(completion.finish_reason)
+            end += f', "stop_reason": {json.dumps(completion.stop_reason)}'
+            events.append(self._delta(index, "{}", finish_reason=end))
+        return events
+
+    def _delta(
+        self, index: int, delta: str, shown: str = "null", finish_reason: str = "null"
+    ) -> str:
+        return self._event(
+            f'{{"index": {index}, "delta": {delta}, "logprobs": {shown}, '
+            f'"finish_reason": {finish_reason}}}'
+        )
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        shown = None
+        if completion.logprobs is not None:
+            shown = self._logprobs(completion.token_ids, completion.logprobs)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": shown,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }

@@ -1,0 +1,103 @@
+"""/v1/completions: text or token ids in, their continuation out."""
+
+import json
+from typing import Any
+
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.server import logprobs
+from nanoserve.server.answers import Answer
+from nanoserve.server.errors import ApiError
+from nanoserve.server.protocol import CompletionBody
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
+
+
+def completion_requests(body: CompletionBody, engine: LLMEngine, new_id: Any) -> list[Request]:
+    """A request for each prompt. It tokenises, so it is called off the event loop.
+
+    `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.
+    """
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1  # which the answer leaves out
+    params = body.sampling_params(
+        engine.input_processor.default_sampling, max_tokens, body.logprobs
+    )
+    if body.echo and body.logprobs is not None:
+        params.prompt_logprobs = body.logprobs
+    requests = []
+    for prompt in body.prompts():
+        if isinstance(prompt, str) and body.add_special_tokens is False:
+            engine.input_processor.text_limit.check(prompt)
+            prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
+        process = engine.input_processor.process
+        requests.append(process(new_id(), body.prompt_of(prompt), params, body.priority or 0))
+    return requests
+
+
+class CompletionAnswer(Answer):
+    """`n` continuations of each prompt."""
+
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, *args: Any) -> None:
+        super().__init__(body, *args)
+        self._lengths: dict[int, int] = {}  # characters of each choice up to now
+        self._has_output = body.max_tokens != 0
+
+    def _choice_events(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        reason = completion.finish_reason
+        choice = self._choice(index, completion, output)
+        if not choice["text"] and not choice["logprobs"] and reason is None:
+            return []
+        if reason == "abort" or output.error is not None:
+            choice["finish_reason"] = None
+        return [self._event(json.dumps(choice))]
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        """What is new of a choice: of one that is not streamed, all."""
+        text, token_ids, entries = "", [], []
+        if self._body.echo and index not in self._lengths:
+            text, token_ids = self._prompt_text(output), list(output.prompt_token_ids)
+            entries = list(output.prompt_logprobs or ())
+        if self._has_output:
+            text += completion.text
+            token_ids += completion.token_ids
+            entries += completion.logprobs or ()
+        before = self._lengths.get(index, 0)
+        self._lengths[index] = before + len(text)
+        shown = None
+        if self._body.logprobs is not None:
+            shown = logprobs.of_completion(token_ids, entries, before, self._name)
+        choice = {"index": index, "text": text, "logprobs": shown}
+        choice |= {"finish_reason": completion.finish_reason}
+        choice |= {"stop_reason": completion.stop_reason}
+        if self._body.prompt_logprobs is not None and not self._body.stream:
+            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids, False)
+
+    def _count(self, output: RequestOutput) -> None:
+        super()._count(output)
+        if not self._has_output:
+            self._num_output_tokens = 0
+
+
+def check_completion(body: CompletionBody, max_prompts: int) -> None:
+    """`ApiError` for what two fields must agree on."""
+    num_prompts = len(body.prompts())
+    if not 1 <= num_prompts <= max_prompts:
+        told = f"prompt has {num_prompts} prompts; it takes 1 to {max_prompts}"
+        raise ApiError(400, told, "prompt")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens=0 asks for nothing without echo=true", "max_tokens")

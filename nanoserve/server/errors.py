@@ -1,0 +1,61 @@
+"""What a client is told when something is wrong, in OpenAI's shape."""
+
+import json
+import re
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 200; `param` is the field that is meant, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": _TYPES.get(self.status, kind)}
+        return {"error": error | {"param": self.param, "code": self.code}}
+
+    def event(self) -> bytes:
+        """For a stream, whose status was sent before anything went wrong."""
+        return f"data: {json.dumps(self.content)}\n\n".encode()
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content, self.status, self.headers)
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """For whatever was raised. Only what is meant for the client is told to it."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, ValidationError):
+            return cls._of_fields(error)
+        if isinstance(error, ValueError):  # the engine's, which begin with `name=value`
+            found = re.match(r"(\w+)=", str(error))
+            return cls(400, str(error), found and found[1])
+        return cls(500, "internal server error; the server's log says more")
+
+    @classmethod
+    def _of_fields(cls, error: ValidationError) -> "ApiError":
+        """The first field that is wrong, with all that it might have been instead."""
+        told = error.errors(include_url=False, include_context=False, include_input=False)
+        path = told[0]["loc"]
+        if not path:  # it is no JSON, or no object
+            return cls(400, f"the body cannot be read: {told[0]['msg']}")
+        wrong = {one["msg"]: None for one in told if one["loc"][:1] == path[:1]}
+        return cls(400, f"{path[0]}: {', or '.join(wrong)}", str(path[0]))

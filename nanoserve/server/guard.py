@@ -1,0 +1,78 @@
+"""What stands before every endpoint: who may ask, and how much may be sent."""
+
+import asyncio
+import hashlib
+import hmac
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanoserve.server.errors import ApiError
+from nanoserve.server.settings import ServerSettings
+
+# What shows nothing of anybody's requests: whether the server is up, and the page itself.
+_OPEN = ("/health", "/ping", "/version", "/metrics", "/")
+_OPEN_FOLDERS = ("/page/",)
+
+
+class Guard:
+    """Asks for an API key where there is one. Plain ASGI, so that nothing is done per event."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        # Digests are of one length, so that comparing them takes as long for any wrong key.
+        self._digests = [_digest(key.encode()) for key in settings.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and not _is_open(scope):
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            digest = _digest(key.strip().encode("latin-1"))
+            known = [hmac.compare_digest(digest, own) for own in self._digests]
+            if scheme.lower() != "bearer" or not any(known):
+                told = "a valid API key is needed: Authorization: Bearer KEY"
+                refusal = ApiError(401, told, code="invalid_api_key", headers=_CHALLENGE)
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """A body of JSON. `ApiError` if it is another thing, too long, or too long on its way."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        # A page of another site can send everything else without asking the browser's leave.
+        raise ApiError(415, "the content-type must be application/json", headers=_CLOSE)
+    most = settings.max_body_bytes
+    told = ApiError(413, f"a body may have {most} bytes, no more", headers=_CLOSE)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise told
+    content = bytearray()
+
+    async def read() -> None:
+        async for piece in request.stream():
+            content.extend(piece)
+            if len(content) > most:
+                raise told
+
+    try:
+        await asyncio.wait_for(read(), settings.body_timeout)
+    except asyncio.TimeoutError:
+        late = f"the body took more than {settings.body_timeout:g} seconds"
+        raise ApiError(408, late, headers=_CLOSE) from None
+    return bytes(content)
+
+
+_CHALLENGE = {"www-authenticate": "Bearer"}
+_CLOSE = {"connection": "close"}  # what is still on its way would be read as the next request
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    is_preflight = scope["method"] == "OPTIONS"  # which carries no key
+    return path in _OPEN or path.startswith(_OPEN_FOLDERS) or is_preflight
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,38 @@
+"""What whoever runs a server chose for it; what concerns the engine is in `EngineConfig`."""
+
+from dataclasses import dataclass, field
+
+from nanoserve.checks import check_int, check_list, check_number, is_text
+
+_SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
+
+
+@dataclass
+class ServerSettings:
+    """Checked on construction: a `ValueError` names the value.
+
+    Times are in seconds. A limit that a request exceeds is an answer of its own: 400, 408, 413, 429
+    or 503.
+    """
+
+    served_model_name: list[str] = field(default_factory=list)  # the first one is what answers say
+    api_key: list[str] = field(default_factory=list)  # none: everybody may ask
+    max_n: int = 64  # completions of one request
+    max_prompts: int = 1024  # of one request to /v1/completions
+    max_body_bytes: int = 8 * 2**20
+    max_queue: int | None = None  # sequences that may wait for their turn; None: as many as come
+    max_connections: int = 4096
+    body_timeout: float = 30  # for a body to arrive
+    heartbeat_interval: float = 15  # a proxy gives up a stream that is silent for a minute
+    allowed_origins: list[str] = field(default_factory=list)  # of other sites' pages (CORS)
+    metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
+
+    def __post_init__(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            setattr(self, name, check_int(name, getattr(self, name), smallest))
+        if self.max_queue is not None:
+            self.max_queue = check_int("max_queue", self.max_queue, 1)
+        for name in ("body_timeout", "heartbeat_interval"):
+            check_number(name, getattr(self, name), 0, None, excludes_low=True)
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
