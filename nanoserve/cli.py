@@ -6,6 +6,7 @@ from importlib import import_module
 # Where each command lives: a module whose `main` takes the arguments behind the command's name.
 # Only the one that is asked for is imported.
 _COMMANDS = {
+    "serve": ("nanoserve.commands.serve", "answer OpenAI's clients, and a browser"),
     "trace": ("nanoserve.trace.__main__", "look at what LLM(..., trace=...) recorded"),
 }
 

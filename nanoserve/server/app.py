@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
@@ -19,6 +20,7 @@ from nanoserve.server.completions import (
 )
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
+from nanoserve.server.metrics import Metrics
 from nanoserve.server.protocol import (
     Body,
     ChatBody,
@@ -37,11 +39,16 @@ class ApiServer:
     """OpenAI's protocol in front of an `AsyncLLM`; `app` is the ASGI application."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        if llm.engine.tokenizer is None:
+            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init")
         self.llm, self.settings = llm, settings
         self.names = settings.served_model_name or [llm.engine.config.model]
         self.is_draining = False  # what runs may end, nothing new begins
         self._num_preparing = 0  # requests that are being tokenised
         self._started = int(time.time())
+        self.metrics = Metrics(llm.engine, self.names[0], settings.metrics_prefix)
+        llm.engine.observers.append(self.metrics.observe)  # nobody has asked anything yet
+        llm.thread.on_finished.append(self.metrics.finished)
         self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
         for kind in (ApiError, HTTPException, EngineDeadError, Exception):
@@ -61,6 +68,7 @@ class ApiServer:
             ("/health", self.health),
             ("/ping", self.health),
             ("/version", self.version),
+            ("/metrics", self.show_metrics),
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
         ):
@@ -79,6 +87,10 @@ class ApiServer:
 
     async def version(self) -> dict[str, str]:
         return {"version": __version__}
+
+    async def show_metrics(self) -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._about(name) for name in self.names]}

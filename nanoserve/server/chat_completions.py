@@ -23,9 +23,7 @@ def chat_requests(body: ChatBody, engine: LLMEngine, new_id: Any) -> list[Reques
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
     prompt = chat_prompt(body, engine)
-    max_tokens = (
-        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    )
+    newer, older = body.max_completion_tokens, body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)

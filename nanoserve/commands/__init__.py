@@ -1,0 +1,1 @@
+"""What `nanoserve` does in a shell: a module for each command."""

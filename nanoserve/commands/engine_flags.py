@@ -1,0 +1,51 @@
+"""`EngineConfig` on the command line: its fields are the flags, under vLLM's names."""
+
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from dataclasses import Field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from nanoserve.config import EngineConfig
+
+_IN_PROGRAMS_ONLY = ("model", "logits_processors")
+
+
+def add_engine_flags(parser: ArgumentParser) -> None:
+    """A flag for each option of the engine. What is not given is not in the namespace."""
+    group = parser.add_argument_group(
+        "engine", "as LLM(model, ...) takes them; the README says what each does"
+    )
+    for field in _options():
+        flag = f"--{field.name.replace('_', '-')}"
+        told = "" if field.default is None else f"({field.default})"
+        if _kind(field) is bool:
+            action = BooleanOptionalAction
+            group.add_argument(flag, action=action, default=SUPPRESS, help=told)
+        else:
+            kind, shown = _kind(field), field.name.upper()
+            group.add_argument(flag, type=kind, default=SUPPRESS, metavar=shown, help=told)
+
+
+def engine_options(args: Namespace) -> dict[str, Any]:
+    """What was given of them."""
+    return {field.name: getattr(args, field.name) for field in _options() if field.name in args}
+
+
+def with_dashes(arguments: list[str]) -> list[str]:
+    """vLLM takes `--max_model_len` for `--max-model-len`, and so do scripts written for it."""
+    return [
+        name.replace("_", "-") + equals + value if name.startswith("--") else argument
+        for argument in arguments
+        for name, equals, value in [argument.partition("=")]
+    ]
+
+
+def _options() -> list[Field[Any]]:
+    return [field for field in fields(EngineConfig) if field.name not in _IN_PROGRAMS_ONLY]
+
+
+def _kind(field: Field[Any]) -> type:
+    """Of a flag's value: the first one that is not None."""
+    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+    return str if kinds[0] is Path else kinds[0]

@@ -1,0 +1,61 @@
+"""uvicorn's connection, with limits on what comes before a request reaches the application."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_MOST_HEADER_BYTES = 2**16
+_HEADER_SECONDS = 10.0
+
+
+class Connection(HttpToolsProtocol):
+    """Whoever connects has to send a request, its headers within some seconds and not too many.
+
+    uvicorn's own parser keeps headers of any length in memory, and waits for their end for ever.
+    """
+
+    _num_bytes = 0  # since the first one of the request whose headers have not ended
+    _is_waiting = True  # for the end of some headers
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._is_waiting = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_waiting:
+            self._num_bytes += len(data)
+            if self._num_bytes > _MOST_HEADER_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._stop_timer()
+        self._num_bytes, self._is_waiting = 0, True
+        late = b"408 Request Timeout"
+        self._timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: bytes) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head)
+            self.transport.close()

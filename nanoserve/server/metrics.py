@@ -1,0 +1,214 @@
+"""What Prometheus is told, under vLLM's names, so that dashboards made for vLLM work.
+
+An observer of the steps fills it, in the engine's thread; nothing of it is in the loop, and whoever
+does not serve does not load it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.outputs import RequestOutput
+from nanoserve.server.histogram import Histogram
+
+if TYPE_CHECKING:
+    from nanoserve.engine.sequence import Sequence
+    from nanoserve.sampling_params import SamplingParams
+
+# Seconds and tokens; vLLM's buckets.
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_NUM_COMPLETIONS = (1, 2, 5, 10, 20)
+_REASONS = ("stop", "length", "abort", "error")
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": _FIRST_TOKEN,
+    "inter_token_latency_seconds": _BETWEEN_TOKENS,
+    "e2e_request_latency_seconds": _LATENCY,
+    "request_queue_time_seconds": _LATENCY,
+    "request_inference_time_seconds": _LATENCY,
+    "request_prefill_time_seconds": _LATENCY,
+    "request_decode_time_seconds": _LATENCY,
+    "iteration_tokens_total": _STEP_TOKENS,
+    "request_params_n": _NUM_COMPLETIONS,
+}
+_TOKEN_HISTOGRAMS = (
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_max_tokens",
+)
+
+
+class Metrics:
+    """The metrics of one engine, which `registry` collects when it is asked."""
+
+    def __init__(self, engine: LLMEngine, model_name: str, prefix: str = "vllm:") -> None:
+        self._engine, self._prefix = engine, prefix
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        bounds = _one_two_five(engine.input_processor.max_model_len)
+        self._histograms |= {name: Histogram(bounds) for name in _TOKEN_HISTOGRAMS}
+        self._num_prompt_tokens = self._num_generated = 0
+        self._num_finished = dict.fromkeys(_REASONS, 0)
+        self._progress: dict[Sequence, tuple[int, float | None]] = {}  # tokens, time of the last
+        self._params: dict[str, SamplingParams] = {}  # of requests that were begun
+        self._longest: dict[str, int] = {}  # of their completions, in tokens
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        """A step is over."""
+        intervals: list[float] = []
+        self._histograms["iteration_tokens_total"].observe(batch.header.num_tokens)
+        for seq in plan.admitted:
+            self._params[seq.request_id] = seq.params
+        for row in plan.sampled:
+            seq = row.seq
+            if row.start + row.n == seq.num_prompt_tokens:
+                self._note_first_token(seq)
+                num_before, before = 0, None
+            elif seq in self._progress:
+                num_before, before = self._progress[seq]
+            else:
+                continue  # with a step ahead: it had ended before
+            num_tokens, now = seq.num_output_tokens, seq.last_token_time
+            if num_tokens > num_before and before is not None:
+                intervals.append(now - before)
+            self._num_generated += num_tokens - num_before
+            self._progress[seq] = num_tokens, now
+            if seq.finished:
+                self._note_end(seq)
+        self._histograms["inter_token_latency_seconds"].observe_all(intervals)
+        if len(self._progress) > 2 * self._engine.config.max_num_seqs:  # some were aborted
+            alive = {seq: told for seq, told in self._progress.items() if not seq.finished}
+            self._progress = alive
+
+    def finished(self, output: RequestOutput) -> None:
+        """A request has ended, whole, in whatever way."""
+        params = self._params.pop(output.request_id, None)
+        longest = self._longest.pop(output.request_id, 0)
+        for completion in output.outputs:
+            if completion.finish_reason in ("abort", "error"):
+                self._num_finished[completion.finish_reason] += 1
+        times = output.metrics
+        if params is None or times.first_token_time is None:
+            return  # aborted before it brought anything
+        last = times.last_token_time or times.first_token_time
+        values = {
+            "e2e_request_latency_seconds": times.total_time,
+            "request_queue_time_seconds": times.queue_time,
+            "request_prefill_time_seconds": times.first_token_time - times.first_scheduled_time,
+            "request_decode_time_seconds": last - times.first_token_time,
+            "request_inference_time_seconds": last - times.first_scheduled_time,
+            "request_prompt_tokens": len(output.prompt_token_ids),
+            "request_generation_tokens": times.num_output_tokens,
+            "request_max_num_generation_tokens": longest,
+            "request_params_n": params.n,
+            "request_params_max_tokens": params.max_tokens,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus-client asks for, when somebody asks it."""
+        scheduler, stats = self._engine.scheduler, self._engine.stats
+        num_blocks = scheduler.block_manager.num_blocks
+        used = 1 - scheduler.block_manager.num_free_blocks / num_blocks
+        yield self._gauge("num_requests_running", "Sequences that run.", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Sequences that wait.", len(scheduler.waiting))
+        yield self._gauge("kv_cache_usage_perc", "Used part of the KV pool; 1 is all of it.", used)
+        yield self._cache_config(num_blocks)
+        for name, told, value in (
+            ("num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            ("prompt_tokens", "Prompt tokens, cached ones too.", self._num_prompt_tokens),
+            ("generation_tokens", "Tokens of output.", self._num_generated),
+        ):
+            counter = self._counter(name, told)
+            counter.add_metric([*self._labels.values()], value)
+            yield counter
+        yield self._finished_by_reason()
+        for name, histogram in self._histograms.items():
+            told = name.replace("_", " ").capitalize() + "."
+            family = HistogramMetricFamily(self._prefix + name, told, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], *histogram.read())
+            yield family
+
+    def _note_first_token(self, seq: "Sequence") -> None:
+        if seq.index == 0:  # its siblings have the same prompt, and the same clock
+            self._num_prompt_tokens += seq.num_prompt_tokens
+            seconds = seq.metrics.time_to_first_token
+            self._histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def _note_end(self, seq: "Sequence") -> None:
+        num_tokens, _ = self._progress.pop(seq)
+        if seq.finish_reason in ("stop", "length"):  # of the others, `finished` is told
+            self._num_finished[seq.finish_reason] += 1
+            longest = max(num_tokens, self._longest.get(seq.request_id, 0))
+            self._longest[seq.request_id] = longest
+
+    def _gauge(self, name: str, told: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(self._prefix + name, told, labels=[*self._labels])
+        gauge.add_metric([*self._labels.values()], value)
+        return gauge
+
+    def _counter(self, name: str, told: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(self._prefix + name, told, labels=[*self._labels, *labels])
+
+    def _finished_by_reason(self) -> Metric:
+        counter = self._counter("request_success", "Completions that ended.", "finished_reason")
+        for reason, number in self._num_finished.items():
+            counter.add_metric([*self._labels.values(), reason], number)
+        return counter
+
+    def _cache_config(self, num_blocks: int) -> Metric:
+        """A gauge that is always 1: what it tells is in its labels."""
+        config = self._engine.config
+        about = {
+            "block_size": config.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "num_gpu_blocks": num_blocks,
+        }
+        labels = self._labels | {name: str(value) for name, value in about.items()}
+        gauge = GaugeMetricFamily(
+            self._prefix + "cache_config_info", "The KV pool.", labels=[*labels]
+        )
+        gauge.add_metric([*labels.values()], 1)
+        return gauge
+
+
+def _one_two_five(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    bounds, power = [], 1
+    while power <= most:
+        bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]
+        power *= 10
+    return bounds

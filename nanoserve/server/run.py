@@ -1,0 +1,121 @@
+"""A server as a process: its socket, its signals, its end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from nanoserve.server.app import ApiServer
+from nanoserve.server.connection import Connection
+
+logger = logging.getLogger(__name__)
+
+_STALLED_SECONDS = 60  # that a client may take nothing of what was sent to it
+_QUIET_SECONDS = 60  # after which one is asked whether it is still there
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for `Server`, bound before a model is loaded: a port in use shows at once.
+
+    It does not listen yet, so nobody waits for a model that is being loaded. What is set here holds
+    for each connection. One whose client is gone, without a word or with all that was sent to it
+    unread, is ended by the system. Raises `OSError`.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", _QUIET_SECONDS),
+            ("TCP_KEEPINTVL", 10),
+            ("TCP_KEEPCNT", 6),
+            ("TCP_USER_TIMEOUT", 1000 * _STALLED_SECONDS),  # in milliseconds
+        ):
+            if hasattr(socket, name):  # macOS has not all of them
+                bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+class Server(uvicorn.Server):
+    """SIGTERM or Ctrl-C: nothing new begins, what runs has `grace` seconds to end, and then the
+    process exits with 0. A second Ctrl-C does not wait. If the engine dies, it exits with 1."""
+
+    def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: object) -> None:
+        config = uvicorn.Config(
+            api.app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            server_header=False,
+            limit_concurrency=api.settings.max_connections,
+            backlog=2048,
+            timeout_graceful_shutdown=int(grace) + 10,  # for what does not heed the end of ours
+            **options,
+        )
+        super().__init__(config)
+        self._api, self._grace = api, grace
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or not self._api.llm.is_running
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._api.is_draining = True
+        super().handle_exit(sig, frame)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, this one does not raise the signal again when all is over."""
+        is_main = threading.current_thread() is threading.main_thread()  # where signals arrive
+        with contextlib.ExitStack() as restoring:
+            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+                before = signal.signal(number, self.handle_exit)
+                restoring.callback(signal.signal, number, before)
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, llm = asyncio.get_running_loop(), self._api.llm
+        # The streams that are left then end with an error, which their clients can tell.
+        late = loop.call_later(self._grace, loop.run_in_executor, None, llm.shutdown)
+        await super().shutdown(sockets)
+        late.cancel()
+        await loop.run_in_executor(None, llm.shutdown)
+
+
+def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **tls: str) -> int:
+    """Serve until a signal comes; the exit status of the process."""
+    _raise_file_limit()
+    server = Server(api, grace, access_log, **tls)
+    host, port = bound.getsockname()[:2]
+    address = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+    print(
+        f"{api.names[0]} at {address}  (OpenAI clients: {address}/v1)", file=sys.stderr, flush=True
+    )
+    server.run([bound])
+    if api.llm.thread.error is not None:
+        logger.critical("the engine has died: %r", api.llm.thread.error)
+        return 1
+    return 0
+
+
+def _raise_file_limit() -> None:
+    """Every connection is a file, and many systems allow 1,024 unless one asks for more."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
