@@ -1,6 +1,7 @@
 """`AsyncLLM`: one engine for all tasks of an event loop."""
 
 import asyncio
+import atexit
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -79,7 +80,7 @@ class OutputReader:
         """Idempotent, and what the garbage collector does."""
         while self._are_deltas:
             request_id, _ = self._are_deltas.popitem()
-            self._thread.order(lambda gone=request_id: self._thread.abort(gone))
+            self._thread.order(partial(self._thread.abort, request_id))
 
     __del__ = close
 
@@ -109,7 +110,11 @@ class AsyncLLM:
         self._is_woken = False
         self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
         self.thread = EngineThread(self._llm, partial(_post_to, weakref.ref(self)))
-        self._end = weakref.finalize(self, self.thread.stop)
+        # At exit the thread is waited for: torch must not be torn down under it.
+        at_exit = partial(_shut_down, weakref.ref(self))
+        atexit.register(at_exit)
+        self._end = weakref.finalize(self, _end, self.thread, at_exit)
+        self._end.atexit = False
 
     @property
     def engine(self) -> LLMEngine:
@@ -168,7 +173,7 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output. An id that is unknown is no error."""
-        self.thread.order(lambda: self.thread.abort(request_id))
+        self.thread.order(partial(self.thread.abort, request_id))
 
     def new_request_id(self) -> str:
         """One that no other request of this object has."""
@@ -279,6 +284,18 @@ class AsyncLLM:
             reader.wake()
         for call in list(self._calls):
             call.set_exception(EngineDeadError("the engine is not running"))
+
+
+def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:
+    alive = llm()
+    if alive is not None:
+        alive.shutdown()
+
+
+def _end(thread: EngineThread, at_exit: Callable[[], None]) -> None:
+    """What is left to do for an `AsyncLLM` that nobody has any more."""
+    thread.stop()
+    atexit.unregister(at_exit)
 
 
 def _post_to(llm: "weakref.ref[AsyncLLM]", outputs: list[RequestOutput] | None) -> None:

@@ -25,6 +25,7 @@ class EngineThread:
 
     def __init__(self, llm: LLM, post: Callable[[list[RequestOutput] | None], None]) -> None:
         self.error: BaseException | None = None
+        self.is_running = True
         # Called in this thread with each request's last output, be it an abort.
         self.on_finished: list[Callable[[RequestOutput], None]] = []
         self._llm, self._engine, self._post = llm, llm.engine, post
@@ -33,10 +34,6 @@ class EngineThread:
         # A daemon, so that a program that forgets to shut down can still end.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive() and self.error is None
 
     @property
     def num_orders(self) -> int:
@@ -68,6 +65,7 @@ class EngineThread:
             self.error = error
             logger.critical("the engine has died", exc_info=error)
         finally:
+            self.is_running = False
             self._llm.close()
             self._post(None)
 
@@ -78,6 +76,7 @@ class EngineThread:
             if order is None:
                 return False
             order()
+            del order  # else the last one would be kept alive until the next one comes
         return is_busy
 
     def _step(self) -> None:
