@@ -105,6 +105,7 @@ class AsyncLLM:
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
+        self._num_preparing = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[list[RequestOutput] | None] = deque()  # and not delivered yet
         self._is_woken = False
@@ -127,8 +128,11 @@ class AsyncLLM:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that the engine has not begun to work on."""
-        return len(self.engine.scheduler.waiting) + self.thread.num_orders
+        """Sequences that wait although the next step would admit as many as there are slots for."""
+        scheduler = self.engine.scheduler
+        num_slots = scheduler.max_num_seqs - len(scheduler.running)
+        num_new = self._num_preparing + self.thread.num_orders
+        return max(0, len(scheduler.waiting) + num_new - num_slots)
 
     def generate(
         self,
@@ -181,7 +185,11 @@ class AsyncLLM:
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """What `make()` returns, called in the thread that tokenises."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+        self._num_preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+        finally:
+            self._num_preparing -= 1
 
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue what `engine.input_processor` made; one task reads all that comes of it."""

@@ -262,7 +262,7 @@ def test_an_engine_that_fails_for_good_ends_every_stream_with_an_error(breakable
     params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
 
     async def ask():
-        streams = [llm.generate([i], params) for i in range(1, 30)]  # more than run at once
+        streams = [llm.generate([i], params) for i in range(1, 80)]  # more than run at once
         asked = [asyncio.create_task(joined(stream)) for stream in streams]
         await asyncio.sleep(0.05)
         failures[:] = [RuntimeError("the device is gone")] * 1000
