@@ -7,6 +7,7 @@ from importlib import import_module
 # Only the one that is asked for is imported.
 _COMMANDS = {
     "serve": ("nanoserve.commands.serve", "answer OpenAI's clients, and a browser"),
+    "chat": ("nanoserve.commands.chat", "talk to a model in the terminal"),
     "trace": ("nanoserve.trace.__main__", "look at what LLM(..., trace=...) recorded"),
 }
 
