@@ -1,16 +1,16 @@
-"""How fast is nanoserve, beside other engines (`benchmarks/engines/`) and beside the hardware?
+"""How fast is nanoserve, beside other engines (`engines/`) and beside the hardware?
 
-python bench.py                                     the bundled model, at once
-python bench.py --shape qwen3-0.6b --repeat 3       a real model's size, three pairs of runs
-python bench.py --workload single                   one stream: decoded tokens per second
-python bench.py --request-rate 2,4,8                requests come one by one: latencies, goodput
-python bench.py --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
-python bench.py --engine nanoserve:quantization=int8,vllm:quantization=int8          fewer bits
-python bench.py --workload nano-vllm --engine nanoserve,vllm,nanovllm                 for a GPU
+nanoserve bench                                     the bundled model, at once
+nanoserve bench --shape qwen3-0.6b --repeat 3       a real model's size, three pairs of runs
+nanoserve bench --workload single                   one stream: decoded tokens per second
+nanoserve bench --request-rate 2,4,8                requests come one by one: latencies, goodput
+nanoserve bench --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
+nanoserve bench --engine nanoserve:quantization=int8,vllm:quantization=int8          fewer bits
+nanoserve bench --workload nano-vllm --engine nanoserve,vllm,nanovllm                 for a GPU
 
 A throughput says little without another one beside it. Every engine gets the same prompts, weights,
-data type, device and threads, each in a process of its own (`benchmarks/child.py`), and they take
-turns. And no engine is faster than memory and matrix products (`benchmarks/roofline.py`): that time
+data type, device and threads, each in a process of its own (`child.py`), and they take
+turns. And no engine is faster than memory and matrix products (`roofline.py`): that time
 over the measured one is the share of the limit. Options after an engine's name are its own.
 """
 
@@ -23,67 +23,32 @@ from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 
+from nanoserve.bench import roofline
+from nanoserve.bench.engines import SOURCES
+from nanoserve.bench.latency import poisson_arrivals
+from nanoserve.bench.precision import precision_of
+from nanoserve.bench.report import Point, as_json, print_report
+from nanoserve.bench.shapes import SHAPES
+from nanoserve.bench.workloads import (
+    WORKLOADS,
+    counts,
+    draw_workload,
+    length_range,
+    milliseconds,
+    rates,
+)
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import roofline  # noqa: E402
-from engines import SOURCES  # noqa: E402
-from latency import poisson_arrivals  # noqa: E402
-from precision import precision_of  # noqa: E402
-from report import Point, as_json, print_report  # noqa: E402
-from shapes import SHAPES  # noqa: E402
-
-Tokens = list[list[int]]
-WORKLOADS: dict[str, dict[str, Any]] = {
-    "random": {"num_seqs": 64, "input_len": "16-256", "output_len": "16-128"},
-    "nano-vllm": {"num_seqs": 256, "input_len": "100-1024", "output_len": "100-1024"}
-    | {"shape": "qwen3-0.6b", "temperature": 0.6},
-    "shared-prefix": {"num_seqs": 64, "input_len": "32-32", "output_len": "32-32"}
-    | {"shared_len": 512},
-    "long-prompt": {"num_seqs": 16, "input_len": "1024-1536", "output_len": "16-32"},
-    "chat": {"num_seqs": 64, "input_len": "16-64", "output_len": "16-128"}
-    | {"shared_len": 64, "turns": 4},
-    "single": {"num_seqs": 1, "input_len": "128-128", "output_len": "256-256"},
-}
+_ROOT = Path(__file__).resolve().parents[2]  # where this nanoserve was found
+CHILD = Path(__file__).with_name("child.py")
 # What an engine may have otherwise than the others, as in nanoserve:batching=static; any other
 # option after an engine's name is handed to the engine.
 COMMON = ("batching", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "hf_batch_size")
 COMMON += ("attention_backend", "enforce_eager", "enable_prefix_caching")
-
-
-def draw_workload(
-    num_seqs: int,
-    input_len: tuple[int, int],
-    output_len: tuple[int, int],
-    vocab_size: int,
-    shared_len: int = 0,
-    turns: int = 1,
-) -> tuple[Tokens, list[int]]:
-    """All prompts, then all output lengths, from one generator: nano-vllm's, draw for draw.
-
-    A small vocabulary wraps ids only after they are drawn, so lengths are the same for all models.
-    All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats that of its
-    conversation's turn before, and made-up tokens as its answer, before it says something new.
-    """
-    rng = Random(0)
-
-    def draw(num_tokens: int) -> list[int]:
-        return [rng.randint(0, 10_000) % vocab_size for _ in range(num_tokens)]
-
-    messages = [draw(rng.randint(*input_len)) for _ in range(num_seqs)]
-    output_lens = [rng.randint(*output_len) for _ in range(num_seqs)]
-    shared, prompts, num_conversations = draw(shared_len), [], max(1, num_seqs // turns)
-    for message in messages:
-        before = len(prompts) - num_conversations
-        history = shared if before < 0 else prompts[before] + draw(output_lens[before])
-        prompts.append(history + message)
-    return prompts, output_lens
 
 
 def parse_engine(label: str) -> tuple[str, dict[str, Any]]:
@@ -110,13 +75,9 @@ def run_child(job: str, spec: dict[str, Any], python: str = sys.executable) -> d
     """
     spec_file, result_file = (Path(spec["scratch"]) / name for name in ("spec.json", "result.json"))
     spec_file.write_text(json.dumps(spec))
-    command = [python, str(ROOT / "benchmarks" / "child.py"), job, str(spec_file), str(result_file)]
-    environment = dict(os.environ)
-    if python == sys.executable:  # another one has packages of its own, and need not have ours
-        paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [python, str(CHILD), job, str(spec_file), str(result_file)]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, env=environment)
+        child = subprocess.run(command, capture_output=True, text=True, env=_environment(python))
     except OSError as error:
         return {"failed": str(error)}
     if child.returncode == 0:
@@ -124,6 +85,19 @@ def run_child(job: str, spec: dict[str, Any], python: str = sys.executable) -> d
     sys.stderr.write(child.stderr)
     last_words = child.stderr.strip().splitlines()[-1:] or ["it left no message"]
     return {"failed": f"{last_words[0]} (exit status {child.returncode})"}
+
+
+def _environment(python: str) -> dict[str, str]:
+    """With this nanoserve where it can be imported, if the child has this interpreter.
+
+    Another one has packages of its own, and need not have ours. What is installed needs no path,
+    and gets none: all that is installed beside it would come before the standard library.
+    """
+    environment = dict(os.environ)
+    if python == sys.executable and _ROOT.name not in ("site-packages", "dist-packages"):
+        paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
 
 
 def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
@@ -208,36 +182,18 @@ def compare(args: Namespace, scratch: Path) -> bool:
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(points, spec), indent=1))
     if args.plot:
-        from plots import plot_points
+        from nanoserve.bench.plots import plot_points
 
         plot_points(points, sum(spec["output_lens"]), args.plot)
     return not any("failed" in run for p in points for runs in p.runs.values() for run in runs)
 
 
-def length_range(text: str) -> tuple[int, int]:
-    low, high = map(int, text.split("-"))
-    if not 1 <= low <= high:
-        raise ValueError(text)
-    return low, high
-
-
-def counts(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def rates(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
-def milliseconds(text: str) -> float:
-    return float(text) / 1000
-
-
-def parse_args() -> Namespace:
-    parser = ArgumentParser(description="Speed of nanoserve and its peers.")
+def parse_args(arguments: list[str]) -> Namespace:
+    parser = ArgumentParser("nanoserve bench", description="Speed of nanoserve and its peers.")
     add = parser.add_argument
     engines = "NAME[:OPTION=VALUE...],... run in turns (%(default)s); known: " + ", ".join(SOURCES)
     add("--engine", default="nanoserve,transformers", help=engines)
+    add("--url", help="measure a server over HTTP instead: `--url URL --help` has its options")
     python = "run that engine with another interpreter, whose environment has it"
     add("--python", action="append", default=[], metavar="NAME=PATH", help=python)
     add("--model", help="a checkpoint's folder (the bundled tiny-qwen3)")
@@ -272,8 +228,9 @@ def parse_args() -> Namespace:
     add("--repeat", type=int, default=1, help="runs of each engine (%(default)s)")
     add("--json", metavar="FILE", help="all that was measured")
     add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
-    parser.set_defaults(**WORKLOADS[parser.parse_known_args()[0].workload])  # what is given wins
-    args = parser.parse_args()
+    workload = parser.parse_known_args(arguments)[0].workload
+    parser.set_defaults(**WORKLOADS[workload])  # what is given wins
+    args = parser.parse_args(arguments)
     args.model = args.model or (None if args.shape else "tiny-qwen3")
     args.shape = None if args.model else args.shape
     if args.threads is None and args.model == "tiny-qwen3":
@@ -289,11 +246,7 @@ def parse_args() -> Namespace:
     return args
 
 
-def main() -> int:
-    args = parse_args()
+def main(arguments: list[str]) -> int:
+    args = parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         return 0 if compare(args, Path(scratch)) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

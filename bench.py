@@ -1,0 +1,8 @@
+"""`nanoserve bench`, from where the README has it: python bench.py --help"""
+
+import sys
+
+from nanoserve.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", *sys.argv[1:]]))
