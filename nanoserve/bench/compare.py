@@ -19,8 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
-from importlib.util import find_spec
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,10 @@ from nanoserve.bench.precision import precision_of
 from nanoserve.bench.report import Point, as_json, print_report
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.bench.workloads import (
-    WORKLOADS,
+    add_workload,
     counts,
     draw_workload,
-    length_range,
-    milliseconds,
+    parse_with_workload,
     rates,
 )
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
@@ -193,27 +191,14 @@ def parse_args(arguments: list[str]) -> Namespace:
     add = parser.add_argument
     engines = "NAME[:OPTION=VALUE...],... run in turns (%(default)s); known: " + ", ".join(SOURCES)
     add("--engine", default="nanoserve,transformers", help=engines)
-    add("--url", help="measure a server over HTTP instead: `--url URL --help` has its options")
+    url = "measure a server over HTTP instead; `--url URL --help` has its options"
+    add("--url", default=SUPPRESS, help=url)
     python = "run that engine with another interpreter, whose environment has it"
     add("--python", action="append", default=[], metavar="NAME=PATH", help=python)
     add("--model", help="a checkpoint's folder (the bundled tiny-qwen3)")
     add("--shape", choices=SHAPES, help="random weights of that shape, instead")
-    add("--workload", choices=WORKLOADS, default="random", help="sets the defaults of what follows")
-    add("--num-seqs", type=int, metavar="N", help="prompts (%(default)s)")
-    add("--input-len", type=length_range, metavar="LO-HI", help="tokens of a prompt (%(default)s)")
-    add("--output-len", type=length_range, metavar="LO-HI", help="%(default)s")
-    add("--shared-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
-    add("--turns", type=int, default=1, metavar="N", help="of a conversation, that repeat it")
-    add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
+    add_workload(parser)
     add("--request-rate", type=rates, default=[None], metavar="R,...", help="requests a second")
-    add(
-        "--slo-ttft",
-        type=milliseconds,
-        default="1000",
-        metavar="MS",
-        help="goodput's (%(default)s)",
-    )
-    add("--slo-itl", type=milliseconds, default="100", metavar="MS", help="%(default)s")
     add("--batching", choices=("continuous", "static"), default="continuous", help="%(default)s")
     add("--max-num-seqs", type=counts, default=[None], metavar="N,...", help="batch sizes")
     add("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
@@ -225,12 +210,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
     add("--threads", type=int, help="if not given, torch chooses; 1 for the bundled model")
-    add("--repeat", type=int, default=1, help="runs of each engine (%(default)s)")
-    add("--json", metavar="FILE", help="all that was measured")
-    add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
-    workload = parser.parse_known_args(arguments)[0].workload
-    parser.set_defaults(**WORKLOADS[workload])  # what is given wins
-    args = parser.parse_args(arguments)
+    args = parse_with_workload(parser, arguments)
     args.model = args.model or (None if args.shape else "tiny-qwen3")
     args.shape = None if args.model else args.shape
     if args.threads is None and args.model == "tiny-qwen3":
@@ -241,8 +221,6 @@ def parse_args(arguments: list[str]) -> Namespace:
         parse_engine(label)
     if args.batching == "static" and args.request_rate != [None]:
         parser.error("--batching static waits for whole batches: it has no --request-rate")
-    if args.plot and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'nanoserve[bench]'")
     return args
 
 

@@ -1,5 +1,7 @@
 """What engines and servers are measured with: how many requests, how long, and what they share."""
 
+from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from random import Random
 from typing import Any
 
@@ -24,14 +26,15 @@ def draw_workload(
     vocab_size: int,
     shared_len: int = 0,
     turns: int = 1,
+    seed: int = 0,
 ) -> tuple[Tokens, list[int]]:
-    """All prompts, then all output lengths, from one generator: nano-vllm's, draw for draw.
+    """All prompts, then all output lengths, from one generator: for seed 0 nano-vllm's own draws.
 
     A small vocabulary wraps ids only after they are drawn, so lengths are the same for all models.
     All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats that of its
     conversation's turn before, and made-up tokens as its answer, before it says something new.
     """
-    rng = Random(0)
+    rng = Random(seed)
 
     def draw(num_tokens: int) -> list[int]:
         return [rng.randint(0, 10_000) % vocab_size for _ in range(num_tokens)]
@@ -53,13 +56,55 @@ def length_range(text: str) -> tuple[int, int]:
     return low, high
 
 
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    return [count(number) for number in text.split(",")]
+
+
+def positive(text: str) -> float:
+    if not float(text) > 0:
+        raise ValueError(text)
+    return float(text)
 
 
 def rates(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
+    return [positive(number) for number in text.split(",")]
 
 
 def milliseconds(text: str) -> float:
-    return float(text) / 1000
+    return positive(text) / 1000
+
+
+def add_workload(parser: ArgumentParser) -> None:
+    """What is asked, and what is to be told of it: the same of engines and of servers."""
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default="random", help="sets the defaults of what follows")
+    add("--num-seqs", type=count, metavar="N", help="prompts (%(default)s)")
+    add("--input-len", type=length_range, metavar="LO-HI", help="tokens of a prompt (%(default)s)")
+    add("--output-len", type=length_range, metavar="LO-HI", help="%(default)s")
+    add("--shared-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
+    add("--turns", type=count, default=1, metavar="N", help="of a conversation, that repeat it")
+    add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
+    ttft = "goodput's (%(default)s)"
+    add("--slo-ttft", type=milliseconds, default="1000", metavar="MS", help=ttft)
+    add("--slo-itl", type=milliseconds, default="100", metavar="MS", help="%(default)s")
+    add("--repeat", type=count, default=1, help="runs of each (%(default)s)")
+    add("--json", metavar="FILE", help="all that was measured")
+    add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
+
+
+def parse_with_workload(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """What is given wins over what the workload says."""
+    chosen = ArgumentParser(add_help=False)  # so that help, too, shows the workload's defaults
+    chosen.add_argument("--workload", default="random")
+    workload = chosen.parse_known_args(arguments)[0].workload
+    parser.set_defaults(**WORKLOADS.get(workload, {}))
+    args = parser.parse_args(arguments)
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'nanoserve[bench]'")
+    return args
