@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from stand_in_server import DONE, END, STREAM, StandIn, Steps, chunk, num_words, plain, said, talk
 
@@ -17,7 +18,7 @@ from nanoserve.bench.serve.options import parse_args
 from nanoserve.bench.workloads import draw_workload
 
 SMALL = ["--num-seqs", "6", "--input-len", "20-40", "--output-len", "4-8"]
-LATE = 0.03  # seconds that a busy machine may be late, at the median
+LATE = 0.05  # seconds from one thread to the other, at the median, on a busy machine
 WARM_UPS = 2
 
 Measure = Callable[..., dict[str, Any]]
@@ -53,14 +54,18 @@ def after_warm_up(faulty: Callable[[dict[str, Any], int], Steps]) -> Any:
 def test_times_are_those_of_the_server(measure: Measure) -> None:
     with StandIn(lambda body, number: talk(body, ttft=0.1, gap=0.04)) as server:
         run = only_run(measure(server.url, "--concurrency", "3"))
-    found = run["latencies"]
-    for name, seconds in (("ttft", 0.1), ("itl", 0.04), ("tpot", 0.04)):
-        for column in ("p50", "mean"):
-            assert 1000 * seconds - 2 < found[f"{name}_{column}"] < 1000 * (seconds + LATE), name
-    output_lens = [request["output_tokens"] for request in run["requests"]]
-    expected = sum(0.1 + 0.04 * (n - 1) for n in output_lens) / len(output_lens)
-    assert 1000 * expected - 5 < found["e2e_mean"] < 1000 * (expected + 8 * LATE)
-    assert run["seconds"] >= max(0.1 + 0.04 * (n - 1) for n in output_lens)
+        times = server.times[WARM_UPS:]
+    found, n = run["latencies"], np.array([len(content) - 1 for content in times])
+    ttft = np.array([content[1] - content[0] for content in times])
+    e2e = np.array([content[-1] - content[0] for content in times])
+    gaps = np.concatenate([np.diff(content[1:]) for content in times])
+    waits = {"ttft": ttft, "itl": gaps, "tpot": (e2e - ttft) / (n - 1), "e2e": e2e}
+    assert ttft.min() > 0.098 and gaps.min() > 0.038  # it has slept
+    for name, seconds in waits.items():
+        assert found[f"{name}_p50"] / 1000 == pytest.approx(np.median(seconds), abs=LATE), name
+        assert found[f"{name}_mean"] / 1000 == pytest.approx(seconds.mean(), abs=LATE), name
+    assert found["itl_p50"] > 35
+    assert run["seconds"] >= e2e.max()
 
 
 def test_each_request_has_its_own_times(measure: Measure) -> None:
@@ -71,10 +76,11 @@ def test_each_request_has_its_own_times(measure: Measure) -> None:
 
     with StandIn(after_warm_up(answer)) as server:
         run = only_run(measure(server.url, "--concurrency", "1"))
-    assert 138 < run["latencies"]["ttft_p50"] < 140 + 1000 * LATE
-    assert run["latencies"]["ttft_p99"] > 235
-    ttfts = [request["chunk_times"][0] - request["sent"] for request in run["requests"]]
-    assert ttfts == sorted(ttfts)
+        slept = [1000 * (content[1] - content[0]) for content in server.times[WARM_UPS:]]
+    for percentile in (50, 90, 99):
+        found = run["latencies"][f"ttft_p{percentile}"]
+        assert found == pytest.approx(np.percentile(slept, percentile), abs=1000 * LATE)
+    assert slept[0] < slept[5] / 2
 
 
 def test_several_tokens_in_a_chunk_are_told_apart_from_the_gap(
@@ -83,10 +89,13 @@ def test_several_tokens_in_a_chunk_are_told_apart_from_the_gap(
     with StandIn(lambda body, number: talk(body, gap=0.06, tokens_a_chunk=3)) as server:
         options = ("--concurrency", "2", "--output-len", "7-7")
         run = only_run(measure(server.url, *options))
+        slept = np.array([np.diff(content[1:]) for content in server.times[WARM_UPS:]])
     found = run["latencies"]
     assert (run["output_tokens"], run["chunks"]) == (42, 18)
-    assert 58 < found["itl_p50"] < 60 + 1000 * LATE
-    assert 18 < found["tpot_p50"] < (120 + 2000 * LATE) / 6
+    assert slept.shape == (6, 2) and slept.min() > 0.058
+    assert found["itl_p50"] / 1000 == pytest.approx(np.median(slept), abs=LATE)
+    tpot = slept.sum(axis=1) / (7 - 1)
+    assert found["tpot_p50"] / 1000 == pytest.approx(np.median(tpot), abs=LATE / 6)
     assert "of 2.33 tokens each" in capsys.readouterr().out
 
 
@@ -105,13 +114,16 @@ def test_rates_are_of_what_was_answered_over_all_of_the_run(measure: Measure) ->
 
 
 def test_goodput_counts_who_met_both_objectives(measure: Measure) -> None:
-    """Two of six come late, and one of the others is slow after its first token."""
+    """Two of six come late, and one of the others is slow after its first token.
+
+    The times are far apart, for machines that are busy.
+    """
 
     def answer(body: dict[str, Any], number: int) -> Steps:
-        return talk(body, 0.3 if number < 2 else 0.0, 0.3 if number == 4 else 0.0)
+        return talk(body, 0.6 if number < 2 else 0.0, 0.4 if number == 4 else 0.0)
 
     with StandIn(after_warm_up(answer)) as server:
-        objectives = ("--slo-ttft", "200", "--slo-itl", "150")
+        objectives = ("--slo-ttft", "500", "--slo-itl", "300")
         run = only_run(measure(server.url, "--concurrency", "1", *objectives))
     assert run["goodput_share"] == pytest.approx(3 / 6)
     assert run["latencies"]["goodput"] == pytest.approx(3 / run["seconds"])
@@ -127,7 +139,8 @@ def test_requests_come_when_they_are_due(measure: Measure) -> None:
     assert due == pytest.approx([arrival - arrivals[0] for arrival in arrivals], abs=1e-6)
     assert all(request["sent"] >= request["due"] for request in run["requests"])
     assert run["latencies"]["ttft_p50"] > 198
-    assert run["seconds"] < 6 * 0.2  # they overlap
+    ended = [request["ended"] for request in run["requests"]]
+    assert run["seconds"] == pytest.approx(max(ended)) and due[-1] < ended[0]  # they overlap
     assert run["client"]["late_ms_max"] == pytest.approx(
         1000 * max(request["sent"] - request["due"] for request in run["requests"])
     )
@@ -193,18 +206,16 @@ FAULTS = [
 def test_a_failure_is_counted_and_named(
     name: str, measure: Measure, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the others are measured as if it had not been."""
-
     def answer(body: dict[str, Any], number: int) -> Steps:
         return fault(name, body) if number in (1, 4) else talk(body, ttft=0.02)
 
     with StandIn(after_warm_up(answer)) as server:
-        run = only_run(measure(server.url, "--concurrency", "2", "--timeout", "0.5"))
+        timeout = ("--timeout", "0.5") if "no end" in name else ()
+        run = only_run(measure(server.url, "--concurrency", "2", *timeout))
     assert (run["ok"], run["failed"]) == (4, 2)
     assert sum(run["errors"].values()) == 2 and all(name in error for error in run["errors"])
     assert ["error" in request for request in run["requests"]].count(True) == 2
     assert name in capsys.readouterr().out.splitlines()[-1]
-    assert run["latencies"]["ttft_p50"] < 20 + 1000 * LATE
 
 
 def test_the_most_common_error_is_told(

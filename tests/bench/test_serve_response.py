@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from nanoserve.bench.serve.figures import figures
+from nanoserve.bench.serve.load import Exchange
 from nanoserve.bench.serve.response import Response
 from nanoserve.bench.serve.stream import Answer, read_answer
 
@@ -126,3 +128,18 @@ def test_chunks_of_another_kind_are_failures_or_nothing(data: bytes) -> None:
     """Never an exception of another kind."""
     with pytest.raises(ValueError, match=r"JSON object|an answer without text"):
         read_answer(read(HEAD + b"\r\n" + b"data: " + data + b"\n\ndata: [DONE]\n\n"))
+
+
+def test_waiting_counts_from_when_a_request_was_due() -> None:
+    """Not from when a busy client got to it; and what failed takes its time, too."""
+    response = read(FRAMINGS["length"], len(FRAMINGS["length"]) - len(_EVENTS) + INSIDE[0])
+    late = Exchange(due=0.25, sent=0.75, ended=1.0, response=response)
+    failed = Exchange(due=0.5, sent=0.5, ended=4.25, error="TimeoutError: too long")
+    run = figures([late, failed], [5, 5], 0.8, 1.0, client_seconds=1.0)
+    assert run["seconds"] == 4.0
+    assert run["latencies"]["ttft_p50"] == pytest.approx(750)
+    assert run["latencies"]["request_rate"] == pytest.approx(1 / 4)
+    assert run["goodput_share"] == 0.5
+    assert run["client"] == {"late_ms_p99": 495, "late_ms_max": 500, "core": 0.25}
+    assert (run["input_tokens"], run["output_tokens"], run["cached_tokens"]) == (11, 5, 4)
+    assert run["errors"] == {"TimeoutError: too long": 1}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,13 +68,16 @@ def talk(
 class StandIn:
     """`with StandIn(answer) as server:` listens at `server.url`; `answer(body, number)` says how.
 
-    What it was asked is in `bodies` and `heads`; `GET` is answered with the name of a model.
+    What it was asked is in `bodies` and `heads`; `GET` is answered with names of models. `times`
+    has of each request when it came, and when content was written: on a busy machine a sleep is
+    longer than it should be.
     """
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Steps]) -> None:
         self.answer, self.num_connections = answer, 0
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
+        self.times: list[list[float]] = []
         self._loop, self._started = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -117,10 +121,13 @@ class StandIn:
         length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
         body = json.loads(await reader.readexactly(length))
         self.bodies.append(body)
+        times = [time.perf_counter()]
+        self.times.append(times)
         for wait, data in self.answer(body, len(self.bodies) - 1):
             await asyncio.sleep(wait)
             if data is None:
                 return False
+            times += [time.perf_counter()] * (b"word" in data)
             writer.write(data)
             await writer.drain()
         return True
