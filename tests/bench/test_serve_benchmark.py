@@ -414,6 +414,7 @@ def test_random_ids_have_exact_lengths(measure: Measure) -> None:
         measure(server.url, *options)
         prompts = [body["prompt"] for body in server.bodies[WARM_UPS:]]
         assert server.heads[-1].startswith("POST /v1/completions ")
+        assert 49 in server.bodies[0]["prompt"]  # whoever has no such token says so at once
     drawn, _ = draw_workload(6, (20, 40), (4, 8), 50)
     assert [*map(len, prompts)] == [*map(len, drawn)]
     assert all(0 <= i < 50 for prompt in prompts for i in prompt)

@@ -51,7 +51,7 @@ class Measurement:
         """
         counted = []
         for num_words in (_FEW, _MANY):
-            ids = [*range(num_words)]
+            ids = [(-1 - i) % self.vocab_size for i in range(num_words)]  # is the last one taken?
             prompt = self._prompt(ids, WordLength())
             answer = read_answer(await self.requests.first(prompt, 8))
             counted.append((num_words, answer.input_tokens))

@@ -8,8 +8,8 @@ from nanoserve.bench.serve.response import Response
 from nanoserve.bench.serve.stream import error_in
 
 PATHS = {"chat": "chat/completions", "completions": "completions"}
-# What not everybody takes, the least needed first. vLLM, nanoserve and llama.cpp's server know
-# `ignore_eos`; OpenAI's own refuses a name that it does not know, others ignore it.
+# What not everybody takes, the least needed first. vLLM and nanoserve know `ignore_eos`; of the
+# others some refuse a name that they do not know, and some ignore it.
 _OPTIONAL: dict[str, Any] = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True},
