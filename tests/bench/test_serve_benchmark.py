@@ -1,6 +1,8 @@
 """`nanoserve bench --url`: its figures are what the server did, and no failure is lost."""
 
 import json
+import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -324,6 +326,28 @@ def test_the_address_and_the_key(
     assert "of-mine" not in json.dumps(report) + capsys.readouterr().out
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_over_tls_the_certificate_must_be_the_hosts(
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with StandIn(lambda body, number: talk(body), context) as server:
+        at_the_number = server.url.replace("http:", "https:")
+        by_name = at_the_number.replace("127.0.0.1", "localhost")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            measure(by_name)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert only_run(measure(by_name, "--concurrency", "3"))["ok"] == 6
+        with pytest.raises(ssl.SSLCertVerificationError):
+            measure(at_the_number)
+
+
 def test_paths_of_hosted_servers() -> None:
     def path(url: str) -> str:
         return Server(url, None, 1.0).path
@@ -342,6 +366,7 @@ def test_paths_of_hosted_servers() -> None:
         ("http://some where/v1", "must be like"),
         ("http://somewhere/v1\r\nX: y", "must be like"),
         ("http://me:secret@somewhere/v1", "must not hold a user"),
+        ("ftp://me:secret@somewhere/v1", "must not hold a user"),
         ("http://somewhere/v1?key=1", "must end with its path"),
         ("http://somewhere:99999/v1", "[Pp]ort"),
     ],

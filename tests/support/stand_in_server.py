@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,8 +74,10 @@ class StandIn:
     longer than it should be.
     """
 
-    def __init__(self, answer: Callable[[dict[str, Any], int], Steps]) -> None:
-        self.answer, self.num_connections = answer, 0
+    def __init__(
+        self, answer: Callable[[dict[str, Any], int], Steps], tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.answer, self.tls, self.num_connections = answer, tls, 0
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.times: list[list[float]] = []
@@ -91,7 +94,7 @@ class StandIn:
         self._thread.join(10)
 
     def _run(self) -> None:
-        listening = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        listening = asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         server = self._loop.run_until_complete(listening)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._started.set()

@@ -89,11 +89,11 @@ class Server:
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
+        require(parts.username is None, "--url must not hold a user: give a key with --api-key")
         told = f"--url {shown(url)}"
         is_plain = url.isascii() and url.isprintable() and " " not in url
         is_http = parts.scheme in ("http", "https") and parts.hostname
         require(bool(is_plain and is_http), f"{told} must be like http://127.0.0.1:8000/v1")
-        require(parts.username is None, "--url must not hold a user: give a key with --api-key")
         require(not (parts.query or parts.fragment), f"{told} must end with its path")
         is_key = api_key is None or (api_key.isascii() and api_key.isprintable())
         require(is_key, "the API key must be of printable ASCII characters")
@@ -102,7 +102,8 @@ class Server:
             self.path += "/v1"
         self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._name = self._host = parts.hostname
+        self._port = parts.port or (443 if self._tls else 80)
         self._timeout = timeout
         self._head = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
         if api_key:
@@ -137,10 +138,13 @@ class Server:
             if connection.is_open and time.perf_counter() - connection.idle_since < _IDLE:
                 return connection
             connection.close()
-        loop = asyncio.get_running_loop()
-        making = loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        loop, name = asyncio.get_running_loop(), self._name if self._tls else None
+        making = loop.create_connection(
+            Connection, self._host, self._port, ssl=self._tls, server_hostname=name
+        )
         try:
-            _, connection = await asyncio.wait_for(making, self._timeout)
+            transport, connection = await asyncio.wait_for(making, self._timeout)
         except asyncio.TimeoutError:  # Python 3.10's own
             raise TimeoutError(f"no connection after {self._timeout:g} s") from None
+        self._host = transport.get_extra_info("peername")[0]  # to look up a name takes time
         return connection
