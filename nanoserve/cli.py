@@ -8,6 +8,7 @@ from importlib import import_module
 _COMMANDS = {
     "serve": ("nanoserve.commands.serve", "answer OpenAI's clients, and a browser"),
     "chat": ("nanoserve.commands.chat", "talk to a model in the terminal"),
+    "bench": ("nanoserve.bench.command", "measure engines on this machine, or a server over HTTP"),
     "trace": ("nanoserve.trace.__main__", "look at what LLM(..., trace=...) recorded"),
 }
 
