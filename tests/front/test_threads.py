@@ -294,9 +294,9 @@ def test_the_next_generate_finds_nothing_of_an_interrupted_call(
     moments = record(calls[how])
     for _ in range(400 if full_size else 40):
         again = rng.randint(1, 400) if rng.random() < 0.7 else None
-        with Injector(FILES, ctrl_c, rng.choice(moments), again) as injector:
-            with contextlib.suppress(KeyboardInterrupt):
-                calls[how]()
+        injector = Injector(FILES, ctrl_c, rng.choice(moments), again)
+        with injector, contextlib.suppress(KeyboardInterrupt):
+            calls[how]()
         assert injector.acted
         assert tokens(llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)) == expected
         check_invariants(llm.engine.scheduler)

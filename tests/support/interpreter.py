@@ -66,7 +66,7 @@ def _once_a_launch(patch: Callable[[Any], Any], language: Any) -> Callable[[Any]
 
 
 def _by_element(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Which writes down the table of all types to look one up. Blocks of a type are of that type."""
+    """Which writes down a table of all types to look one up. A block's is that of its elements."""
     remembered = cache(np_dtype)
 
     def look_up(dtype: Any) -> Any:
