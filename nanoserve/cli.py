@@ -6,6 +6,7 @@ from importlib import import_module
 # Where each command lives: a module whose `main` takes the arguments behind the command's name.
 # Only the one that is asked for is imported.
 _COMMANDS = {
+    "info": ("nanoserve.commands.info", "what a model is and takes, and whether it would run here"),
     "trace": ("nanoserve.trace.__main__", "look at what LLM(..., trace=...) recorded"),
 }
 
