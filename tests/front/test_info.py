@@ -102,8 +102,12 @@ def test_text_and_its_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert facts["tokenizer_size"] == llm.engine.tokenizer.backend.get_vocab_size()
     assert facts["chat_template"] is True and facts["tokenizer"] == "BPE"
     make_qwen3(tmp_path)
+    edit_json(tmp_path / "config.json", eos_token_id=7)
     status, facts = asked(capsys, str(tmp_path), "--tokenizer", "tiny-qwen3")
     assert status == 0 and facts["chat_template"] is True
+    with LLM(tmp_path, device="cpu", tokenizer="tiny-qwen3") as llm:  # its own, and the tokenizer's
+        expected = llm.engine.input_processor.eos_token_ids
+    assert set(facts["eos_token_ids"]) == expected and 7 in expected and len(expected) == 2
 
 
 def test_every_refusal_is_told_the_first_as_an_engine_tells_it(tmp_path: Path) -> None:
