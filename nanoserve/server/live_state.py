@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.occupancy import Occupancy, occupancy
@@ -72,11 +74,14 @@ class StepTotals:
         self._num_output_tokens += len(plan.sampled)
         self._step_seconds += times.schedule + times.pack + times.execute + times.update
         for row in plan.sampled:
-            ends_prompt = row.start + row.n == row.seq.num_prompt_tokens
-            ttft = row.seq.metrics.time_to_first_token
-            if ends_prompt and row.seq.index == 0 and ttft is not None:
-                self._num_first_tokens += 1
-                self._ttfts.append(round(ttft, 6))
+            if row.start + row.n == row.seq.num_prompt_tokens:
+                self._note_first_token(row.seq)
+
+    def _note_first_token(self, seq: Sequence) -> None:
+        ttft = seq.metrics.time_to_first_token
+        if seq.index == 0 and ttft is not None:  # siblings share one time
+            self._num_first_tokens += 1
+            self._ttfts.append(round(ttft, 6))
 
     def read(self, engine: LLMEngine) -> State:
         """On the engine's thread, between two steps.
@@ -126,7 +131,7 @@ def _request(seq: Sequence) -> list[int]:
 def snapshot(state: State) -> dict[str, Any]:
     """All of `state`, for those who know nothing yet."""
     tables = {str(seq): runs(table) for seq, table in state.occupancy.tables.items()}
-    cached = runs(sorted(state.occupancy.cached))
+    cached = runs(_set(_flags(state.occupancy.cached)))
     return {"pool": state.pool, "tables": tables, "cached": cached} | _as_it_is_now(state)
 
 
@@ -139,16 +144,23 @@ def change(before: State, now: State) -> dict[str, Any]:
         if table != known:
             num_kept = _num_common(known, table)
             tables[str(seq)] = [num_kept, runs(table[num_kept:])]
-    cached = {
-        "added": runs(sorted(new.cached - old.cached)),
-        "removed": runs(sorted(old.cached - new.cached)),
-    }
+    was, is_now = _flags(old.cached), _flags(new.cached)
+    cached = {"added": runs(_set(is_now > was)), "removed": runs(_set(was > is_now))}
     ended = [seq for seq in old.tables if seq not in new.tables]
     return {"tables": tables, "ended": ended, "cached": cached} | _as_it_is_now(now)
 
 
 def _as_it_is_now(state: State) -> dict[str, Any]:
     return {"requests": state.requests, "waiting": state.waiting, "numbers": state.numbers}
+
+
+def _flags(cached: bytes) -> np.ndarray:
+    return np.frombuffer(cached, np.uint8)
+
+
+def _set(flags: np.ndarray) -> list[int]:
+    """The numbers of the blocks whose flag is set, in order."""
+    return np.flatnonzero(flags).tolist()
 
 
 def _num_common(a: list[int], b: list[int]) -> int:

@@ -105,8 +105,11 @@ function timingText({ timing }) {
   if (!timing) return "";
   const { tokens, isExact, first, seconds } = timing;
   const parts = [`${isExact ? "" : "about "}${plural(tokens, "token")}`];
-  // The first token has taken `first`; those behind it are what `seconds` were spent on.
-  if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(0)} tokens/s`);
+  // The first token has taken `first`; those behind it are what `seconds` were spent on. If all came
+  // at once there is no telling.
+  if (tokens > 1 && seconds > 0.005) {
+    parts.push(`${Math.round((tokens - 1) / seconds).toLocaleString("en")} tokens/s`);
+  }
   if (first !== undefined) parts.push(`first after ${duration(first)}`);
   return parts.join(" · ");
 }

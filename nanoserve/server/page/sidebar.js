@@ -5,7 +5,8 @@ import { byId, element, iconButton } from "./element.js";
 const UNDO_SECONDS = 8;
 
 export class Sidebar {
-  #renaming = null;
+  #renaming = null; // the field in which somebody does
+  #items = new WeakMap(); // by conversation
 
   // `actions` are {choose, removed}, each called with a conversation; `isRunning` says of one
   // whether an answer is coming in it.
@@ -17,41 +18,53 @@ export class Sidebar {
     this.list = byId("conversations");
   }
 
+  // What is there stays where it is, as long as it can: it may have the focus.
   show(current = this.current) {
     this.current = current;
     if (this.#renaming) return; // what is being typed must not be lost to an answer that ends
     const shown = this.conversations.all.filter(({ messages }) => messages.length);
-    this.list.replaceChildren(...shown.map((conversation) => this.#item(conversation)));
+    const items = shown.map((conversation) => this.#item(conversation));
+    const isSame = items.length === this.list.children.length && items.every((item, i) => item === this.list.children[i]);
+    if (!isSame) this.list.replaceChildren(...items);
     byId("no-conversations").hidden = shown.length > 0;
   }
 
   #item(conversation) {
-    const isCurrent = conversation === this.current;
-    const choose = element(
-      "button",
-      {
-        type: "button",
-        class: "choose",
-        title: conversation.title,
-        "aria-current": isCurrent ? "true" : null,
-        onclick: () => this.actions.choose(conversation),
-        ondblclick: () => this.#rename(conversation, item),
-      },
-      conversation.title,
-    );
-    const rename = iconButton("edit", `Rename “${conversation.title}”`, () => this.#rename(conversation, item));
-    const remove = iconButton("delete", `Delete “${conversation.title}”`, () => this.#remove(conversation));
-    const item = element("li", { class: this.isRunning(conversation) ? "running" : "" }, choose, rename, remove);
+    if (!this.#items.has(conversation)) this.#items.set(conversation, this.#made(conversation));
+    const item = this.#items.get(conversation);
+    const { title } = conversation;
+    const [choose, rename, remove] = item.children;
+    choose.textContent = choose.title = title;
+    rename.setAttribute("aria-label", `Rename “${title}”`);
+    remove.setAttribute("aria-label", `Delete “${title}”`);
+    item.classList.toggle("running", this.isRunning(conversation));
+    if (conversation === this.current) choose.setAttribute("aria-current", "true");
+    else choose.removeAttribute("aria-current");
     return item;
   }
 
-  #rename(conversation, item) {
+  #made(conversation) {
+    const choose = element("button", {
+      type: "button",
+      class: "choose",
+      onclick: () => this.actions.choose(conversation),
+      ondblclick: () => this.#rename(conversation),
+    });
+    const rename = iconButton("edit", "Rename", () => this.#rename(conversation));
+    const remove = iconButton("delete", "Delete", () => this.#remove(conversation));
+    return element("li", {}, choose, rename, remove);
+  }
+
+  #rename(conversation) {
+    const item = this.#items.get(conversation);
+    const before = [...item.children];
     const input = element("input", { type: "text", maxlength: 60, "aria-label": "Title" });
     input.value = conversation.title;
     this.#renaming = input;
     const done = (isWanted) => {
       if (this.#renaming !== input) return; // leaving the field ends it, too
       this.#renaming = null;
+      item.replaceChildren(...before);
       if (isWanted) this.conversations.rename(conversation, input.value);
       this.show();
     };
