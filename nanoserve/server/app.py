@@ -46,7 +46,6 @@ class ApiServer:
         self.llm, self.settings = llm, settings
         self.names = settings.served_model_name or [llm.engine.config.model]
         self.is_draining = False  # what runs may end, nothing new begins
-        self._num_preparing = 0  # requests that are being tokenised
         self._started = int(time.time())
         self.metrics = Metrics(llm.engine, self.names[0], settings.metrics_prefix)
         llm.engine.observers.append(self.metrics.observe)  # nobody has asked anything yet
@@ -173,7 +172,7 @@ class ApiServer:
             raise ApiError(400, told, "prompt_logprobs", "unsupported")
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
-        most, waiting = self.settings.max_queue, self.llm.num_waiting + self._num_preparing
+        most, waiting = self.settings.max_queue, self.llm.num_waiting
         if most is not None and waiting >= most:
             told = f"{waiting} requests are waiting already; try again later"
             raise ApiError(429, told, code="queue_full", headers=_later(1))
@@ -216,13 +215,10 @@ class ApiServer:
 
     async def _prepare(self, make: Callable[[], Any]) -> Any:
         """What `make()` returns, called off the event loop. What it refuses is a 400."""
-        self._num_preparing += 1
         try:
             return await self.llm.prepare(make)
         except ValueError as error:
             raise ApiError.of(error) from None
-        finally:
-            self._num_preparing -= 1
 
 
 def _later(seconds: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`AsyncLLM`: one engine for all tasks of an event loop."""
 
 import asyncio
+import atexit
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -79,7 +80,7 @@ class OutputReader:
         """Idempotent, and what the garbage collector does."""
         while self._are_deltas:
             request_id, _ = self._are_deltas.popitem()
-            self._thread.order(lambda gone=request_id: self._thread.abort(gone))
+            self._thread.order(partial(self._thread.abort, request_id))
 
     __del__ = close
 
@@ -104,12 +105,17 @@ class AsyncLLM:
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
+        self._num_preparing = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[list[RequestOutput] | None] = deque()  # and not delivered yet
         self._is_woken = False
         self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
         self.thread = EngineThread(self._llm, partial(_post_to, weakref.ref(self)))
-        self._end = weakref.finalize(self, self.thread.stop)
+        # At exit the thread is waited for: torch must not be torn down under it.
+        at_exit = partial(_shut_down, weakref.ref(self))
+        atexit.register(at_exit)
+        self._end = weakref.finalize(self, _end, self.thread, at_exit)
+        self._end.atexit = False
 
     @property
     def engine(self) -> LLMEngine:
@@ -122,8 +128,11 @@ class AsyncLLM:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that the engine has not begun to work on."""
-        return len(self.engine.scheduler.waiting) + self.thread.num_orders
+        """Sequences that wait although the next step would admit as many as there are slots for."""
+        scheduler = self.engine.scheduler
+        num_slots = scheduler.max_num_seqs - len(scheduler.running)
+        num_new = self._num_preparing + self.thread.num_orders
+        return max(0, len(scheduler.waiting) + num_new - num_slots)
 
     def generate(
         self,
@@ -168,7 +177,7 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output. An id that is unknown is no error."""
-        self.thread.order(lambda: self.thread.abort(request_id))
+        self.thread.order(partial(self.thread.abort, request_id))
 
     def new_request_id(self) -> str:
         """One that no other request of this object has."""
@@ -176,7 +185,11 @@ class AsyncLLM:
 
     async def prepare(self, make: Callable[[], T]) -> T:
         """What `make()` returns, called in the thread that tokenises."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+        self._num_preparing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+        finally:
+            self._num_preparing -= 1
 
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue what `engine.input_processor` made; one task reads all that comes of it."""
@@ -279,6 +292,18 @@ class AsyncLLM:
             reader.wake()
         for call in list(self._calls):
             call.set_exception(EngineDeadError("the engine is not running"))
+
+
+def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:
+    alive = llm()
+    if alive is not None:
+        alive.shutdown()
+
+
+def _end(thread: EngineThread, at_exit: Callable[[], None]) -> None:
+    """What is left to do for an `AsyncLLM` that nobody has any more."""
+    thread.stop()
+    atexit.unregister(at_exit)
 
 
 def _post_to(llm: "weakref.ref[AsyncLLM]", outputs: list[RequestOutput] | None) -> None:

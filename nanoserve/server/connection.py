@@ -16,6 +16,7 @@ class Connection(HttpToolsProtocol):
 
     _num_bytes = 0  # since the first one of the request whose headers have not ended
     _is_waiting = True  # for the end of some headers
+    _is_refused = False
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -32,6 +33,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if self._is_waiting:
             self._num_bytes += len(data)
@@ -54,8 +57,14 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: bytes) -> None:
+        """Answer, and listen for another second: to close at once what still receives would reset
+        the connection, and the answer would be lost."""
         self._stop_timer()
-        if not self.transport.is_closing():
-            head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(head)
-            self.transport.close()
+        if self.transport.is_closing():
+            return
+        self._is_refused = True
+        head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        self.transport.write(head)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(1, self.transport.close)

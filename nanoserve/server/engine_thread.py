@@ -11,7 +11,8 @@ from nanoserve.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-_MOST_FAILURES = 3  # steps that raise one after another before the engine counts as dead
+_NUM_TRIES = 2  # of a step, before the requests in it are given up
+_MOST_FAILURES = 6  # one after another, before the engine is
 
 
 class EngineThread:
@@ -19,12 +20,13 @@ class EngineThread:
 
     `post` gets the outputs of a step, all at once, and is called once more, with None, when the
     thread has ended. A step that raises has not happened, so it is tried again; if it raises once
-    more, the requests in it end with that error, and the others go on. If the next one raises too,
-    without a step that worked in between, `error` says what the engine has died of.
+    more, the requests in it end with that error, and the others go on. If those fare no better, and
+    their successors neither, `error` says what the engine has died of.
     """
 
     def __init__(self, llm: LLM, post: Callable[[list[RequestOutput] | None], None]) -> None:
         self.error: BaseException | None = None
+        self.is_running = True
         # Called in this thread with each request's last output, be it an abort.
         self.on_finished: list[Callable[[RequestOutput], None]] = []
         self._llm, self._engine, self._post = llm, llm.engine, post
@@ -33,10 +35,6 @@ class EngineThread:
         # A daemon, so that a program that forgets to shut down can still end.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive() and self.error is None
 
     @property
     def num_orders(self) -> int:
@@ -68,6 +66,7 @@ class EngineThread:
             self.error = error
             logger.critical("the engine has died", exc_info=error)
         finally:
+            self.is_running = False
             self._llm.close()
             self._post(None)
 
@@ -78,6 +77,7 @@ class EngineThread:
             if order is None:
                 return False
             order()
+            del order  # else the last one would be kept alive until the next one comes
         return is_busy
 
     def _step(self) -> None:
@@ -88,7 +88,8 @@ class EngineThread:
             if self._num_failures == _MOST_FAILURES:
                 raise
             logger.exception("a step has failed, the %d. in a row", self._num_failures)
-            outputs = self._give_up(error) if self._num_failures > 1 else []
+            was_last = self._num_failures % _NUM_TRIES == 0
+            outputs = self._give_up(error) if was_last else []
         else:
             self._num_failures = 0
         self._hand_out(outputs)

@@ -94,7 +94,6 @@ class Server(uvicorn.Server):
         late = loop.call_later(self._grace, loop.run_in_executor, None, llm.shutdown)
         await super().shutdown(sockets)
         late.cancel()
-        await loop.run_in_executor(None, llm.shutdown)
 
 
 def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **tls: str) -> int:

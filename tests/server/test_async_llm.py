@@ -1,0 +1,332 @@
+"""`AsyncLLM`: what `LLM` says, for any number of tasks, with nothing left of those that go away."""
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from itertools import pairwise
+
+import pytest
+from serving import is_idle, wait_until
+
+from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from nanoserve.server.async_llm import EngineDeadError
+
+DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def offline():
+    with LLM("tiny-qwen3", **OPTIONS) as llm:
+        yield llm
+
+
+def random_requests(number: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(number)
+    return [
+        (
+            [rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))],
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.8]),
+                seed=rng.randrange(1000),
+                max_tokens=rng.randint(1, 40),
+                logprobs=rng.choice([None, 2]),
+                stop=rng.choice([None, ["a", "的"]]),
+                ignore_eos=True,
+            ),
+        )
+        for _ in range(number)
+    ]
+
+
+def with_kind(params: SamplingParams, kind: RequestOutputKind, **others) -> SamplingParams:
+    return SamplingParams(**{**vars(params), "output_kind": kind, **others})
+
+
+async def joined(outputs) -> tuple[str, list[int], list, str | None]:
+    """All of a stream of deltas with one completion."""
+    text, token_ids, logprobs, reason = "", [], [], None
+    async for output in outputs:
+        for completion in output.outputs:
+            text += completion.text
+            token_ids += completion.token_ids
+            logprobs += completion.logprobs or ()
+            reason = completion.finish_reason
+    return text, token_ids, logprobs, reason
+
+
+def test_streams_of_many_tasks_add_up_to_what_generate_says(llm, offline) -> None:
+    requests = random_requests(60, offline.engine.model_config.vocab_size)
+    prompts, params = zip(*requests, strict=True)
+    expected = offline.generate(list(prompts), list(params), use_tqdm=False)
+
+    async def ask_all():
+        return await asyncio.gather(
+            *(joined(llm.generate(p, with_kind(s, DELTA))) for p, s in requests)
+        )
+
+    for (text, token_ids, logprobs, reason), output in zip(
+        asyncio.run(ask_all()), expected, strict=True
+    ):
+        (whole,) = output.outputs
+        assert (text, token_ids, reason) == (whole.text, whole.token_ids, whole.finish_reason)
+        assert [sorted(entry) for entry in logprobs] == [sorted(e) for e in whole.logprobs or ()]
+    wait_until(lambda: is_idle(llm))
+
+
+def test_cumulative_outputs_grow_and_final_ones_come_once(llm) -> None:
+    async def ask(kind):
+        params = SamplingParams(max_tokens=12, temperature=0, output_kind=kind)
+        return [output async for output in llm.chat(QUESTION, params)]
+
+    texts = [output.outputs[0].text for output in asyncio.run(ask(RequestOutputKind.CUMULATIVE))]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    (final,) = asyncio.run(ask(FINAL))
+    assert final.finished and final.outputs[0].text == texts[-1]
+
+
+@pytest.mark.parametrize("when", ["before it is read", "after one output", "by cancelling"])
+def test_a_stream_that_is_dropped_is_aborted(llm, when) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
+
+    async def drop():
+        stream = llm.generate([1, 2, 3], params)
+        if when == "after one output":
+            async for _ in stream:
+                break
+            wait_until(lambda: llm.engine.has_unfinished_requests())
+        elif when == "by cancelling":
+            task = asyncio.create_task(joined(stream))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        del stream
+        await asyncio.sleep(0.02)
+
+    asyncio.run(drop())
+    gc.collect()
+    wait_until(lambda: is_idle(llm))
+
+
+def test_who_reads_late_gets_everything_in_one_output(llm, offline) -> None:
+    """However many tokens come meanwhile, one output waits."""
+    params = SamplingParams(n=3, max_tokens=100, ignore_eos=True, seed=5, logprobs=1)
+    (expected,) = offline.generate([[7, 8, 9]], params, use_tqdm=False)
+
+    async def read_late():
+        process = llm.engine.input_processor.process
+        late = with_kind(params, DELTA)
+        reader = llm.open([process("late", [7, 8, 9], late)])
+        first = await reader.read()
+        while llm.engine.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+            assert len(reader._unread) <= 1
+        await asyncio.sleep(0.05)
+        rest = await reader.read()
+        assert reader.is_over
+        return [*first, *rest]
+
+    first, rest = asyncio.run(read_late())
+    assert rest.finished and [completion.index for completion in rest.outputs] == [0, 1, 2]
+    before = {completion.index: completion for completion in first.outputs}
+    for late, whole in zip(rest.outputs, expected.outputs, strict=True):
+        early = before.get(late.index)
+        assert (early.text if early else "") + late.text == whole.text
+        assert (early.token_ids if early else []) + late.token_ids == whole.token_ids
+        assert len(early.logprobs if early else []) + len(late.logprobs) == len(whole.logprobs)
+
+
+def test_one_wake_up_a_step_serves_all_streams(llm) -> None:
+    """Not one for each output, of which there are sixteen a step."""
+    params = SamplingParams(max_tokens=50, ignore_eos=True, output_kind=DELTA)
+
+    async def count():
+        loop, woken = asyncio.get_running_loop(), 0
+        call_soon = loop.call_soon_threadsafe
+
+        def counted(callback, *args, **kwargs):
+            nonlocal woken
+            woken += callback == llm._deliver
+            return call_soon(callback, *args, **kwargs)
+
+        loop.call_soon_threadsafe = counted
+        steps = llm.engine.stats.num_steps
+        await asyncio.gather(*(joined(llm.generate([i], params)) for i in range(1, 17)))
+        return woken, llm.engine.stats.num_steps - steps
+
+    woken, num_steps = asyncio.run(count())
+    assert 1 <= woken <= num_steps + 1
+
+
+def test_a_bad_request_is_refused_and_changes_nothing(llm) -> None:
+    async def ask(*args, **kwargs):
+        return [output async for output in llm.generate(*args, **kwargs)]
+
+    async def ask_twice():
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        first = asyncio.create_task(ask([1], params, "same"))
+        await asyncio.sleep(0.02)
+        with pytest.raises(ValueError, match="'same' is already in use"):
+            await ask([1], params, "same")
+        await first
+
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        asyncio.run(ask([]))
+    with pytest.raises(ValueError, match="max_model_len=512"):
+        asyncio.run(ask([1] * 600))
+    asyncio.run(ask_twice())
+    wait_until(lambda: is_idle(llm))
+
+
+def test_abort_by_id_ends_a_stream_with_what_there_is(llm) -> None:
+    async def ask():
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        outputs = []
+        async for output in llm.generate([1, 2], params, "to be aborted"):
+            outputs.append(output)
+            llm.abort("to be aborted")
+        return outputs[-1]
+
+    last = asyncio.run(ask())
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+
+
+@pytest.fixture
+def breakable():
+    """An engine of its own, whose next steps can be made to raise."""
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+    executor, failures = llm.engine.executor, []
+    forward = executor.forward
+
+    def fail_or_forward(*args):
+        if failures:
+            raise failures.pop()
+        return forward(*args)
+
+    executor.forward = fail_or_forward
+    yield llm, failures
+    llm.shutdown()
+
+
+def test_a_step_that_fails_once_costs_nobody_a_token(breakable, offline) -> None:
+    llm, failures = breakable
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, output_kind=DELTA)
+    (expected,) = offline.generate([[5, 6]], params, use_tqdm=False)
+
+    async def ask():
+        text = ""
+        async for output in llm.generate([5, 6], params):
+            text += output.outputs[0].text
+            if len(text) > 5 and not llm.thread._num_failures and text != expected:
+                failures[:] = [RuntimeError("out of memory, say")] if not asked else []
+                asked.append(1)
+        return text
+
+    asked: list[int] = []
+    assert asyncio.run(ask()) == expected.outputs[0].text and asked
+
+
+def test_a_step_that_fails_twice_ends_its_requests_and_no_others(breakable) -> None:
+    llm, failures = breakable
+    params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind=DELTA)
+
+    async def ask():
+        stream = llm.generate([5, 6], params)
+        await anext(stream)
+        failures[:] = [RuntimeError("broken")] * 2
+        with pytest.raises(RuntimeError, match="broken"):
+            async for _ in stream:
+                pass
+        return await joined(llm.generate([5, 6], params))
+
+    assert len(asyncio.run(ask())[1]) == 100
+    assert llm.is_running
+    # pytest keeps the exception, with all frames that it went through, and they the reader.
+    llm._readers.clear()
+    wait_until(lambda: is_idle(llm))
+
+
+def test_an_engine_that_fails_for_good_ends_every_stream_with_an_error(breakable) -> None:
+    llm, failures = breakable
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
+
+    async def ask():
+        streams = [llm.generate([i], params) for i in range(1, 80)]  # more than run at once
+        asked = [asyncio.create_task(joined(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        failures[:] = [RuntimeError("the device is gone")] * 1000
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        assert {type(end) for end in ended} <= {EngineDeadError, RuntimeError}
+        assert EngineDeadError in {type(end) for end in ended}
+        with pytest.raises(EngineDeadError):
+            await joined(llm.generate([1], params))
+        with pytest.raises(EngineDeadError):
+            await llm.call_in_engine(lambda engine: None)
+
+    asyncio.run(ask())
+    assert not llm.is_running and "the device is gone" in str(llm.thread.error)
+
+
+def test_shutdown_ends_streams_and_threads() -> None:
+    before = threading.active_count()
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+
+    async def ask():
+        params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
+        asked = asyncio.create_task(joined(llm.generate([1], params)))
+        await asyncio.sleep(0.05)
+        await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(asked, 5)
+
+    asyncio.run(ask())
+    llm.shutdown()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_one_that_is_dropped_ends_its_thread_and_frees_its_weights() -> None:
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+    asyncio.run(joined(llm.generate([1, 2], SamplingParams(max_tokens=5))))
+    thread, engine = llm.thread, weakref.ref(llm.engine)
+    del llm
+    gc.collect()
+    thread.join()
+    del thread
+    gc.collect()
+    assert engine() is None
+
+
+def test_call_in_engine_runs_between_steps_in_the_engines_thread(llm) -> None:
+    async def call():
+        name = await llm.call_in_engine(lambda engine: threading.current_thread().name)
+        with pytest.raises(ZeroDivisionError):
+            await llm.call_in_engine(lambda engine: 1 / 0)
+        return name
+
+    assert asyncio.run(call()) == "nanoserve engine"
+    assert llm.is_running
+
+
+def test_two_event_loops_at_once_are_refused(llm) -> None:
+    async def ask_from_another_loop():
+        params = SamplingParams(max_tokens=300, ignore_eos=True)
+        stream = llm.generate([1], params)
+        await anext(stream)
+        other = asyncio.to_thread(asyncio.run, joined(llm.generate([2], params)))
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await other
+        await stream.aclose()
+
+    asyncio.run(ask_from_another_loop())
+    wait_until(lambda: is_idle(llm))

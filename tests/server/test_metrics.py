@@ -1,0 +1,150 @@
+"""What Prometheus gets: vLLM's names, and numbers that add up."""
+
+import asyncio
+import random
+from bisect import bisect_left
+
+import pytest
+from serving import wait_until
+
+from nanoserve import AsyncLLM, RequestOutputKind, SamplingParams
+
+pytest.importorskip("prometheus_client", reason="metrics need pip install 'nanoserve[serve]'")
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanoserve.server.histogram import Histogram
+from nanoserve.server.metrics import Metrics
+
+# What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+COUNTERS = (
+    *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+)
+HISTOGRAMS = (
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_inference_time_seconds", "iteration_tokens_total"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+    "request_params_max_tokens",
+)
+
+
+def read(metrics: Metrics) -> dict[str, dict[tuple, float]]:
+    """By name and labels, as a Prometheus server would parse it."""
+    values: dict[str, dict[tuple, float]] = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for name, labels, value, *_ in family.samples:
+            labels = {k: v for k, v in labels.items() if k not in ("model_name", "engine")}
+            values.setdefault(name, {})[tuple(labels.values())] = value
+    return values
+
+
+@pytest.fixture
+def measured():
+    llm = AsyncLLM("tiny-qwen3", dtype="float32", num_kv_blocks=30, max_num_seqs=8, block_size=4)
+    metrics = Metrics(llm.engine, "tiny")
+    llm.engine.observers.append(metrics.observe)
+    llm.thread.on_finished.append(metrics.finished)
+    yield llm, metrics
+    llm.shutdown()
+
+
+def test_every_name_of_vllms_is_there_with_its_labels(measured) -> None:
+    _, metrics = measured
+    text = generate_latest(metrics.registry).decode()
+    for name in (*GAUGES, *COUNTERS, "cache_config_info"):
+        assert f"\nvllm:{name}{{" in text, name
+    for name in HISTOGRAMS:
+        for part in ("_bucket", "_sum", "_count"):
+            assert f"\nvllm:{name}{part}{{" in text, name
+    for line in text.splitlines():
+        if line.startswith("vllm:"):
+            assert 'model_name="tiny"' in line and 'engine="0"' in line
+    other = Metrics(measured[0].engine, "tiny", prefix="ours_")
+    assert "\nours_num_requests_running{" in generate_latest(other.registry).decode()
+
+
+def test_counts_are_those_of_the_requests(measured) -> None:
+    """With preemptions, several completions, ends of every kind, and prefixes that are shared."""
+    llm, metrics = measured
+    rng, outputs = random.Random(5), []
+
+    async def ask(number: int) -> None:
+        params = SamplingParams(
+            n=rng.choice([1, 1, 3]),
+            temperature=1,
+            seed=number,
+            max_tokens=rng.randint(1, 30),
+            ignore_eos=bool(number % 3),
+            output_kind=rng.choice([RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY]),
+        )
+        last = None
+        async for output in llm.generate([1, 2, 3, 4, 5, 6, number], params):
+            last = output
+            if number % 7 == 0 and not output.finished:
+                llm.abort(output.request_id)
+        outputs.append((last, params))
+
+    async def ask_all() -> None:
+        await asyncio.gather(*map(ask, range(60)))
+
+    asyncio.run(ask_all())
+    wait_until(lambda: not llm.engine.has_unfinished_requests())
+    values, stats = read(metrics), llm.engine.stats
+
+    def one(name: str) -> float:
+        (value,) = values[f"vllm:{name}"].values()
+        return value
+
+    assert stats.num_preemptions and stats.prefix_cache_hits  # or this shows too little
+    assert one("num_preemptions_total") == stats.num_preemptions
+    assert one("prefix_cache_queries_total") == stats.prefix_cache_queries
+    assert one("prefix_cache_hits_total") == stats.prefix_cache_hits
+    total = sum(output.metrics.num_output_tokens for output, _ in outputs)
+    assert one("generation_tokens_total") == total
+    reasons = {labels[0]: n for labels, n in values["vllm:request_success_total"].items()}
+    assert sum(reasons.values()) == sum(params.n for _, params in outputs)
+    assert reasons["abort"] and reasons["length"] and not reasons["error"]
+    times = [output.metrics for output, _ in outputs if output.metrics.first_token_time]
+    assert one("prompt_tokens_total") == 7 * len(times)
+    for name, expected in (
+        ("time_to_first_token_seconds", [m.time_to_first_token for m in times]),
+        ("e2e_request_latency_seconds", [m.total_time for m in times]),
+        ("request_queue_time_seconds", [m.queue_time for m in times]),
+        ("request_generation_tokens", [m.num_output_tokens for m in times]),
+    ):
+        assert one(f"{name}_count") == len(times), name
+        assert one(f"{name}_sum") == pytest.approx(sum(expected)), name
+    intervals = sum(m.num_intervals for m in times)
+    assert one("inter_token_latency_seconds_count") == intervals
+    seconds = sum(m.interval_seconds for m in times)
+    assert one("inter_token_latency_seconds_sum") == pytest.approx(seconds)
+    assert one("iteration_tokens_total_sum") == stats.num_computed_tokens
+    assert one("iteration_tokens_total_count") == stats.num_steps
+    assert one("kv_cache_usage_perc") == one("num_requests_running") == 0
+    assert not metrics._params and not metrics._longest
+    assert all(seq.finished for seq in metrics._progress)
+
+
+def test_a_histogram_is_prometheus_own() -> None:
+    """One by one, and many at once, as the library's histogram counts."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Histogram as Theirs
+
+    bounds = [0.1, 0.5, 1, 2.5]
+    theirs = Theirs("h", "h", buckets=bounds, registry=(registry := CollectorRegistry()))
+    ours, rng = Histogram(bounds), random.Random(1)
+    values = [rng.choice([0, 0.1, 0.5, 2.5, 3, rng.random()]) for _ in range(500)]
+    ours.observe_all(values[:400])
+    ours.observe_all([])
+    for value in values[400:]:
+        ours.observe(value)
+    for value in values:
+        theirs.observe(value)
+    buckets, total = ours.read()
+    assert total == pytest.approx(sum(values))
+    for bound, count in buckets:
+        assert registry.get_sample_value("h_bucket", {"le": bound}) == count
+    assert bisect_left(bounds, 0.1) == 0  # a value on a border belongs below it

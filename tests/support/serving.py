@@ -1,0 +1,65 @@
+"""A server in this process, so that a test can look at its engine."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nanoserve.server.async_llm import AsyncLLM
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 10) -> None:
+    """Fails with what was waited for."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, is_so
+        time.sleep(0.005)
+
+
+def is_idle(llm: AsyncLLM) -> bool:
+    """Whether nothing of any request is left: no sequence, no block, no output, no reader."""
+    engine = llm.engine
+    blocks = engine.scheduler.block_manager
+    return (
+        not engine.has_unfinished_requests()
+        and not engine.output_processor.requests
+        and blocks.num_free_blocks == blocks.num_blocks
+        and not llm.thread.num_orders
+        and not [*llm._readers]
+    )
+
+
+@dataclass
+class Served:
+    url: str  # without /v1
+    api: Any
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: is_idle(self.api.llm))
+
+
+@contextmanager
+def served(llm: AsyncLLM, grace: float = 5, **settings: Any) -> Iterator[Served]:
+    """`llm` behind HTTP on a port of its own."""
+    from nanoserve.server.app import ApiServer
+    from nanoserve.server.run import Server, bind
+    from nanoserve.server.settings import ServerSettings
+
+    api = ApiServer(llm, ServerSettings(**{"served_model_name": ["tiny"], **settings}))
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(api, grace, access_log=False)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", api)
+        finally:
+            server.should_exit = True
+            thread.join()
