@@ -5,15 +5,19 @@ import json
 import random
 import shutil
 import subprocess
+import time
+import urllib.request
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
 
 import pytest
 from counting_executor import byte_tokenizer, make_engine, run
+from serving import served, wait_until
 
 from nanoserve import SamplingParams
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.server.async_llm import AsyncLLM
 
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
@@ -412,3 +416,24 @@ def test_too_many_watchers_are_turned_away_and_a_place_is_free_again() -> None:
         await until(lambda: server.engine.observers == [])
 
     watch(scenario)
+
+
+def test_a_server_tells_it_over_http_and_stops_though_somebody_watches(
+    server_llm: AsyncLLM,
+) -> None:
+    observers = server_llm.engine.observers
+    with served(server_llm) as server:
+        num_others = len(observers)
+        with urllib.request.urlopen(f"{server.url}/live", timeout=10) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert response.headers["cache-control"] == "no-store"
+            assert response.readline() == b"event: snapshot\n"
+            assert json.loads(response.readline()[6:])["pool"]["num_blocks"] == 1000
+            assert len(observers) == num_others + 1
+        wait_until(lambda: len(observers) == num_others)
+        watching = urllib.request.urlopen(f"{server.url}/live", timeout=10)
+        watching.readline()
+        began = time.monotonic()
+    assert time.monotonic() - began < 4
+    watching.read()  # to its end
+    watching.close()

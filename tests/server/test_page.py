@@ -1,10 +1,8 @@
 """The page at `/` in a real browser: one server and one Chromium for all of it."""
 
 import contextlib
-import json
 import re
 import shutil
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -12,56 +10,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from browser_tab import Tab, error, stream_of
+from serving import Served, served, wait_until
 
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
-from nanoserve.server.app import ApiServer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.page import page_files
-from nanoserve.server.run import Server, bind
-from nanoserve.server.settings import ServerSettings
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 QUESTION = "What is a KV cache?"
-TIMEOUT = 15_000  # milliseconds that something may take
-
-
-class Running:
-    """A server with the bundled model, and where it is."""
-
-    def __init__(self) -> None:
-        self.llm = AsyncLLM("tiny-qwen3", num_kv_blocks=400)
-        api = ApiServer(self.llm, ServerSettings())
-        bound = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
-        self._server = Server(api, grace=0, access_log=False)
-        self._thread = threading.Thread(target=self._server.run, args=([bound],))
-        self._thread.start()
-        wait_until(lambda: self._server.started)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.llm.engine.output_processor.requests)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    running = Running()
-    yield running
-    running.close()
+def server() -> Iterator[Served]:
+    llm = AsyncLLM("tiny-qwen3", num_kv_blocks=400)
+    with served(llm, grace=0, served_model_name=[]) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -76,90 +42,8 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
-class Tab:
-    """A page, and all that went wrong with it or left this machine."""
-
-    def __init__(self, browser: Any, server: Running, script: str = "", **options: Any) -> None:
-        options.setdefault("viewport", {"width": 1300, "height": 800})
-        self.server = server
-        self.context = browser.new_context(permissions=["clipboard-read"], **options)
-        self.context.set_default_timeout(TIMEOUT)
-        self.page = page = self.context.new_page()
-        self.wrong: list[str] = []
-        page.on("console", self._note)
-        page.on("pageerror", lambda error: self.wrong.append(f"raised: {error}"))
-        page.on("request", lambda request: self._look_at(request.url))
-        page.add_init_script(
-            "addEventListener('securitypolicyviolation', (event) =>"
-            " console.error('refused by the policy: ' + event.blockedURI));" + script
-        )
-        page.goto(server.url)
-
-    def _note(self, message: Any) -> None:
-        # An answer such as 429 is logged by the browser itself; the page cannot help it.
-        if message.type == "error" and "Failed to load resource" not in message.text:
-            self.wrong.append(message.text)
-
-    def _look_at(self, url: str) -> None:
-        if not url.startswith((self.server.url, "data:", "blob:")):
-            self.wrong.append(f"asked for {url}")
-
-    def wait_for(self, expression: str) -> None:
-        """Until it is true. Playwright's own way evaluates strings, which the policy forbids."""
-        end = time.monotonic() + TIMEOUT / 1000
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < end, f"this took too long: {expression}"
-            self.page.wait_for_timeout(20)
-
-    def ask(self, question: str) -> None:
-        self.page.fill("textarea[name=question]", question)
-        self.page.press("textarea[name=question]", "Enter")
-
-    def answer(self) -> str:
-        """The last answer, when it is whole."""
-        self.page.wait_for_selector("#log > .assistant:last-child:not(.coming)", timeout=TIMEOUT)
-        return self.page.inner_text("#log > .assistant:last-child .markdown")
-
-    def note(self) -> str:
-        return self.page.inner_text("#log > .assistant:last-child .note")
-
-    def titles(self) -> list[str]:
-        return self.page.locator("#conversations .choose").all_inner_texts()
-
-    def answer_with(self, *responses: Any) -> list[dict[str, Any]]:
-        """Answer questions with these, one after the other; returns what was asked."""
-        left, asked = list(responses), []
-
-        def handle(route: Any) -> None:
-            asked.append(json.loads(route.request.post_data))
-            response = left.pop(0)
-            if response is None:
-                route.continue_()
-            elif isinstance(response, dict) and "post" in response:
-                route.continue_(post_data=json.dumps(asked[-1] | response["post"]))
-            elif response == "abort":
-                route.abort()
-            else:
-                route.fulfill(**response)
-
-        self.page.route("**/v1/chat/completions", handle)
-        return asked
-
-    def markdown(self, text: str) -> str:
-        """What the page makes of it, as HTML."""
-        return self.page.evaluate(
-            """async (text) => {
-              const { showMarkdown } = await import("/page/markdown.js");
-              const container = document.createElement("div");
-              showMarkdown(container, text);
-              return container.innerHTML;
-            }""",
-            text,
-        )
-
-
 @pytest.fixture
-def open_tab(browser: Any, server: Running) -> Iterator[Callable[..., Tab]]:
+def open_tab(browser: Any, server: Served) -> Iterator[Callable[..., Tab]]:
     with contextlib.ExitStack() as closing:
         tabs: list[Tab] = []
 
@@ -175,18 +59,6 @@ def open_tab(browser: Any, server: Running) -> Iterator[Callable[..., Tab]]:
 @pytest.fixture
 def tab(open_tab: Callable[..., Tab]) -> Tab:
     return open_tab()
-
-
-def stream_of(*pieces: str, end: str = "data: [DONE]\n\n", **delta: str) -> dict[str, Any]:
-    """A response that brings an answer in pieces."""
-    deltas = [{"content": piece} for piece in pieces] + ([delta] if delta else [])
-    chunks = [{"id": "x", "choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-    return {"body": events + end, "content_type": "text/event-stream"}
-
-
-def error(status: int, message: str, **headers: str) -> dict[str, Any]:
-    return {"status": status, "headers": headers, "json": {"error": {"message": message}}}
 
 
 # A real answer that goes on until it is stopped, or for some seconds.
@@ -205,21 +77,21 @@ def fetch(url: str, method: str = "GET", **headers: str) -> tuple[int, Any, byte
         return response.code, response.headers, response.read()
 
 
-def test_files_come_with_a_policy_and_are_sent_once(server: Running) -> None:
+def test_files_come_with_a_policy_and_are_sent_once(server: Served) -> None:
     known = page_files()
     assert {"index.html", "main.js", "style.css", "icon.svg"} <= known.keys()
     for path in ("", *(f"page/{name}" for name in known)):
-        status, headers, content = fetch(server.url + path)
+        status, headers, content = fetch(f"{server.url}/{path}")
         assert (status, content) == (200, known[path.removeprefix("page/") or "index.html"].content)
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         etag = headers["etag"]
-        assert fetch(server.url + path, **{"If-None-Match": etag})[::2] == (304, b"")
-        assert fetch(server.url + path, **{"If-None-Match": f'"old", W/{etag}'})[0] == 304
-        assert fetch(server.url + path, **{"If-None-Match": '"old"'})[0] == 200
-        head = fetch(server.url + path, "HEAD")
+        assert fetch(f"{server.url}/{path}", **{"If-None-Match": etag})[::2] == (304, b"")
+        assert fetch(f"{server.url}/{path}", **{"If-None-Match": f'"old", W/{etag}'})[0] == 304
+        assert fetch(f"{server.url}/{path}", **{"If-None-Match": '"old"'})[0] == 200
+        head = fetch(f"{server.url}/{path}", "HEAD")
         assert head[0] == 200 and head[2] == b"" and head[1]["etag"] == etag
 
 
@@ -234,8 +106,8 @@ def test_files_come_with_a_policy_and_are_sent_once(server: Running) -> None:
         "page/a%00",
     ],
 )
-def test_no_other_file_is_served(server: Running, path: str) -> None:
-    status, _, content = fetch(server.url + path)
+def test_no_other_file_is_served(server: Served, path: str) -> None:
+    status, _, content = fetch(f"{server.url}/{path}")
     assert status == 404 and b"import" not in content
 
 
@@ -285,10 +157,10 @@ def test_escape_stops_an_answer_on_the_server_too_and_the_conversation_goes_on(t
     asked = tab.answer_with(ENDLESS, None)
     tab.ask(QUESTION)
     tab.wait_for("document.querySelector('.markdown')?.textContent.length > 40")
-    assert tab.server.num_unfinished == 1 and tab.page.is_visible("#stop")
+    assert tab.num_unfinished == 1 and tab.page.is_visible("#stop")
     tab.page.keyboard.press("Escape")
     assert len(tab.answer()) > 40 and tab.note() == "Stopped."
-    wait_until(lambda: tab.server.num_unfinished == 0, seconds=3)
+    wait_until(lambda: tab.num_unfinished == 0, seconds=3)
     tab.ask("What is 27 + 45?")
     assert tab.answer() and tab.note() == ""
     assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "user"]
@@ -560,7 +432,7 @@ def test_no_text_takes_long_to_show(tab_of_module: Tab, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tab_of_module(browser: Any, server: Running) -> Iterator[Tab]:
+def tab_of_module(browser: Any, server: Served) -> Iterator[Tab]:
     """For what leaves no trace on the page."""
     tab = Tab(browser, server)
     tab.page.click("#toggle-engine")  # others look whether anybody watches
@@ -755,13 +627,13 @@ def test_the_engine_is_seen_at_work(tab: Tab) -> None:
     page.keyboard.press("Escape")
     tab.wait_for("document.getElementById('num-used').textContent === '0'")
     assert int(page.inner_text("#num-cached")) > 0 and page.inner_text("#num-running") == "0"
-    manager = tab.server.llm.engine.scheduler.block_manager
+    manager = tab.engine.scheduler.block_manager
     num_cached = sum(map(manager.is_cached, range(1, manager.num_blocks + 1)))
     tab.wait_for(f"document.getElementById('num-cached').textContent === '{num_cached}'")
 
 
 def test_who_does_not_look_does_not_watch(tab: Tab) -> None:
-    observers = tab.server.llm.engine.observers
+    observers = tab.engine.observers
 
     def num_watching() -> int:
         return sum("StepTotals" in repr(observer) for observer in observers)
