@@ -397,6 +397,7 @@ def test_what_a_model_writes_stays_text(tab: Tab) -> None:
         "[a](" * 50_000,
         "](" * 50_000,
         "`a``b```c" * 20_000,
+        "`a" * 100_000,
         "".join("`" * n + " " for n in range(440)),
         "\n".join(" " * min(n, 300) + "- x" for n in range(2000)),
         "http://" * 20_000,
@@ -512,10 +513,15 @@ def test_a_text_that_grows_ends_as_if_it_had_come_at_once(tab_of_module: Tab) ->
 
 def test_events_may_be_cut_anywhere(tab_of_module: Tab) -> None:
     stream = (
-        ": a comment\n\ndata: eins\r\n\r\nevent: e\ndata: 块\ndata:表\n\nid: 3\nretry: 1\n\n"
+        ": a comment\n\ndata: eins\r\ndata: zwei\r\n\r\nevent: e\ndata: 块\ndata:表\n\nid: 3\nretry: 1\n\n"
         "data\rdata: ✓\r\rdata: [DONE]\n\ndata: not whole"
     )
-    expected = [["message", "eins"], ["e", "块\n表"], ["message", "\n✓"], ["message", "[DONE]"]]
+    expected = [
+        ["message", "eins\nzwei"],
+        ["e", "块\n表"],
+        ["message", "\n✓"],
+        ["message", "[DONE]"],
+    ]
     read = """async ([text, size]) => {
       const { eventsOf } = await import("/page/sse.js");
       const bytes = new TextEncoder().encode(text);
