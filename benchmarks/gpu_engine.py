@@ -5,7 +5,6 @@ Weights are random and made on the device: that takes a second, and changes no t
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,17 +13,15 @@ from unittest import mock
 
 import torch
 from attention import SIZES, measure_peaks
-from gpu_job import ROOT, Job, Measurements
-from roofline import limit, planned_steps
-from shapes import SHAPES
+from gpu_job import Job, Measurements
 
 import nanoserve.worker.device
 from nanoserve import LLM, SamplingParams
+from nanoserve.bench.roofline import limit, planned_steps
+from nanoserve.bench.shapes import SHAPES
+from nanoserve.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
 from nanoserve.layers.tensor_parallel import TensorParallel
-
-sys.path.insert(0, str(ROOT))
-from bench import WORKLOADS, draw_workload, length_range
 
 _QUESTIONS = [
     "What is a KV cache?",

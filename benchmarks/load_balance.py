@@ -18,16 +18,15 @@ bandwidth, before parts of rows are put together.
 """
 
 import heapq
-import sys
 from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from roofline import Step, planned_steps
 
+from nanoserve.bench.roofline import Step, planned_steps
+from nanoserve.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
 from nanoserve.worker.cuda_graphs import graph_sizes
 
@@ -142,9 +141,6 @@ def loss(launch: Launch, programs: list[Program]) -> float:
 
 def nano_vllm_steps(config: EngineConfig, vocab_size: int) -> tuple[Iterator[Step], int]:
     """The steps of nano-vllm's workload, and how many tokens it generates."""
-    sys.path.append(str(Path(__file__).resolve().parents[1]))  # where bench.py is
-    from bench import WORKLOADS, draw_workload, length_range
-
     workload = WORKLOADS["nano-vllm"]
     lengths = (length_range(workload[name]) for name in ("input_len", "output_len"))
     prompts, output_lens = draw_workload(workload["num_seqs"], *lengths, vocab_size)

@@ -1,15 +1,11 @@
 """Rows with paged caches full of random keys and values, for whoever times attention."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from nanoserve.bench.workloads import draw_workload
 from nanoserve.kernels.paged_attention import paged_attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench import draw_workload
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16

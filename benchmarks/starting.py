@@ -16,9 +16,9 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hardware import describe
-from shapes import SHAPES
-
+from nanoserve.bench.compare import CHILD
+from nanoserve.bench.hardware import describe
+from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 SCHEMES: dict[str, dict[str, str]] = {
@@ -46,8 +46,7 @@ print(json.dumps([after - before for before, after in zip(times, times[1:])]))
 
 def write_weights(spec: dict[str, str], scratch: Path) -> None:
     (spec_file := scratch / "spec.json").write_text(json.dumps(spec))
-    child = str(Path(__file__).with_name("child.py"))
-    command = [sys.executable, child, "weights", str(spec_file), str(scratch / "written.json")]
+    command = [sys.executable, str(CHILD), "weights", str(spec_file), str(scratch / "written.json")]
     subprocess.run(command, check=True)
 
 

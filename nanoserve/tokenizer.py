@@ -58,6 +58,10 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with the special tokens that the model expects around a text."""
         try:
@@ -95,7 +99,7 @@ class Tokenizer:
 
         `mark_text` changes all texts that come from outside, before the template sees them.
         """
-        if self._hf.chat_template is None:
+        if not self.has_chat_template:
             raise ValueError("this tokenizer has no chat template: use generate() with text")
         try:
             seen = list(messages)

@@ -8,11 +8,10 @@ import gc
 import itertools
 import signal
 from collections.abc import Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import pytest
 from gpu_run import is_gpu_run
 
@@ -54,22 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_gpu_run(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
-        _mend_interpreter()
-
-
-def _mend_interpreter() -> None:
-    """Triton 3.6 takes `int` of an array with one element, which numpy 2.4 no longer does."""
-    if find_spec("triton") is None or not version("triton").startswith("3.6."):
-        return
-    import triton.runtime.interpreter as interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
+        interpreter.prepare()
 
 
 @pytest.fixture(scope="module")

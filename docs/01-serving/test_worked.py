@@ -1,10 +1,10 @@
-"""Chapter 1's numbers, by hand and by benchmarks/roofline.py."""
+"""Chapter 1's numbers, by hand and by nanoserve/bench/roofline.py."""
 
 import numpy as np
 import pytest
-from roofline import Need, Step
-from shapes import SHAPES
 
+from nanoserve.bench.roofline import Need, Step
+from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 
 from . import worked as serving

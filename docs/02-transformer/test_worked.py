@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from shapes import SHAPES
 
+from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext

@@ -5,7 +5,7 @@ import statistics
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Linear between the two nearest values in order, as numpy and benchmarks/latency.py have it.
+    """Linear between the two nearest values in order, as numpy and `nanoserve bench` have it.
 
     The place is (n - 1) p / 100, counted from 0.
     """

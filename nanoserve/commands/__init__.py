@@ -1,1 +1,1 @@
-"""What `nanoserve` does in a shell: a module for each command."""
+"""What `nanoserve COMMAND` does in a shell: one module for each command, with a `main`."""

@@ -1,6 +1,7 @@
 """`EngineConfig` on the command line: its fields are the flags, under vLLM's names."""
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Collection
 from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
@@ -11,12 +12,14 @@ from nanoserve.config import EngineConfig
 _IN_PROGRAMS_ONLY = ("model", "logits_processors")
 
 
-def add_engine_flags(parser: ArgumentParser) -> None:
+def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
     """A flag for each option of the engine. What is not given is not in the namespace."""
     group = parser.add_argument_group(
         "engine", "as LLM(model, ...) takes them; the README says what each does"
     )
     for field in _options():
+        if field.name in but:
+            continue
         flag = f"--{field.name.replace('_', '-')}"
         told = "" if field.default is None else f"({field.default})"
         if _kind(field) is bool:

@@ -12,13 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.server.engine_thread import EngineThread
+from nanoserve.server.engine_thread import EngineThread, News
+from nanoserve.server.token_feed import FollowedRequest, NewTokens, can_follow
 from nanoserve.streams import merged_deltas
 
 if TYPE_CHECKING:
@@ -38,12 +40,23 @@ class OutputReader:
     closed or dropped aborts those of its requests that have not ended.
     """
 
-    def __init__(self, thread: EngineThread, requests: list[Request]) -> None:
+    def __init__(
+        self, thread: EngineThread, requests: list[Request], detokenizer: Detokenizer | None
+    ) -> None:
+        self._thread = thread
         delta = RequestOutputKind.DELTA
         self._are_deltas = {r.request_id: r.params.output_kind is delta for r in requests}
-        self._unread: dict[str, RequestOutput] = {}
+        self._followed = {
+            request.request_id: FollowedRequest(request, detokenizer)
+            for request in requests
+            if detokenizer is not None and can_follow(request)
+        }
+        self._unread: dict[str, RequestOutput | FollowedRequest] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._thread = thread
+
+    def follows(self, request: Request) -> bool:
+        """Whether tokens are enough, of which outputs are made here."""
+        return request.request_id in self._followed
 
     @property
     def is_over(self) -> bool:
@@ -58,17 +71,28 @@ class OutputReader:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         unread, self._unread = self._unread, {}
-        return list(unread.values())
+        return [
+            one.output() if isinstance(one, FollowedRequest) else one for one in unread.values()
+        ]
 
     def take(self, output: RequestOutput) -> None:
         """Keep an output until it is read."""
         request_id = output.request_id
-        earlier = self._unread.get(request_id)
-        if earlier is not None and self._are_deltas.get(request_id):
+        followed, earlier = self._followed.get(request_id), self._unread.get(request_id)
+        if followed is not None:
+            followed.end(output)
+        elif earlier is not None and self._are_deltas.get(request_id):
             output = merged_deltas(earlier, output)
-        self._unread[request_id] = output
+        self._unread[request_id] = followed or output
         if output.finished:
             self._are_deltas.pop(request_id, None)
+        self.wake()
+
+    def take_tokens(self, new: NewTokens) -> None:
+        """Keep tokens until they are read, and become text only then."""
+        followed = self._followed[new.request_id]
+        followed.add(new)
+        self._unread[new.request_id] = followed
         self.wake()
 
     def wake(self) -> None:
@@ -81,6 +105,8 @@ class OutputReader:
         while self._are_deltas:
             request_id, _ = self._are_deltas.popitem()
             self._thread.order(partial(self._thread.abort, request_id))
+            if request_id in self._followed:
+                self._followed[request_id].forget()
 
     __del__ = close
 
@@ -105,9 +131,11 @@ class AsyncLLM:
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
+        tokenizer = self._llm.engine.tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._num_preparing = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._posted: deque[list[RequestOutput] | None] = deque()  # and not delivered yet
+        self._posted: deque[News | None] = deque()  # and not delivered yet
         self._is_woken = False
         self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
         self.thread = EngineThread(self._llm, partial(_post_to, weakref.ref(self)))
@@ -198,10 +226,10 @@ class AsyncLLM:
         for request in requests:
             if request.request_id in self._readers:
                 raise ValueError(f"request_id={request.request_id!r} is already in use")
-        reader = OutputReader(self.thread, requests)
+        reader = OutputReader(self.thread, requests, self._detokenizer)
         for request in requests:
             self._readers[request.request_id] = reader
-            self.thread.order(partial(self.engine.add, request))
+            self.thread.order(partial(self.thread.add, request, reader.follows(request)))
         return reader
 
     async def call_in_engine(self, function: Callable[[LLMEngine], T]) -> T:
@@ -263,9 +291,9 @@ class AsyncLLM:
                 raise RuntimeError("another event loop still reads outputs of this AsyncLLM")
             self._loop, self._is_woken = loop, False
 
-    def _post(self, outputs: list[RequestOutput] | None) -> None:
+    def _post(self, news: News | None) -> None:
         """In the engine's thread: a step has brought these, or None: there will be no more."""
-        self._posted.append(outputs)
+        self._posted.append(news)
         if self._loop is None or self._is_woken:
             return
         self._is_woken = True  # a loop that is late is woken once, and finds several steps
@@ -278,13 +306,18 @@ class AsyncLLM:
         """In the event loop: each output goes to whoever reads it, if anybody still does."""
         self._is_woken = False  # first: what is posted from here on may be overlooked below
         while self._posted:
-            outputs = self._posted.popleft()
-            for output in outputs or ():
+            news = self._posted.popleft()
+            if news is None:
+                self._note_end()
+                return
+            for new in news.tokens:
+                reader = self._readers.get(new.request_id)
+                if reader is not None:
+                    reader.take_tokens(new)
+            for output in news.outputs:
                 reader = self._readers.get(output.request_id)
                 if reader is not None:
                     reader.take(output)
-            if outputs is None:
-                self._note_end()
 
     def _note_end(self) -> None:
         """The engine's thread has ended: whoever waits for it must not do so for ever."""
@@ -306,8 +339,8 @@ def _end(thread: EngineThread, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
 
 
-def _post_to(llm: "weakref.ref[AsyncLLM]", outputs: list[RequestOutput] | None) -> None:
+def _post_to(llm: "weakref.ref[AsyncLLM]", news: News | None) -> None:
     """The thread knows where to post by a weak reference, so as not to keep anybody alive."""
     alive = llm()
     if alive is not None:
-        alive._post(outputs)
+        alive._post(news)

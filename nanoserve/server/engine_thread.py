@@ -5,9 +5,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import NamedTuple
 
+from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
+from nanoserve.server.token_feed import NewTokens, TokenFeed
 
 logger = logging.getLogger(__name__)
 
@@ -15,20 +18,29 @@ _NUM_TRIES = 2  # of a step, before the requests in it are given up
 _MOST_FAILURES = 6  # one after another, before the engine is
 
 
+class News(NamedTuple):
+    """What a step has brought: tokens of requests that are followed, and outputs."""
+
+    tokens: list[NewTokens]
+    outputs: list[RequestOutput]
+
+
 class EngineThread:
     """Nobody else touches the engine while this thread runs.
 
-    `post` gets the outputs of a step, all at once, and is called once more, with None, when the
-    thread has ended. A step that raises has not happened, so it is tried again; if it raises once
+    `post` gets the news of a step, all at once, and is called once more, with None, when the thread
+    has ended. A step that raises has not happened, so it is tried again; if it raises once
     more, the requests in it end with that error, and the others go on. If those fare no better, and
     their successors neither, `error` says what the engine has died of.
     """
 
-    def __init__(self, llm: LLM, post: Callable[[list[RequestOutput] | None], None]) -> None:
+    def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
         self.error: BaseException | None = None
         self.is_running = True
         # Called in this thread with each request's last output, be it an abort.
-        self.on_finished: list[Callable[[RequestOutput], None]] = []
+        self._feed = TokenFeed()
+        llm.engine.observers.append(self._feed.observe)
+        self.on_finished: list[Callable[[RequestOutput], None]] = [self._feed.finished]
         self._llm, self._engine, self._post = llm, llm.engine, post
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_failures = 0
@@ -51,6 +63,12 @@ class EngineThread:
 
     def join(self) -> None:
         self._thread.join()
+
+    def add(self, request: Request, is_followed: bool) -> None:
+        """Queue a request; where it is followed, its tokens are posted. For orders."""
+        if is_followed:
+            self._feed.follow(request)
+        self._engine.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request; its last output is posted. For orders."""
@@ -104,5 +122,6 @@ class EngineThread:
             if output.finished:
                 for observer in self.on_finished:
                     observer(output)
-        if outputs:
-            self._post(outputs)
+        news = News(self._feed.take(), outputs)
+        if any(news):
+            self._post(news)

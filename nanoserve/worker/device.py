@@ -51,6 +51,18 @@ def make_runner(
     config: EngineConfig, model_config: ModelConfig, path: Path, tp: TensorParallel
 ) -> ModelRunner:
     """The runner of one rank."""
+    context, host = make_context(config, model_config, tp)
+    if context.device.type == "cpu":
+        return ModelRunner(config, model_config, path, context, host)
+    from nanoserve.worker.cuda_runner import make_cuda_runner
+
+    return make_cuda_runner(config, model_config, path, context)
+
+
+def make_context(
+    config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+) -> tuple[LayerContext, HostDevice]:
+    """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
     device = choose_device(config.device, tp.rank, tp.size)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
@@ -70,12 +82,7 @@ def make_runner(
         from nanoserve.worker.kv_dtypes import quantized_backend
 
         attention, ops = quantized_backend(name, config.kv_cache_dtype)
-    context = LayerContext(dtype, device, tp, attention, ops, method)
-    if device.type == "cpu":
-        return ModelRunner(config, model_config, path, context, host)
-    from nanoserve.worker.cuda_runner import make_cuda_runner
-
-    return make_cuda_runner(config, model_config, path, context)
+    return LayerContext(dtype, device, tp, attention, ops, method), host
 
 
 def device_kind(asked: str) -> str:

@@ -61,7 +61,7 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     # 1) A model without memory shows what would not fit, before any is taken.
     make, context = model_class(model_config.architecture), runner.context
     meta = replace(context, device=torch.device("meta"), num_positions=1)
-    _check_model(runner, make(model_config, meta), path)
+    check_model(runner, make(model_config, meta), path)
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
@@ -78,21 +78,26 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     )
 
 
-def _check_model(runner: Any, model: nn.Module, path: Path) -> None:
+def check_model(runner: Any, model: nn.Module, path: Path) -> None:
     """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
     if runner.config.load_format != "dummy":
         check = check_weights
         if runner.model_config.quantization_config:
             from nanoserve.quantization.deferred import check_weights as check
         check(model, path)
-    bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
-    num_bytes = sum(bits) // 8
+    num_bytes = kept_bytes(model)
     memory_bytes = runner.device.memory_bytes(runner.context.tp)
     require(
         num_bytes <= memory_bytes,
         f"the weights take {num_bytes} bytes in {runner.model_config.dtype}; a rank has "
         f"{memory_bytes} of memory",
     )
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Of its weights, those that have no memory yet included; of integers without their scales."""
+    bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
+    return sum(bits) // 8
 
 
 def _allocate_pool(runner: Any) -> None:

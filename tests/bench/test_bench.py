@@ -1,9 +1,8 @@
-"""bench.py: its workload is nano-vllm's, and its report holds what was measured."""
+"""`nanoserve bench`: its workload is nano-vllm's, and its report holds what was measured."""
 
 import ast
 import json
 import re
-import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,14 +13,15 @@ from typing import Any
 import pytest
 import transformers
 from child import measure
-from report import Point, agreement, offline_table, print_comparison
-from roofline import Limit
 from tiny_checkpoints import edit_json, make_qwen3
 
-BENCH = Path(__file__).parents[2] / "bench.py"
-bench = runpy.run_path(str(BENCH))
+from nanoserve.bench import compare
+from nanoserve.bench.compare import COMMON, parse_args, parse_engine
+from nanoserve.bench.report import Point, agreement, offline_table, print_comparison
+from nanoserve.bench.roofline import Limit
+from nanoserve.bench.workloads import draw_workload
 
-draw_workload, parse_engine = bench["draw_workload"], bench["parse_engine"]
+BENCH = Path(__file__).parents[2] / "bench.py"
 # On a CPU, older ones ask psutil how much memory there is, and have none without it.
 HAS_CB = find_spec("psutil") is not None or int(transformers.__version__.split(".")[1]) >= 23
 PEERS = ["transformers", "transformers-cb"] if HAS_CB else ["transformers"]
@@ -34,15 +34,10 @@ def run_bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def parse_args(monkeypatch: pytest.MonkeyPatch, *options: str) -> Namespace:
-    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
-    return bench["parse_args"]()
-
-
 def make_spec(model: Path, **others: Any) -> Namespace:
     spec = {"model": str(model), "prompts": PROMPTS, "output_lens": LENS, "options": {}}
     spec |= {"device": "cpu", "dtype": "float32", "threads": 1, "temperature": 0.0}
-    spec |= dict.fromkeys(bench["COMMON"]) | {"batching": "continuous", "arrivals": None}
+    spec |= dict.fromkeys(COMMON) | {"batching": "continuous", "arrivals": None}
     spec |= {"plot": None, "slo_ttft": 10.0, "slo_itl": 10.0}
     return Namespace(**spec | others)
 
@@ -79,21 +74,21 @@ def test_a_turn_repeats_its_conversation() -> None:
     assert lens == [7] * 6
 
 
-def test_a_workload_is_a_set_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_args(monkeypatch)
+def test_a_workload_is_a_set_of_defaults() -> None:
+    args = parse_args([])
     assert (args.num_seqs, args.model, args.shape) == (64, "tiny-qwen3", None)
-    args = parse_args(monkeypatch, "--temperature", "0.25", "--workload", "nano-vllm")
+    args = parse_args(["--temperature", "0.25", "--workload", "nano-vllm"])
     assert (args.num_seqs, args.input_len, args.output_len) == (256, (100, 1024), (100, 1024))
     assert (args.model, args.shape, args.temperature) == (None, "qwen3-0.6b", 0.25)
-    args = parse_args(monkeypatch, "--workload", "nano-vllm", "--model", "somewhere")
+    args = parse_args(["--workload", "nano-vllm", "--model", "somewhere"])
     assert (args.model, args.shape) == ("somewhere", None)
 
 
-def test_options_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SystemExit):
-        parse_args(monkeypatch, "--batching", "static", "--request-rate", "2")
+        parse_args(["--batching", "static", "--request-rate", "2"])
     with pytest.raises(SystemExit, match="known are nanoserve, transformers"):
-        parse_args(monkeypatch, "--engine", "nanoserve,sglang")
+        parse_args(["--engine", "nanoserve,sglang"])
 
 
 def test_an_engine_may_have_options_of_its_own() -> None:
@@ -105,17 +100,16 @@ def test_an_engine_may_have_options_of_its_own() -> None:
 
 def test_it_imports_no_peer() -> None:
     """One that is not installed, or takes seconds to import, concerns nobody but itself."""
-    code = f"import runpy, sys; runpy.run_path({str(BENCH)!r}); print(*sys.modules)"
+    code = "import nanoserve.bench.compare, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "nanoserve" in modules.stdout.split(), modules.stderr
     unwanted = {"torch", "transformers", "vllm", "llama_cpp", "matplotlib"}
     assert not unwanted & set(modules.stdout.split())
-    assert len(BENCH.read_text().splitlines()) < 300
 
 
 def test_peers_run_where_nanoserve_is_not_installed() -> None:
     """What a peer's process imports names nanoserve nowhere."""
-    folder = BENCH.parent / "benchmarks"
+    folder = Path(compare.__file__).parent
     others = [folder / "child.py", folder / "latency.py", folder / "hardware.py"]
     files = [*others, *(folder / "engines").glob("*.py")]
     found = {

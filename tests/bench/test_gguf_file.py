@@ -1,4 +1,4 @@
-"""benchmarks/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
+"""nanoserve/bench/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 
 gguf = pytest.importorskip("gguf")
 
-from engines.gguf_file import write_gguf  # noqa: E402
+from nanoserve.bench.engines.gguf_file import write_gguf  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

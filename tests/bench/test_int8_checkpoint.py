@@ -1,15 +1,15 @@
-"""benchmarks/engines/int8_checkpoint.py: vLLM gets the same weights in int8. No vLLM is needed."""
+"""`int8_checkpoint.py` of `nanoserve bench`: vLLM gets the same int8 weights. It is not needed."""
 
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from engines.int8_checkpoint import write_int8
-from engines.vllm_engine import VllmEngine
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
+from nanoserve.bench.engines.int8_checkpoint import write_int8
+from nanoserve.bench.engines.vllm_engine import VllmEngine
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix

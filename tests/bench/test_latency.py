@@ -1,8 +1,9 @@
-"""benchmarks/latency.py: when requests come, and what counts as their waiting."""
+"""nanoserve/bench/latency.py: when requests come, and what counts as their waiting."""
 
 import numpy as np
 import pytest
-from latency import latencies, poisson_arrivals, serve
+
+from nanoserve.bench.latency import latencies, poisson_arrivals, serve
 
 
 class Clock:
@@ -21,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("latency.time", clock)
+    monkeypatch.setattr("nanoserve.bench.latency.time", clock)
     return clock
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
+"""nanoserve/bench/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import plots
-from report import Point
-from roofline import Limit
+from nanoserve.bench import plots
+from nanoserve.bench.report import Point
+from nanoserve.bench.roofline import Limit
 
 PARTS = {"schedule": 1e-5, "pack": 2e-5, "model": 4e-3, "sample": 5e-5, "update": 3e-5}
 

@@ -4,9 +4,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from steps import PARTS, StepTimer, fits, load, measure
+from steps import fits, load, measure
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.bench.step_timer import PARTS, StepTimer
 
 ARGS = Namespace(
     shape="tiny",

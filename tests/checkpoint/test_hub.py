@@ -19,6 +19,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import hub
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.commands.describe import describe
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 8, "max_num_seqs": 4}
 SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]
@@ -194,6 +195,21 @@ def test_dummy_weights_are_not_fetched(server: FakeHub, source: Path) -> None:
     server.repositories[NAME] = Repository({"main": source})
     assert len(greedy(NAME, load_format="dummy")) == 8
     assert server.fetched == SMALL
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_of_weights_that_are_only_described_headers_are_read(
+    server: FakeHub, tmp_path: Path, shard_size: str
+) -> None:
+    make_repository(tmp_path / "source", shard_size=shard_size)
+    server.repositories[NAME] = Repository({"main": tmp_path / "source"})
+    facts = describe(NAME, device="cpu")
+    on_disk = describe(str(tmp_path / "source"), device="cpu")
+    assert facts["refused"] == [] and facts["stored_bytes"] > 0
+    assert facts | {"model": "", "path": ""} == on_disk | {"model": "", "path": ""}
+    assert not list(Path(facts["path"]).glob("*.safetensors"))  # nothing of them was kept
+    greedy(NAME)
+    assert describe(NAME, device="cpu") == facts
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(

@@ -10,12 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 from counting_executor import byte_tokenizer, make_engine
-from injector import Injector, Position, looks_for_signals
+from injector import Injector, Moment, Recorder, last_of_its_like, looks_for_signals
 
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
@@ -233,68 +233,78 @@ ACTIONS = [fail, interrupt, abort, collect]
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one step ahead"])
 def ahead(request: pytest.FixtureRequest) -> bool:
-    gc.collect()
-    gc.freeze()  # so that a collection is quick
     return request.param
 
 
 @pytest.fixture(scope="module")
-def recorded(ahead: bool) -> tuple[list[Position], dict[tuple[str, int], Any]]:
-    """Every bytecode that the scenario runs, in order, and its answers."""
+def recorded(ahead: bool) -> Iterator[tuple[list[Moment], dict[tuple[str, int], Any]]]:
+    """Every bytecode that the scenario runs, in order, and its answers.
+
+    The collector comes when it is called and at no other moment, so that every run is the same one.
+    """
+    gc.disable()
     Scenario(ahead).run()  # modules are imported
     scenario = Scenario(ahead)
-    with Injector(FILES) as injector:
+    with Recorder(FILES) as recorder:
         scenario.run()
     assert scenario.engine.scheduler.num_preemptions > 0
-    return injector.positions, answers(scenario)
+    gc.collect()
+    gc.freeze()  # so that a collection is quick
+    yield recorder.moments, answers(scenario)
+    gc.enable()
 
 
-def points(positions: list[Position], seed: int, is_full: bool) -> list[int]:
+def points(moments: list[Moment], seed: int, is_full: bool) -> list[int]:
     """Where to act: at a few bytecodes, or at each when it is first run; and at some of the later
-    visits."""
+    visits.
+
+    Of moments that are all the same to whoever is hit, the last one stands for the others.
+    """
     rng = random.Random(seed)
-    first: dict[Position, int] = {}
-    for number, position in enumerate(positions):
-        first.setdefault(position, number)
+    first: dict[tuple[CodeType, int], int] = {}
+    for number, moment in enumerate(moments):
+        first.setdefault(moment[:2], number)
     at_first = [*first.values()] if is_full else rng.sample([*first.values()], 12)
-    return at_first + rng.sample(range(len(positions)), 200 if is_full else 6)
+    numbers = at_first + rng.sample(range(len(moments)), 200 if is_full else 6)
+    return [*dict.fromkeys(last_of_its_like(moments, number) for number in numbers)]
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
     action: Callable[[Scenario, FrameType], None], ahead: bool, recorded, full_size: bool
 ) -> None:
-    positions, expected = recorded
-    numbers = points(positions, 1, full_size)
+    moments, expected = recorded
+    numbers = points(moments, 1, full_size)
     # With --full all bytecodes are for what may raise there; the rest changes nothing at once, but
-    # leaves a note, and a third of them takes as long.
-    for number in numbers if action in (fail, interrupt) else numbers[:: 3 if full_size else 1]:
-        inject(action, [number], ahead, positions, expected)
+    # leaves a note, and half of them takes as long.
+    for number in numbers if action in (fail, interrupt) else numbers[:: 2 if full_size else 1]:
+        inject(action, ahead, moments[number], None, expected)
 
 
 def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
     ahead: bool, recorded, full_size: bool
 ) -> None:
-    positions, expected = recorded
+    moments, expected = recorded
     rng = random.Random(2)
-    for number in points(positions, 3, is_full=False) * (25 if full_size else 1):
-        inject(interrupt, [number, number + rng.randint(1, 300)], ahead, positions, expected)
+    for number in points(moments, 3, is_full=False) * (25 if full_size else 1):
+        inject(interrupt, ahead, moments[number], rng.randint(1, 300), expected)
 
 
 def inject(
     action: Callable[[Scenario, FrameType], None],
-    at: list[int],
     ahead: bool,
-    positions: list[Position],
+    moment: Moment,
+    again: int | None,
     expected: dict[tuple[str, int], Any],
 ) -> None:
     scenario = Scenario(ahead)
     try:
-        with Injector(FILES, lambda frame: action(scenario, frame), at):
+        with Injector(FILES, lambda frame: action(scenario, frame), moment, again) as injector:
             scenario.run()
+        assert injector.acted
         scenario.check_that_nothing_is_left()
         compare(scenario, expected)
     except BaseException as error:
-        code, offset = positions[at[0]]
-        where = f"{Path(code.co_filename).name}: {code.co_qualname}, bytecode {offset}"
-        raise AssertionError(f"{action.__name__} at {at} ({where}): {error!r}") from error
+        code = moment.code
+        where = f"{Path(code.co_filename).name}: {code.co_name}, bytecode {moment.offset}"
+        raise AssertionError(f"{action.__name__}, {again} ({where}): {error!r}") from error

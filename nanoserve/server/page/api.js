@@ -35,7 +35,8 @@ async function send(path, { body, signal }, key) {
   if (body) headers["Content-Type"] = "application/json";
   const method = body ? "POST" : "GET";
   try {
-    return await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    const content = body && JSON.stringify(body);
+    return await fetch(path, { method, headers, signal, body: content, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached. Is it still running?");

@@ -52,9 +52,10 @@ export class Answer {
         this.#times.sent = performance.now();
         return await ask("v1/chat/completions", { body, signal });
       } catch (error) {
-        const canWait = error.retryAfter !== undefined && error.retryAfter !== null && error.retryAfter <= LONGEST_WAIT;
-        if (![429, 503].includes(error.status) || !canWait || retries === MOST_RETRIES) throw error;
-        await this.#wait(error.message, Math.ceil(error.retryAfter));
+        const { status, retryAfter } = error;
+        const canWait = Number.isFinite(retryAfter) && retryAfter <= LONGEST_WAIT;
+        if (![429, 503].includes(status) || !canWait || retries === MOST_RETRIES) throw error;
+        await this.#wait(error.message, Math.ceil(retryAfter));
       }
     }
   }
@@ -122,8 +123,9 @@ export class Answer {
 // The messages of a request. What a model has thought is not shown to it again, as the templates of
 // the models that think have it; nor are answers in which nothing came.
 export function messagesOf(conversation, system) {
+  const said = ({ role, content }) => (role === "user" ? content : splitThinking(content).answer.trim());
   const told = conversation.messages
-    .map(({ role, content }) => ({ role, content: role === "user" ? content : splitThinking(content).answer.trim() }))
+    .map((message) => ({ role: message.role, content: said(message) }))
     .filter(({ role, content }) => role === "user" || content);
   return system ? [{ role: "system", content: system }, ...told] : told;
 }

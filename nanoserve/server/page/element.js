@@ -30,7 +30,8 @@ export function icon(name) {
 
 // A button that shows an icon, and says what it does to those who cannot see it.
 export function iconButton(name, label, onclick) {
-  return element("button", { type: "button", class: "quiet", "aria-label": label, title: label, onclick }, icon(name));
+  const attributes = { type: "button", class: "quiet", "aria-label": label, title: label, onclick };
+  return element("button", attributes, icon(name));
 }
 
 export const plural = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;

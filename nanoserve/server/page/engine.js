@@ -9,6 +9,7 @@ import { eventsOf } from "./sse.js";
 import { load, save } from "./storage.js";
 
 const MOST_REQUESTS = 12; // of each kind that are listed
+const HOW_TO_ASK = "Point at a block or a request to see who holds what.";
 const FIRST_PAUSE = 1; // seconds before another try to connect; doubled each time
 const LONGEST_PAUSE = 30;
 
@@ -24,7 +25,9 @@ export class EnginePanel {
     this.rates = new Rates();
     document.body.classList.toggle("no-engine", load("nanoserve.engine") === "hidden");
     byId("toggle-engine").addEventListener("click", () => this.#toggle());
-    for (const tab of document.querySelectorAll("[data-tab]")) tab.addEventListener("click", () => this.#tab(tab));
+    for (const tab of document.querySelectorAll("[data-tab]")) {
+      tab.addEventListener("click", () => this.#tab(tab));
+    }
     document.addEventListener("visibilitychange", () => this.#watchIfSeen());
     document.documentElement.addEventListener("themechange", () => this.#schedule());
     new ResizeObserver(() => (this.#watchIfSeen(), this.#schedule())).observe(byId("engine"));
@@ -119,7 +122,7 @@ export class EnginePanel {
   #drawNumbers() {
     const { numbers, requests } = this.#state;
     const { rate, stepSeconds } = this.rates.now();
-    byId("rate").textContent = rate < 10 && rate > 0 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
+    byId("rate").textContent = Math.round(rate).toLocaleString("en");
     byId("num-running").textContent = requests.length;
     byId("num-waiting").textContent = numbers.num_waiting + numbers.num_held;
     byId("step-time").textContent = stepSeconds === null ? "–" : duration(stepSeconds);
@@ -146,12 +149,14 @@ export class EnginePanel {
   }
 
   #requestRow([seq, prompt, cached, computed, output], isRunning) {
-    const isPrefill = computed < prompt;
-    const what = !isRunning ? "waits" : isPrefill ? `prefill ${computed} of ${prompt}` : `${plural(output, "token")}`;
+    const progress = computed < prompt ? `prefill ${computed} of ${prompt}` : plural(output, "token");
+    const what = isRunning ? progress : "waits";
     const label = element("span", { class: "what" }, what);
-    const context = element("span", { class: "context" }, `${prompt} prompt${cached ? `, ${cached} cached` : ""}`);
+    const about = `${prompt} prompt${cached ? `, ${cached} cached` : ""}`;
+    const context = element("span", { class: "context" }, about);
     const chip = element("b", { class: "chip" }, `#${seq}`);
-    const row = element("li", { "data-seq": seq, tabindex: "0", class: isRunning ? "runs" : "waits" }, chip, label, context);
+    const attributes = { "data-seq": seq, tabindex: "0", class: isRunning ? "runs" : "waits" };
+    const row = element("li", attributes, chip, label, context);
     chip.style.setProperty("--owner", colourOf(seq));
     row.classList.toggle("chosen", this.canvas.chosen === seq);
     return row;
@@ -165,7 +170,8 @@ export class EnginePanel {
     byId("num-cached").textContent = pool.numCachedFree.toLocaleString("en");
     byId("num-free").textContent = numFree.toLocaleString("en");
     const each = canvas.perCell > 1 ? ` Each square is ${canvas.perCell} blocks, filled as they are.` : "";
-    byId("pool-about").textContent = `${plural(pool.numBlocks, "block")} of ${plural(pool.blockSize, "token")}.${each}`;
+    const size = `${plural(pool.numBlocks, "block")} of ${plural(pool.blockSize, "token")}.`;
+    byId("pool-about").textContent = size + each;
     byId("pool").setAttribute("aria-label",
       `KV cache: ${pool.numUsed} blocks in use, ${pool.numCachedFree} free but cached, ${numFree} empty`);
   }
@@ -187,8 +193,12 @@ export class EnginePanel {
     });
     const requests = byId("requests");
     const seqOf = (event) => Number(event.target.closest("li")?.dataset.seq) || null;
-    for (const kind of ["pointerover", "focusin"]) requests.addEventListener(kind, (event) => this.#choose(seqOf(event)));
-    for (const kind of ["pointerleave", "focusout"]) requests.addEventListener(kind, () => this.#choose(null));
+    for (const kind of ["pointerover", "focusin"]) {
+      requests.addEventListener(kind, (event) => this.#choose(seqOf(event)));
+    }
+    for (const kind of ["pointerleave", "focusout"]) {
+      requests.addEventListener(kind, () => this.#choose(null));
+    }
   }
 
   #choose(seq) {
@@ -198,7 +208,7 @@ export class EnginePanel {
 
   #drawHint() {
     const found = this.#hint && this.canvas.blocksAt(this.#hint.x, this.#hint.y);
-    byId("hint").textContent = found ? this.#about(found) : "Point at a block or a request to see who holds what.";
+    byId("hint").textContent = found ? this.#about(found) : HOW_TO_ASK;
     if (!this.#hint) return;
     const chosen = found ? (this.pool.holders.get(found[0])?.[0] ?? null) : null;
     if (chosen !== this.canvas.chosen) this.#choose(chosen);
@@ -216,11 +226,13 @@ export class EnginePanel {
     }
     const holders = pool.holders.get(first) ?? [];
     const isCached = pool.cached.has(first);
-    if (!holders.length) return `Block ${first} is free${isCached ? ", and its content is still in the prefix cache" : ""}.`;
+    if (!holders.length && isCached) return `Block ${first} is free, and its content is still cached.`;
+    if (!holders.length) return `Block ${first} is free.`;
     const place = pool.tables.get(holders[0]).indexOf(first);
-    const who = holders.slice(0, 5).map((seq) => `#${seq}`).join(", ") + (holders.length > 5 ? ", …" : "");
-    const shared = holders.length > 1 ? `, shared by ${holders.length}` : "";
-    return `Block ${first} is number ${place} in the table of ${who}${shared}${isCached ? "; in the prefix cache" : ""}.`;
+    const who = holders.slice(0, 5).map((seq) => `#${seq}`).join(", ");
+    const others = holders.length > 5 ? ` and ${holders.length - 5} others` : "";
+    const cached = isCached ? "; it is in the prefix cache" : "";
+    return `Block ${first} is number ${place} in the table of ${who}${others}${cached}.`;
   }
 }
 
@@ -241,5 +253,6 @@ function reconcile(list, rows) {
 // The colours of the style sheet, as the browser has worked them out: those of the legend.
 function inks() {
   const colour = (id) => getComputedStyle(byId(id)).backgroundColor;
-  return { free: colour("key-free"), cached: colour("key-cached"), fresh: getComputedStyle(byId("engine")).color };
+  const ink = getComputedStyle(byId("engine")).color;
+  return { free: colour("key-free"), cached: colour("key-cached"), fresh: ink };
 }

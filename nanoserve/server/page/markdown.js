@@ -91,8 +91,8 @@ function listAt(lines, at, depth) {
   let end = at;
   while (end < lines.length) {
     const mark = ITEM.exec(lines[end]);
-    if (!mark || mark[1].length > indent + 3 || /^ *\d/.test(lines[end]) !== isOrdered || isRule(lines[end])) break;
-    if (mark[1].length < indent) break;
+    if (!mark || mark[1].length < indent || mark[1].length > indent + 3) break;
+    if (/^ *\d/.test(lines[end]) !== isOrdered || isRule(lines[end])) break;
     const [inside, next] = itemAt(lines, end, mark, depth);
     items.push(blocksOf(inside, depth + 1));
     isLoose ||= next < lines.length && lines[next - 1].trim() === "" && ITEM.test(lines[next]);
@@ -125,7 +125,8 @@ function tableAt(lines, at) {
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end++;
   const [head, divider, ...body] = lines.slice(at, end).map(cellsOf);
-  const sides = divider.map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : "left"));
+  const sideOf = (cell) => (cell.startsWith(":") ? "center" : "right");
+  const sides = divider.map((cell) => (cell.endsWith(":") ? sideOf(cell) : "left"));
   return [{ kind: "table", head, sides, body }, end];
 }
 
@@ -159,9 +160,10 @@ function nodeOf(block) {
 
 function listNode({ isOrdered, isLoose, start, items }) {
   const made = element(isOrdered ? "ol" : "ul", isOrdered && start !== 1 ? { start } : {});
+  const isTight = (block) => !isLoose && block.kind === "paragraph";
   for (const blocks of items) {
-    const isTight = (block) => !isLoose && block.kind === "paragraph";
-    made.append(element("li", {}, blocks.map((block) => (isTight(block) ? inline(block.text) : nodeOf(block)))));
+    const nodes = blocks.map((block) => (isTight(block) ? inline(block.text) : nodeOf(block)));
+    made.append(element("li", {}, nodes));
   }
   return made;
 }

@@ -39,7 +39,8 @@ export class AssistantMessage {
     this.waiting = element("p", { class: "waiting" }, element("i"), element("i"), element("i"));
     this.note = element("p", { class: "note", hidden: true });
     this.timing = element("span", { class: "timing" });
-    const copy = iconButton("copy", "Copy the answer", () => copyText(splitThinking(message.content).answer.trim(), copy));
+    const answer = () => splitThinking(message.content).answer.trim();
+    const copy = iconButton("copy", "Copy the answer", () => copyText(answer(), copy));
     const again = iconButton("again", "Answer again", regenerate);
     this.actions = element("div", { class: "actions" }, copy, again, this.timing);
     this.node = element(
@@ -97,7 +98,7 @@ function noteText({ state, notice, error, reason, timing }, answer) {
   if (state === "error") return error;
   if (state === "stopped") return answer ? "Stopped." : "Stopped before the first word.";
   if (state !== "done") return "";
-  if (reason === "length") return `Cut off after ${plural(timing?.tokens ?? 0, "token")}: this was the limit.`;
+  if (reason === "length") return `Cut off at the limit, after ${plural(timing?.tokens ?? 0, "token")}.`;
   return answer ? "" : "The model had nothing to say.";
 }
 

@@ -25,14 +25,18 @@ export class PoolCanvas {
     this.perCell = 1;
     this.cell = LARGEST;
     const rowsOf = () => Math.ceil(Math.ceil(numBlocks / this.perCell) / this.columns);
-    const fit = () => ((this.columns = Math.max(1, Math.floor(width / this.cell))), rowsOf() * this.cell <= MOST_HEIGHT);
+    const fit = () => {
+      this.columns = Math.max(1, Math.floor(width / this.cell));
+      return rowsOf() * this.cell <= MOST_HEIGHT;
+    };
     while (!fit() && this.cell > SMALLEST) this.cell--;
     if (!fit()) this.perCell = Math.ceil(numBlocks / (this.columns * Math.floor(MOST_HEIGHT / this.cell)));
     const height = Math.max(1, rowsOf()) * this.cell;
     const scale = devicePixelRatio || 1;
-    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
-      this.canvas.width = Math.round(width * scale);
-      this.canvas.height = Math.round(height * scale);
+    const [dotsWide, dotsHigh] = [Math.round(width * scale), Math.round(height * scale)];
+    if (this.canvas.width !== dotsWide || this.canvas.height !== dotsHigh) {
+      this.canvas.width = dotsWide;
+      this.canvas.height = dotsHigh;
       this.canvas.style.height = `${height}px`;
     }
     return scale;

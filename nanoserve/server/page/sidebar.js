@@ -24,7 +24,8 @@ export class Sidebar {
     if (this.#renaming) return; // what is being typed must not be lost to an answer that ends
     const shown = this.conversations.all.filter(({ messages }) => messages.length);
     const items = shown.map((conversation) => this.#item(conversation));
-    const isSame = items.length === this.list.children.length && items.every((item, i) => item === this.list.children[i]);
+    const { children } = this.list;
+    const isSame = items.length === children.length && items.every((item, i) => item === children[i]);
     if (!isSame) this.list.replaceChildren(...items);
     byId("no-conversations").hidden = shown.length > 0;
   }

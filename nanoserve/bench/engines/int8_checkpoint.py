@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engines.stored_tensors import as_float32, read_tensors
+from .stored_tensors import as_float32, read_tensors
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _QUANTIZATION = {

@@ -70,19 +70,35 @@ def serve(
 
 
 def latencies(
-    arrivals: list[float], token_times: list[list[float]], slo_ttft: float, slo_itl: float
+    arrivals: list[float],
+    token_times: list[list[float]],
+    slo_ttft: float,
+    slo_itl: float,
+    num_tokens: list[int] | None = None,
+    seconds: float | None = None,
 ) -> dict[str, float]:
-    """Percentiles in milliseconds, and rates per second, of one served trace.
+    """Means and percentiles in milliseconds, and rates per second, of one served trace.
+
+    Of each request TTFT, then TPOT (what a token took on average after the first) and E2E (all of
+    it); of all of them together ITL, every gap between two times. A server may send several tokens
+    at a time: `num_tokens` says how many each request got, where it is not one a time. `seconds` is
+    what the trace took, where it did not end with a token.
 
     Goodput (Zhong et al. 2024, arXiv 2401.09670) is the rate of the requests that met both
-    objectives: the first token within `slo_ttft` seconds, and then one every `slo_itl` on average.
+    objectives: the first token within `slo_ttft` seconds, and a TPOT of `slo_itl` at most.
     """
     ttfts = [times[0] - arrival for arrival, times in zip(arrivals, token_times, strict=True)]
+    e2es = [times[-1] - arrival for arrival, times in zip(arrivals, token_times, strict=True)]
     gaps = [later - earlier for times in token_times for earlier, later in pairwise(times)]
-    means = [(times[-1] - times[0]) / max(1, len(times) - 1) for times in token_times]
-    met = [ttft <= slo_ttft and m <= slo_itl for ttft, m in zip(ttfts, means, strict=True)]
-    seconds = max(times[-1] for times in token_times)
+    counts = num_tokens or [len(times) for times in token_times]
+    after_first = [times[-1] - times[0] for times in token_times]
+    tpots = [rest / max(1, n - 1) for rest, n in zip(after_first, counts, strict=True)]
+    met = [ttft <= slo_ttft and tpot <= slo_itl for ttft, tpot in zip(ttfts, tpots, strict=True)]
+    seconds = seconds or max(times[-1] for times in token_times)
     found = {"request_rate": len(arrivals) / seconds, "goodput": sum(met) / seconds}
-    for name, values in (("ttft", ttfts), ("itl", gaps or [0.0])):
+    several = [tpot for tpot, n in zip(tpots, counts, strict=True) if n > 1]
+    waits = {"ttft": ttfts, "itl": gaps or [0.0], "tpot": several or [0.0], "e2e": e2es}
+    for name, values in waits.items():
+        found[f"{name}_mean"] = 1000 * float(np.mean(values))
         found |= {f"{name}_p{p}": 1000 * float(np.percentile(values, p)) for p in PERCENTILES}
     return found

@@ -4,12 +4,13 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from hardware import set_threads
-from steps import PARTS, StepTimer
 
 import nanoserve
-from engines import Engine, Tokens
 from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve.bench.hardware import set_threads
+from nanoserve.bench.step_timer import PARTS, StepTimer
+
+from . import Engine, Tokens
 
 _COMMON = (
     "max_model_len",

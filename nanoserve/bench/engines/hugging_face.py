@@ -14,7 +14,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from engines import Engine, Tokens, total_lens
+from . import Engine, Tokens, total_lens
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager

@@ -1,9 +1,9 @@
 """vLLM, offline through its `LLM`, request by request through the engine underneath.
 
 Its build for CPUs is a package of its own and lives in an environment of its own: see
-`--python` of bench.py. Options of this engine go to `vllm.LLM`, but for quantization=int8: it makes
-no integers of plain weights, so a checkpoint that has them is written of the same ones. Its LM head
-stays in the data type: vLLM knows no other.
+`--python` of `nanoserve bench`. Options of this engine go to `vllm.LLM`, but for quantization=int8:
+it makes no integers of plain weights, so a checkpoint that has them is written of the same ones.
+Its LM head stays in the data type: vLLM knows no other.
 """
 
 import os
@@ -11,8 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from engines import Engine, Tokens, total_lens
-from engines.int8_checkpoint import write_int8
+from . import Engine, Tokens, total_lens
+from .int8_checkpoint import write_int8
 
 _WARM_UP = 16  # tokens that a sequence has at least
 

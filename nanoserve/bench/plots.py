@@ -13,7 +13,8 @@ import matplotlib
 matplotlib.use("Agg")  # no window
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from report import Point
+
+from nanoserve.bench.report import Point
 
 PARTS = ("schedule", "pack", "model", "sample", "update")
 

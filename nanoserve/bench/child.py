@@ -1,9 +1,10 @@
-"""One measurement, in a process of its own: bench.py starts it for each engine and each run.
+"""One measurement, in a process of its own: `nanoserve bench` starts it for each engine and run.
 
-    python benchmarks/child.py JOB SPEC.json RESULT.json
+    python nanoserve/bench/child.py JOB SPEC.json RESULT.json
 
 JOB is "probe" (the machine), "weights" (write random ones) or an engine's name. This file and the
-peers' import nothing of nanoserve, so they run in an environment that does not have it.
+peers' import nothing of nanoserve, so they run in an environment that does not have it; that is why
+it is started as a file, and finds what lies beside it under names without the package's.
 """
 
 import json

@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-import hardware
 import torch
 
+from nanoserve.bench import hardware
 from nanoserve.kernels_cpu.float_choice import forms
 
 _SIZE = 2048

@@ -14,7 +14,7 @@ class Precision(NamedTuple):
 
 
 def precision_of(engine: str, options: dict[str, Any], dtype: str) -> Precision:
-    """`options` are the engine's own, as on bench.py's command line."""
+    """`options` are the engine's own, as on the command line."""
     bits: float = _DTYPE_BITS[dtype]
     kv_bits = bits if options.get("kv_cache_dtype", "auto") == "auto" else 8.25  # heads of 128
     quantization = options.get("quantization")

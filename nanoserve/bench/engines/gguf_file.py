@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 from gguf.quants import quantize
 
-from engines.stored_tensors import as_float32, read_tensors
+from .stored_tensors import as_float32, read_tensors
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:

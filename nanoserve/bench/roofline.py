@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from precision import Precision
 
+from nanoserve.bench.precision import Precision
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler

@@ -19,8 +19,8 @@ from typing import Any
 import llama_cpp as lib
 import numpy as np
 
-from engines import Engine, Tokens, total_lens
-from engines.gguf_file import write_gguf
+from . import Engine, Tokens, total_lens
+from .gguf_file import write_gguf
 
 _BATCH_TOKENS = 2048
 _MOST_SEQUENCES = 256  # that the library is compiled for

@@ -1,7 +1,7 @@
-"""The engines that bench.py measures, each in a file of its own that is imported when it runs.
+"""The engines that can be measured, each in a file of its own that is imported when it runs.
 
 Peers may live in an environment of their own, so nothing here but `nanoserve_engine` imports
-nanoserve.
+nanoserve, and they import each other relatively: in a child this folder is a package of its own.
 """
 
 from argparse import Namespace
@@ -13,7 +13,7 @@ Tokens = list[list[int]]
 
 
 class Engine:
-    """A loaded engine. `spec` is the measurement's, see `bench.py`; `options` are its own."""
+    """A loaded engine. `spec` is the measurement's, see `compare.py`; `options` are its own."""
 
     is_online = False  # whether it can take requests while others run
     versions: dict[str, str]  # of the packages that matter
@@ -75,7 +75,7 @@ def missing_packages(name: str) -> list[str]:
 
 def engine_class(name: str) -> type[Engine]:
     source = SOURCES[name]
-    return getattr(import_module(f"engines.{source.module}"), source.class_name)
+    return getattr(import_module(f".{source.module}", __name__), source.class_name)
 
 
 def total_lens(spec: Namespace) -> list[int]:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from importlib.metadata import version
 from typing import Any
 
-from engines import Engine, Tokens, total_lens
+from . import Engine, Tokens, total_lens
 
 
 class NanoVllmEngine(Engine):

@@ -1,0 +1,13 @@
+"""`nanoserve bench`: engines on this machine, or with `--url` a server that runs somewhere."""
+
+from argparse import ArgumentParser
+from importlib import import_module
+
+
+def main(arguments: list[str]) -> int:
+    """Either one's options are its own; what the other one needs is not imported."""
+    parser = ArgumentParser("nanoserve bench", add_help=False, allow_abbrev=False)
+    parser.add_argument("--url")
+    is_server = parser.parse_known_args(arguments)[0].url is not None
+    chosen = "nanoserve.bench.serve.measure" if is_server else "nanoserve.bench.compare"
+    return import_module(chosen).main(arguments)

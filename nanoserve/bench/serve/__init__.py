@@ -1,0 +1,1 @@
+"""`nanoserve bench --url`: what a client sees of a server that speaks OpenAI's protocol."""

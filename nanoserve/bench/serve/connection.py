@@ -1,0 +1,150 @@
+"""Connections to one server, and requests over them."""
+
+import asyncio
+import re
+import ssl
+import time
+from urllib.parse import urlsplit
+
+from nanoserve.bench.serve.response import Response
+from nanoserve.checks import require, shown
+
+_IDLE = 1.0  # seconds after which a connection is left: servers close those that idle, some soon
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time. A time stamp is taken as soon as the event loop hands bytes over."""
+
+    def __init__(self) -> None:
+        self.is_open, self.idle_since = False, 0.0
+        self._transport: asyncio.Transport
+        self._response: Response | None = None
+        self._waiter: asyncio.Future[Response]
+
+    async def exchange(self, request: bytes, timeout: float) -> Response:
+        """Raises `TimeoutError` after so many seconds, `OSError` for a connection that is lost, and
+        `ValueError` for what is no HTTP. The connection is gone then."""
+        loop = asyncio.get_running_loop()
+        self._response, self._waiter = Response(), loop.create_future()
+        timer = loop.call_later(timeout, self._fail, TimeoutError(f"no end after {timeout:g} s"))
+        try:
+            self._transport.write(request)
+            return await self._waiter
+        finally:
+            timer.cancel()
+            self._response = None
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.is_open = transport, True
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._response is None or self._waiter.done():
+            self.close()  # nobody has asked for this
+            return
+        try:
+            self._response.feed(data, now)
+        except ValueError as error:
+            self._fail(error)
+            return
+        if self._response.is_complete:
+            self._finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._response is None or self._waiter.done():
+            return
+        if not self._response.status:
+            self._fail(error or ConnectionResetError("the connection was dropped unanswered"))
+            return
+        try:
+            self._response.end()
+        except ValueError as dropped:
+            self._fail(ConnectionResetError(str(dropped)))
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._response.keeps_alive:
+            self.close()
+        self.idle_since = time.perf_counter()
+        self._waiter.set_result(self._response)
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        if not self._waiter.done():
+            self._waiter.set_exception(error)
+
+
+class Server:
+    """Where requests go: `http://host:port/v1`, with or without the `/v1`.
+
+    Connections are kept and used again, as many as there are requests at a time. There are no
+    proxies, and no redirections, which could lead the key elsewhere.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        parts = urlsplit(url)
+        require(parts.username is None, "--url must not hold a user: give a key with --api-key")
+        told = f"--url {shown(url)}"
+        is_plain = url.isascii() and url.isprintable() and " " not in url
+        is_http = parts.scheme in ("http", "https") and parts.hostname
+        require(bool(is_plain and is_http), f"{told} must be like http://127.0.0.1:8000/v1")
+        require(not (parts.query or parts.fragment), f"{told} must end with its path")
+        is_key = api_key is None or (api_key.isascii() and api_key.isprintable())
+        require(is_key, "the API key must be of printable ASCII characters")
+        self.path = parts.path.rstrip("/")
+        if not re.search(r"/v\d+$", self.path):
+            self.path += "/v1"
+        self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._name = self._host = parts.hostname
+        self._port = parts.port or (443 if self._tls else 80)
+        self._timeout = timeout
+        self._head = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
+        if api_key:
+            self._head += f"Authorization: Bearer {api_key}\r\n"
+        self._idle: list[Connection] = []
+
+    def request(self, path: str, body: bytes | None = None) -> bytes:
+        """Its bytes, to be made before the time counts. With a body it is a POST."""
+        method = "GET" if body is None else "POST"
+        head = f"{method} {self.path}/{path} HTTP/1.1\r\n{self._head}"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return f"{head}\r\n".encode("ascii") + (body or b"")
+
+    async def send(self, request: bytes) -> Response:
+        """Raises what `Connection.exchange` raises."""
+        connection = await self._connection()
+        response = await connection.exchange(request, self._timeout)
+        if connection.is_open:
+            self._idle.append(connection)
+        return response
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> Connection:
+        """The one that was used last, which the server has the least reason to close just now."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and time.perf_counter() - connection.idle_since < _IDLE:
+                return connection
+            connection.close()
+        loop, name = asyncio.get_running_loop(), self._name if self._tls else None
+        making = loop.create_connection(
+            Connection, self._host, self._port, ssl=self._tls, server_hostname=name
+        )
+        try:
+            transport, connection = await asyncio.wait_for(making, self._timeout)
+        except asyncio.TimeoutError:  # Python 3.10's own
+            raise TimeoutError(f"no connection after {self._timeout:g} s") from None
+        self._host = transport.get_extra_info("peername")[0]  # to look up a name takes time
+        return connection

@@ -1,0 +1,57 @@
+"""How requests come: by themselves, at random times, or from so many clients that wait."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoserve.bench.serve.connection import Server
+from nanoserve.bench.serve.response import Response
+
+
+@dataclass
+class Exchange:
+    """One request. Times are `time.perf_counter`'s; there is a response or an error."""
+
+    due: float
+    sent: float
+    ended: float = 0.0
+    response: Response | None = None
+    error: str | None = None
+
+
+async def open_loop(
+    server: Server, requests: Sequence[bytes], arrivals: Sequence[float]
+) -> list[Exchange]:
+    """Each at its time (seconds after the start), whether the server is ready for it or not."""
+    tasks, start = [], time.perf_counter()
+    for request, arrival in zip(requests, arrivals, strict=True):
+        wait = start + arrival - time.perf_counter()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(_exchange(server, request, start + arrival)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def closed_loop(
+    server: Server, requests: Sequence[bytes], concurrency: int
+) -> list[Exchange]:
+    """So many clients, each of which sends its next request when it has the answer to its last."""
+    left, done = iter(enumerate(requests)), {}
+
+    async def work() -> None:
+        for index, request in left:
+            done[index] = await _exchange(server, request, time.perf_counter())
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return [done[index] for index in range(len(requests))]
+
+
+async def _exchange(server: Server, request: bytes, due: float) -> Exchange:
+    exchange = Exchange(due, time.perf_counter())
+    try:
+        exchange.response = await server.send(request)
+    except (OSError, ValueError) as error:  # a TimeoutError is an OSError
+        exchange.error = f"{type(error).__name__}: {error}"
+    exchange.ended = time.perf_counter()
+    return exchange

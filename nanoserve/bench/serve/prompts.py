@@ -1,0 +1,49 @@
+"""Prompts for a server whose tokenizer nobody has told us: words, or random token ids."""
+
+from typing import NamedTuple
+
+# Common enough to be a token each, with the space before it, in a vocabulary of tens of thousands.
+_TEXT = """
+apple autumn bank bird board boat book bottle box bread bridge car chair cloud coat coffee corner
+day desk dog door farm field fire fish floor flower forest game garden glass gold grass green hand
+hill horse house ice island key kitchen lake lamp letter light market milk moon morning mountain
+night ocean orange paper park pencil phone picture plane plate pocket queen rain ring river road
+roof room rose salt sand school sea shadow sheep ship shirt silver sister sky snow song spring
+star stone street summer sun table tea tower town train tree valley village wall water wheel wind
+window winter wood yellow
+"""
+WORDS = tuple(_TEXT.split())
+
+
+class WordLength(NamedTuple):
+    """Tokens of a word, and of what the server puts around a prompt (its template, BOS)."""
+
+    per_word: float = 1.0
+    around: float = 0.0
+
+
+def word_length(short: tuple[int, int | None], long: tuple[int, int | None]) -> WordLength:
+    """From two prompts, each with its words and the tokens that the server counted, if it does."""
+    (few, fewer), (many, more) = short, long
+    if fewer is None or more is None or more <= fewer:
+        return WordLength()
+    per_word = max(1.0, (more - fewer) / (many - few))
+    return WordLength(per_word, max(0.0, fewer - few * per_word))
+
+
+def text(token_ids: list[int], length: WordLength, shift: int) -> str:
+    """As many words as make about so many tokens, at least one.
+
+    A position is left out, or has its id's word, whatever follows it: prompts that begin with the
+    same ids begin with the same words. Another `shift` gives another text of the same length.
+    """
+    chosen, spent = [], length.around
+    for position, token_id in enumerate(token_ids, start=1):
+        if spent + length.per_word <= position + 0.5:
+            chosen.append(WORDS[(token_id + shift) % len(WORDS)])
+            spent += length.per_word
+    return " ".join(chosen) or WORDS[(token_ids[0] + shift) % len(WORDS)]
+
+
+def shifted(token_ids: list[int], vocab_size: int, shift: int) -> list[int]:
+    return [(token_id + shift) % vocab_size for token_id in token_ids]

@@ -1,0 +1,110 @@
+"""What engines and servers are measured with: how many requests, how long, and what they share."""
+
+from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
+from random import Random
+from typing import Any
+
+Tokens = list[list[int]]
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "random": {"num_seqs": 64, "input_len": "16-256", "output_len": "16-128"},
+    "nano-vllm": {"num_seqs": 256, "input_len": "100-1024", "output_len": "100-1024"}
+    | {"shape": "qwen3-0.6b", "temperature": 0.6},
+    "shared-prefix": {"num_seqs": 64, "input_len": "32-32", "output_len": "32-32"}
+    | {"shared_len": 512},
+    "long-prompt": {"num_seqs": 16, "input_len": "1024-1536", "output_len": "16-32"},
+    "chat": {"num_seqs": 64, "input_len": "16-64", "output_len": "16-128"}
+    | {"shared_len": 64, "turns": 4},
+    "single": {"num_seqs": 1, "input_len": "128-128", "output_len": "256-256"},
+}
+
+
+def draw_workload(
+    num_seqs: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    vocab_size: int,
+    shared_len: int = 0,
+    turns: int = 1,
+    seed: int = 0,
+) -> tuple[Tokens, list[int]]:
+    """All prompts, then all output lengths, from one generator: for seed 0 nano-vllm's own draws.
+
+    A small vocabulary wraps ids only after they are drawn, so lengths are the same for all models.
+    All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats that of its
+    conversation's turn before, and made-up tokens as its answer, before it says something new.
+    """
+    rng = Random(seed)
+
+    def draw(num_tokens: int) -> list[int]:
+        return [rng.randint(0, 10_000) % vocab_size for _ in range(num_tokens)]
+
+    messages = [draw(rng.randint(*input_len)) for _ in range(num_seqs)]
+    output_lens = [rng.randint(*output_len) for _ in range(num_seqs)]
+    shared, prompts, num_conversations = draw(shared_len), [], max(1, num_seqs // turns)
+    for message in messages:
+        before = len(prompts) - num_conversations
+        history = shared if before < 0 else prompts[before] + draw(output_lens[before])
+        prompts.append(history + message)
+    return prompts, output_lens
+
+
+def length_range(text: str) -> tuple[int, int]:
+    low, high = map(int, text.split("-"))
+    if not 1 <= low <= high:
+        raise ValueError(text)
+    return low, high
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    return [count(number) for number in text.split(",")]
+
+
+def positive(text: str) -> float:
+    if not float(text) > 0:
+        raise ValueError(text)
+    return float(text)
+
+
+def rates(text: str) -> list[float]:
+    return [positive(number) for number in text.split(",")]
+
+
+def milliseconds(text: str) -> float:
+    return positive(text) / 1000
+
+
+def add_workload(parser: ArgumentParser) -> None:
+    """What is asked, and what is to be told of it: the same of engines and of servers."""
+    add = parser.add_argument
+    add("--workload", choices=WORKLOADS, default="random", help="sets the defaults of what follows")
+    add("--num-seqs", type=count, metavar="N", help="prompts (%(default)s)")
+    add("--input-len", type=length_range, metavar="LO-HI", help="tokens of a prompt (%(default)s)")
+    add("--output-len", type=length_range, metavar="LO-HI", help="%(default)s")
+    add("--shared-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
+    add("--turns", type=count, default=1, metavar="N", help="of a conversation, that repeat it")
+    add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
+    ttft = "goodput's (%(default)s)"
+    add("--slo-ttft", type=milliseconds, default="1000", metavar="MS", help=ttft)
+    add("--slo-itl", type=milliseconds, default="100", metavar="MS", help="%(default)s")
+    add("--repeat", type=count, default=1, help="runs of each (%(default)s)")
+    add("--json", metavar="FILE", help="all that was measured")
+    add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
+
+
+def parse_with_workload(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """What is given wins over what the workload says."""
+    chosen = ArgumentParser(add_help=False)  # so that help, too, shows the workload's defaults
+    chosen.add_argument("--workload", default="random")
+    workload = chosen.parse_known_args(arguments)[0].workload
+    parser.set_defaults(**WORKLOADS.get(workload, {}))
+    args = parser.parse_args(arguments)
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'nanoserve[bench]'")
+    return args

@@ -1,0 +1,152 @@
+"""What there is to know of a model before it is loaded, and whether it would be.
+
+The questions are those that `LLM(...)` asks, in its order and through the same functions; but what
+refuses the model is noted, and whatever does not depend on the answer is asked all the same. Of the
+weights only headers are read, and the model is built without memory, to count.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanoserve.checkpoint.checkpoint import Checkpoint
+from nanoserve.checkpoint.headers import has_weights, stored_bytes
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.registry import model_class, supported_architectures
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.device import device_kind, make_context
+from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
+from nanoserve.worker.startup import check_model, kept_bytes
+
+Facts = dict[str, Any]
+_KV_DTYPES = ("auto", "int8", "fp8")
+
+
+def describe(model: str, **options: Any) -> Facts:
+    """`options` are those of `LLM`. What could not be found out is missing.
+
+    "refused" lists why `LLM(model, **options)` would raise: the first is what it would say.
+    """
+    facts: Facts = {"model": model, "refused": []}
+    with _noting(facts):
+        config = EngineConfig.from_options(model, **options)
+        config = config.for_device(device_kind(config.device))
+        checkpoint = Checkpoint.find(model, config, config.revision)
+        facts["path"] = str(checkpoint.folder)
+        model_config = None
+        with _noting(facts):
+            model_config = checkpoint.model_config(supported_architectures())
+            facts |= _of_model(model_config)
+            SamplingParams(**model_config.default_sampling)
+        if not config.skip_tokenizer_init:
+            with _noting(facts):
+                facts |= _of_tokenizer(config, checkpoint, model_config)
+        with _noting(facts):
+            facts |= _of_files(checkpoint)
+        if model_config is not None:
+            _describe_engine(facts, config, model_config, checkpoint)
+    return facts
+
+
+@contextmanager
+def _noting(facts: Facts) -> Iterator[None]:
+    """What is refused inside is the end of this block, and of nothing around it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error) not in facts["refused"]:  # the same files may be opened twice
+            facts["refused"].append(str(error))
+
+
+def _of_model(config: ModelConfig) -> Facts:
+    """What config.json says, in its names."""
+    names = (
+        "architecture", "dtype", "num_hidden_layers", "hidden_size", "intermediate_size",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "max_position_embeddings", "tie_word_embeddings",
+    )  # fmt: skip
+    facts = {name: getattr(config, name) for name in names}
+    usual = asdict(RopeConfig())
+    rope = {k: v for k, v in asdict(config.rope).items() if v != usual[k]}
+    facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
+    facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
+    facts["num_experts"] = None if config.moe is None else config.moe.num_experts
+    stored = config.quantization_config
+    facts["quantization"] = None if stored is None else stored.get("quant_method")
+    facts["eos_token_ids"] = sorted(config.eos_token_ids)
+    facts["default_sampling"] = dict(config.default_sampling)
+    facts["kv_bytes_per_token"] = {name: config.kv_bytes_per_token(name) for name in _KV_DTYPES}
+    return facts
+
+
+def _of_tokenizer(
+    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
+) -> Facts:
+    from nanoserve.tokenizer import Tokenizer
+
+    source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
+    tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+    eos = set() if model_config is None else set(model_config.eos_token_ids)
+    eos |= {tokenizer.eos_token_id} - {None}
+    return {
+        "tokenizer": type(tokenizer.backend.model).__name__,
+        "tokenizer_size": tokenizer.backend.get_vocab_size(),
+        "chat_template": tokenizer.has_chat_template,
+        "eos_token_ids": sorted(eos),
+    }
+
+
+def _of_files(checkpoint: Checkpoint) -> Facts:
+    by_type = stored_bytes(checkpoint)
+    return {"stored_bytes": sum(by_type.values()), "stored_bytes_by_type": by_type}
+
+
+def _describe_engine(
+    facts: Facts, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
+) -> None:
+    alone, make = TensorParallel(), model_class(model_config.architecture)
+    with _noting(facts):
+        plain = LayerContext(device=torch.device("meta"), num_positions=1)
+        parameters = make(model_config, plain).parameters()
+        facts["num_parameters"] = sum(parameter.numel() for parameter in parameters)
+    with _noting(facts):
+        context, host = make_context(config, model_config, alone)
+        with _noting(facts):
+            _describe_pool(facts, config, model_config)
+        meta = replace(context, device=torch.device("meta"), num_positions=1)
+        model = make(model_config, meta)
+        facts["kept_bytes"] = kept_bytes(model)
+        if config.device == "cpu":  # a GPU's memory is known when the process is on it
+            is_there = has_weights(checkpoint)
+            known = config if is_there else replace(config, load_format="dummy")
+            runner = SimpleNamespace(
+                config=known, model_config=model_config, context=context, device=host
+            )
+            check_model(runner, model, checkpoint.folder)
+
+
+def _describe_pool(facts: Facts, config: EngineConfig, model_config: ModelConfig) -> None:
+    """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
+    limit, block_size = model_config.max_position_embeddings, config.block_size
+    facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
+    block_bytes = kv_block_bytes(model_config, block_size, dtype=config.kv_cache_dtype)
+    facts["kv_block_bytes"] = block_bytes
+    memory_bytes = None
+    if config.device == "cuda":
+        if config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
+            return
+        memory_bytes = torch.cuda.get_device_properties(None).total_memory
+    num_blocks = decide_num_kv_blocks(config, model_config, memory_bytes=memory_bytes)
+    facts["num_kv_blocks"], facts["num_kv_tokens"] = num_blocks, num_blocks * block_size
+    max_model_len = config.resolve_max_model_len(limit, num_blocks)
+    facts["max_model_len"] = max_model_len
+    facts["num_full_sequences"] = num_blocks // blocks_needed(max_model_len, block_size)

@@ -1,0 +1,145 @@
+"""What a model is, what it takes, and whether it would run here; no weight is loaded.
+
+nanoserve info tiny-qwen3                                  a bundled model, a folder, a GGUF file
+nanoserve info Qwen/Qwen3-0.6B --max-model-len 4096        of the hub's weights, the headers
+nanoserve info Qwen/Qwen3-0.6B --quantization int8 --json  for programs
+
+The exit status is 1 if LLM(...) would refuse it. Of a GGUF on the hub, the file is fetched.
+"""
+
+import argparse
+import json
+from dataclasses import fields
+from typing import Any
+
+from nanoserve.config import EngineConfig
+
+# Options of LLM that change what is told.
+_TEXTS = ("dtype", "quantization", "kv_cache_dtype", "device", "attention_backend")
+_TEXTS += ("tokenizer", "revision", "download_dir")
+_NUMBERS = ("max_model_len", "max_num_seqs", "block_size", "num_kv_blocks")
+_NUMBERS += ("kv_cache_memory_bytes", "quantization_group_size")
+_FLAGS = ("skip_tokenizer_init", "trust_remote_code")
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = vars(_parser().parse_args(arguments))
+    model, as_json = args.pop("model"), args.pop("json")
+    from nanoserve.commands.describe import describe  # torch, which --help does without
+
+    facts = describe(model, **{k: v for k, v in args.items() if v is not None and v is not False})
+    print(json.dumps(facts, indent=2) if as_json else as_text(facts))
+    return 1 if facts["refused"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanoserve info",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="as for LLM(...): a folder, a GGUF file, a name")
+    parser.add_argument("--json", action="store_true", help="for programs: sizes in bytes")
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for kind, names in ((str, _TEXTS), (int, _NUMBERS)):
+        for name in names:
+            told = f"as LLM's; {defaults[name]} if not given"
+            parser.add_argument(_option(name), type=kind, help=told)
+    for name in _FLAGS:
+        parser.add_argument(_option(name), action="store_true", help="as LLM's")
+    return parser
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """A line for each thing that is known, and one for each reason to refuse."""
+    parts = (_model_rows, _weight_rows, _pool_rows, _text_rows)
+    rows = [row for part in parts for row in part(facts)]
+    lines = [f"{name:<16}{told}" for name, told in rows]
+    lines += [f"{'refused':<16}{reason}" for reason in facts["refused"]]
+    return "\n".join(lines)
+
+
+Rows = list[tuple[str, str]]
+
+
+def _model_rows(facts: dict[str, Any]) -> Rows:
+    rows = [("model", facts["model"])]
+    if "path" in facts:
+        rows.append(("path", facts["path"]))
+    if "architecture" not in facts:
+        return rows
+    heads = f"{facts['num_attention_heads']} ({facts['num_key_value_heads']} of K and V)"
+    settings = {k: v for k, v in facts["rope"].items() if k not in ("rope_type", "theta")}
+    lists = {k: f"of {len(v)} values" for k, v in settings.items() if isinstance(v, tuple)}
+    shown = [f"{name} {value}" for name, value in (settings | lists).items()]
+    rope = ", ".join([facts["rope"]["rope_type"], f"theta {facts['rope']['theta']:g}", *shown])
+    rows += [
+        ("architecture", facts["architecture"]),
+        ("layers", f"{facts['num_hidden_layers']} of {facts['hidden_size']}"),
+        ("heads", f"{heads}, of {facts['head_dim']}"),
+        ("vocabulary", f"{facts['vocab_size']} tokens"),
+        ("context", f"{facts['max_position_embeddings']} tokens"),
+        ("RoPE", rope),
+    ]
+    if facts["num_experts"] is not None:
+        rows.append(("experts", str(facts["num_experts"])))
+    if facts["sliding_windows"]:
+        rows.append(("windows", ", ".join(map(str, facts["sliding_windows"]))))
+    return rows
+
+
+def _weight_rows(facts: dict[str, Any]) -> Rows:
+    rows = []
+    if "num_parameters" in facts:
+        rows.append(("parameters", f"{facts['num_parameters']:,}"))
+    if "stored_bytes" in facts:
+        types = ", ".join(facts["stored_bytes_by_type"])
+        rows.append(("stored", f"{_size(facts['stored_bytes'])} in {types}"))
+    if "kept_bytes" in facts:
+        rows.append(("kept", f"{_size(facts['kept_bytes'])}, dtype {facts['dtype']}"))
+    if facts.get("quantization"):
+        rows.append(("quantization", facts["quantization"]))
+    return rows
+
+
+def _pool_rows(facts: dict[str, Any]) -> Rows:
+    rows = []
+    if "kv_bytes_per_token" in facts:
+        sizes = facts["kv_bytes_per_token"].items()
+        told = [f"{_size(size)} in {facts['dtype'] if k == 'auto' else k}" for k, size in sizes]
+        rows.append(("KV of a token", ", ".join(told)))
+    if "kv_block_bytes" in facts:
+        of = f"{facts['block_size']} tokens in {facts['kv_cache_dtype']}"
+        rows.append(("KV block", f"{_size(facts['kv_block_bytes'])}, {of}"))
+    if "num_kv_blocks" in facts:
+        whole = facts["num_kv_blocks"] * facts["kv_block_bytes"]
+        told = f"{facts['num_kv_blocks']:,} blocks, {_size(whole)}"
+        rows.append(("pool", f"{told}, for {facts['num_kv_tokens']:,} tokens"))
+    if "max_model_len" in facts:
+        told = f"{facts['num_full_sequences']:,} sequences of {facts['max_model_len']} tokens"
+        rows.append(("which holds", told))
+    return rows
+
+
+def _text_rows(facts: dict[str, Any]) -> Rows:
+    rows = []
+    if "tokenizer" in facts:
+        rows.append(("tokenizer", f"{facts['tokenizer']} of {facts['tokenizer_size']} tokens"))
+        rows.append(("chat template", "yes" if facts["chat_template"] else "no"))
+    if "eos_token_ids" in facts:
+        rows.append(("EOS", ", ".join(map(str, facts["eos_token_ids"])) or "none"))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "bytes"
+    for larger in _UNITS:
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,150 @@
+"""Streams of text, made where they are read and not where the engine steps.
+
+For the engine, a request that streams is one of those that want nothing before their end: it
+decodes no token of it and makes no output. An observer of the steps picks up the new tokens, which
+takes less than a microsecond for each, and whoever reads makes text of them: once for all that has
+come since.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.detokenizer import Detokenizer
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.request import Request
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.sampling_params import RequestOutputKind
+
+
+class NewTokens(NamedTuple):
+    """What a step has brought to one sequence."""
+
+    request_id: str
+    index: int  # which completion of its prompt
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+def can_follow(request: Request) -> bool:
+    """Whether tokens are enough to make its outputs of: stop strings and log-probabilities are
+    found where the engine is."""
+    params = request.params
+    is_delta = params.output_kind is RequestOutputKind.DELTA
+    return is_delta and not params.stop and params.logprobs is params.prompt_logprobs is None
+
+
+class TokenFeed:
+    """In the engine's thread: the new tokens of the requests that are followed."""
+
+    def __init__(self) -> None:
+        self._num_sent: dict[Sequence, int] = {}
+        self._sequences: dict[str, list[Sequence]] = {}  # of each request
+        self._new: list[NewTokens] = []
+
+    def follow(self, request: Request) -> None:
+        """From its first token on. It is not queued yet."""
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        self._sequences[request.request_id] = request.sequences
+        self._num_sent.update(dict.fromkeys(request.sequences, 0))
+
+    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        """A step is over."""
+        for row in plan.sampled:
+            seq = row.seq
+            num_sent = self._num_sent.get(seq)
+            if num_sent is None:
+                continue
+            new = seq.token_ids[seq.num_prompt_tokens + num_sent :]
+            self._num_sent[seq] = num_sent + len(new)
+            if seq.finish_reason is not None:
+                del self._num_sent[seq]
+            told = (seq.request_id, seq.index, new, seq.finish_reason, seq.stop_reason)
+            self._new.append(NewTokens(*told))
+
+    def finished(self, output: RequestOutput) -> None:
+        """A request has ended, whole."""
+        for seq in self._sequences.pop(output.request_id, ()):
+            self._num_sent.pop(seq, None)
+
+    def take(self) -> list[NewTokens]:
+        """What is new since the last time."""
+        new, self._new = self._new, []
+        return new
+
+
+@dataclass
+class _Completion:
+    seq: Sequence  # a likeness of the engine's, which only its own thread may look at
+    is_told: bool = False  # its end, too
+
+
+class FollowedRequest:
+    """Where it is read: a request's tokens, and the text that they become."""
+
+    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
+        self._request, self._detokenizer = request, detokenizer
+        params = replace(request.params, output_kind=RequestOutputKind.DELTA)
+        self._completions = [
+            _Completion(Sequence(request.request_id, [], params, 2**31, index=index))
+            for index in range(params.n)
+        ]
+        self._num_told = [0] * params.n
+        self._last: RequestOutput | None = None
+
+    def add(self, new: NewTokens) -> None:
+        seq = self._completions[new.index].seq
+        seq.token_ids += new.token_ids
+        if new.finish_reason is not None:
+            _end(seq, new.finish_reason, new.stop_reason)
+
+    def end(self, output: RequestOutput) -> None:
+        """The engine's last output of it, which has everything once more."""
+        self._last = output
+        for completion in output.outputs:
+            seq = self._completions[completion.index].seq
+            seq.token_ids[len(seq.token_ids) :] = completion.token_ids[len(seq.token_ids) :]
+            _end(seq, completion.finish_reason, completion.stop_reason)
+
+    def output(self) -> RequestOutput:
+        """All that is new since the last time."""
+        request, outputs = self._request, []
+        for completion in self._completions:
+            seq, num_told = completion.seq, self._num_told[completion.seq.index]
+            if completion.is_told or (len(seq.token_ids) == num_told and not seq.finished):
+                continue
+            self._detokenizer.advance(seq)
+            self._num_told[seq.index] = len(seq.token_ids)
+            completion.is_told = seq.finished
+            outputs.append(
+                CompletionOutput(
+                    seq.index,
+                    self._detokenizer.text(seq),
+                    seq.token_ids[num_told:],
+                    seq.finish_reason,
+                    seq.stop_reason,
+                )
+            )
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            outputs,
+            self._last is not None,
+            request.sequences[0].metrics,
+            error=None if self._last is None else self._last.error,
+        )
+
+    def forget(self) -> None:
+        """Nobody reads it to its end: the detokenizer need not remember where it was."""
+        for completion in self._completions:
+            completion.seq.token_ids = []
+            self._detokenizer.restart(completion.seq)
+
+
+def _end(seq: Sequence, finish_reason: str | None, stop_reason: int | str | None) -> None:
+    seq.status = SequenceStatus.FINISHED
+    seq.finish_reason, seq.stop_reason = finish_reason, stop_reason

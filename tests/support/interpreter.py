@@ -1,0 +1,76 @@
+"""Triton's interpreter: mended for a newer numpy, and spared what it has done already.
+
+It sees the same values in the same order; only what is the same every time is not done anew.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+
+def prepare() -> None:
+    """Before a kernel is run, in every process that runs some. Without Triton there are none."""
+    if find_spec("triton") is None:
+        return
+    import triton.runtime.interpreter as interpreter
+
+    if version("triton").startswith("3.6."):
+        _take_ints(interpreter)
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _once_a_launch(interpreter._patch_lang, interpreter.tl)
+    interpreter._get_np_dtype = _by_element(interpreter._get_np_dtype)
+
+
+def _take_ints(interpreter: Any) -> None:
+    """Triton 3.6 takes `int` of an array with one element, which numpy 2.4 no longer does."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+class _Launch:
+    """What a launch has patched of the language, until it restores it."""
+
+    def __init__(self, scope: Any, patched: set[Any]) -> None:
+        self._scope, self._patched = scope, patched
+
+    def restore(self) -> None:
+        self._patched.clear()
+        self._scope.restore()
+
+
+def _once_a_launch(patch: Callable[[Any], Any], language: Any) -> Callable[[Any], Any]:
+    """Every call of a function from a kernel looks through all of the language for what to patch,
+    a third of the time; after the launch's own look there is nothing left to find."""
+    seen: dict[tuple[int, int], set[Any]] = {}
+    patched: set[Any] = set()
+
+    def patch_lang(fn: Any) -> Any:
+        names = fn.__globals__
+        key = id(names), len(names)  # rewriting a function adds some
+        if key not in seen:
+            modules = (language, language.core)
+            seen[key] = {m for m in modules if any(value is m for value in names.values())}
+        if patched and seen[key] <= patched:
+            return None  # which a call does not look at
+        patched.update(seen[key])
+        return _Launch(patch(fn), patched)
+
+    return patch_lang
+
+
+def _by_element(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Which writes down a table of all types to look one up. A block's is that of its elements."""
+    remembered = cache(np_dtype)
+
+    def look_up(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return np_dtype(scalar) if scalar.is_ptr() else remembered(scalar)
+
+    return look_up
