@@ -20,7 +20,9 @@ from nanoserve.server.completions import (
 )
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
+from nanoserve.server.live import add_live
 from nanoserve.server.metrics import Metrics
+from nanoserve.server.page import add_page
 from nanoserve.server.protocol import (
     Body,
     ChatBody,
@@ -50,6 +52,8 @@ class ApiServer:
         llm.thread.on_finished.append(self.metrics.finished)
         self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
+        add_page(self.app)
+        self.live = add_live(self.app, llm.call_in_engine)
         for kind in (ApiError, HTTPException, EngineDeadError, Exception):
             self.app.add_exception_handler(kind, _tell)
         self.app.add_middleware(Guard, settings=settings)

@@ -89,6 +89,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop, llm = asyncio.get_running_loop(), self._api.llm
+        self._api.live.close()  # it has no end of its own to wait for
         # The streams that are left then end with an error, which their clients can tell.
         late = loop.call_later(self._grace, loop.run_in_executor, None, llm.shutdown)
         await super().shutdown(sockets)

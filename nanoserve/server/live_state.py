@@ -1,0 +1,184 @@
+"""What the engine is doing, as a value, and what has changed from one such value to the next.
+
+Everybody who may open the page may see it, so it has counts, times and block numbers of everybody's
+requests, and nothing of what they say: no token, no text, no request id. A sequence is known by its
+arrival number.
+
+As JSON a state is a *snapshot*, with all of
+
+    pool          num_blocks, block_size, enable_prefix_caching; max_num_seqs
+    tables        {arrival: runs}: the block table of each running sequence
+    cached        runs: the blocks in the prefix cache
+    requests      what runs, in order of admission: [arrival, tokens of the prompt, of which were
+                  in the cache when it came, computed, tokens of the output]
+    waiting       the head of the queue, likewise
+    numbers       totals, and times in seconds; see `StepTotals.read`
+
+where `runs` are [first, length, first, length, ...]: block 5, then 8, 9 and 10 are [5, 1, 8, 3]. A
+*change* has the last three as they are now; of the first three it has
+
+    tables        {arrival: [kept, runs]}: of a table that is not as it was, how many of its first
+                  blocks are, and what follows them
+    ended         arrival numbers whose tables are gone
+    cached        {"added": runs, "removed": runs}
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.occupancy import Occupancy, occupancy
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.stopwatch import StepTimes
+
+_MOST_WAITING = 32  # of which more is told than how many there are
+_MOST_TTFTS = 32
+
+
+@dataclass(frozen=True)
+class State:
+    """The engine between two steps. `read_seconds` is what it cost to look, on its thread."""
+
+    pool: dict[str, Any]
+    occupancy: Occupancy
+    requests: list[list[int]]
+    waiting: list[list[int]]
+    numbers: dict[str, Any]
+    read_seconds: float
+
+    @property
+    def is_idle(self) -> bool:
+        numbers = self.numbers
+        return not (self.requests or numbers["num_waiting"] or numbers["num_held"])
+
+
+class StepTotals:
+    """A step observer that only counts, so that a step costs hardly more when it is watched."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._num_computed = self._num_output_tokens = self._num_first_tokens = 0
+        self._step_seconds = 0.0
+        self._ttfts: deque[float] = deque(maxlen=_MOST_TTFTS)
+
+    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        self.num_steps += 1
+        self._num_computed += plan.num_tokens
+        self._num_output_tokens += len(plan.sampled)
+        self._step_seconds += times.schedule + times.pack + times.execute + times.update
+        for row in plan.sampled:
+            if row.start + row.n == row.seq.num_prompt_tokens:
+                self._note_first_token(row.seq)
+
+    def _note_first_token(self, seq: Sequence) -> None:
+        ttft = seq.metrics.time_to_first_token
+        if seq.index == 0 and ttft is not None:  # siblings share one time
+            self._num_first_tokens += 1
+            self._ttfts.append(round(ttft, 6))
+
+    def read(self, engine: LLMEngine) -> State:
+        """On the engine's thread, between two steps.
+
+        The totals of `numbers` begin where this observer began, but those of the prefix cache and
+        of preemptions, which the engine has counted from its own start. `ttfts` are seconds to the
+        first token of the latest requests that have one, the latest of all last.
+        """
+        began = engine.clock()
+        scheduler, stats, config = engine.scheduler, engine.stats, engine.config
+        pool = {
+            "num_blocks": scheduler.block_manager.num_blocks,
+            "block_size": config.block_size,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "max_num_seqs": config.max_num_seqs,
+        }
+        numbers = {
+            "time": round(began, 6),
+            "num_steps": self.num_steps,
+            "step_seconds": round(self._step_seconds, 6),
+            "num_computed_tokens": self._num_computed,
+            "num_output_tokens": self._num_output_tokens,
+            "num_first_tokens": self._num_first_tokens,
+            "ttfts": list(self._ttfts),
+            "num_waiting": len(scheduler.waiting),
+            "num_held": len(scheduler.held),
+            "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
+        }
+        requests = [_request(seq) for seq in scheduler.running]
+        waiting = [_request(seq) for seq in islice(scheduler.waiting, _MOST_WAITING)]
+        blocks = occupancy(scheduler)
+        return State(pool, blocks, requests, waiting, numbers, engine.clock() - began)
+
+
+def _request(seq: Sequence) -> list[int]:
+    return [
+        seq.arrival,
+        seq.num_prompt_tokens,
+        seq.metrics.num_cached_prompt_tokens or 0,
+        seq.num_computed_tokens,
+        seq.num_output_tokens,
+    ]
+
+
+def snapshot(state: State) -> dict[str, Any]:
+    """All of `state`, for those who know nothing yet."""
+    tables = {str(seq): runs(table) for seq, table in state.occupancy.tables.items()}
+    cached = runs(_set(_flags(state.occupancy.cached)))
+    return {"pool": state.pool, "tables": tables, "cached": cached} | _as_it_is_now(state)
+
+
+def change(before: State, now: State) -> dict[str, Any]:
+    """What leads from `before` to `now`."""
+    old, new = before.occupancy, now.occupancy
+    tables = {}
+    for seq, table in new.tables.items():
+        known = old.tables.get(seq, [])
+        if table != known:
+            num_kept = _num_common(known, table)
+            tables[str(seq)] = [num_kept, runs(table[num_kept:])]
+    was, is_now = _flags(old.cached), _flags(new.cached)
+    cached = {"added": runs(_set(is_now > was)), "removed": runs(_set(was > is_now))}
+    ended = [seq for seq in old.tables if seq not in new.tables]
+    return {"tables": tables, "ended": ended, "cached": cached} | _as_it_is_now(now)
+
+
+def _as_it_is_now(state: State) -> dict[str, Any]:
+    return {"requests": state.requests, "waiting": state.waiting, "numbers": state.numbers}
+
+
+def _flags(cached: bytes) -> np.ndarray:
+    return np.frombuffer(cached, np.uint8)
+
+
+def _set(flags: np.ndarray) -> list[int]:
+    """The numbers of the blocks whose flag is set, in order."""
+    return np.flatnonzero(flags).tolist()
+
+
+def _num_common(a: list[int], b: list[int]) -> int:
+    """How many of the first blocks are the same. Tables nearly always only grow."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
+
+
+def runs(blocks: Iterable[int]) -> list[int]:
+    """[first, length, first, length, ...] of blocks that follow each other by number."""
+    found: list[int] = []
+    following = None
+    for block in blocks:
+        if block == following:
+            found[-1] += 1
+        else:
+            found += [block, 1]
+        following = block + 1
+    return found

@@ -1,0 +1,116 @@
+// A message on the page, kept up to date while it comes.
+
+import { splitThinking } from "./chat.js";
+import { duration, element, icon, iconButton, plural } from "./element.js";
+import { copyText, showMarkdown } from "./markdown.js";
+
+export class UserMessage {
+  // `edit` is called to change the question and ask again.
+  constructor(message, edit) {
+    const copy = iconButton("copy", "Copy the question", () => copyText(message.content, copy));
+    const again = iconButton("edit", "Edit and ask again", edit);
+    this.node = element(
+      "article",
+      { class: "message user", "aria-label": "You" },
+      element("div", { class: "bubble" }, message.content),
+      element("div", { class: "actions" }, copy, again),
+    );
+  }
+
+  update() {}
+}
+
+export class AssistantMessage {
+  #shown = []; // what showMarkdown has returned
+  #isScheduled = false;
+
+  // `regenerate` is called for another answer to the same question.
+  constructor(message, regenerate) {
+    this.message = message;
+    this.text = element("div", { class: "markdown" });
+    this.thinking = element("div", { class: "thought" });
+    this.summary = element("span");
+    this.thoughts = element(
+      "details",
+      { class: "thinking", hidden: true },
+      element("summary", {}, icon("chevron"), this.summary),
+      this.thinking,
+    );
+    this.waiting = element("p", { class: "waiting" }, element("i"), element("i"), element("i"));
+    this.note = element("p", { class: "note", hidden: true });
+    this.timing = element("span", { class: "timing" });
+    const answer = () => splitThinking(message.content).answer.trim();
+    const copy = iconButton("copy", "Copy the answer", () => copyText(answer(), copy));
+    const again = iconButton("again", "Answer again", regenerate);
+    this.actions = element("div", { class: "actions" }, copy, again, this.timing);
+    this.node = element(
+      "article",
+      { class: "message assistant", "aria-label": "Answer" },
+      this.thoughts,
+      this.text,
+      this.waiting,
+      this.note,
+      this.actions,
+    );
+    this.show();
+  }
+
+  // Tokens may come faster than a screen can show them.
+  update() {
+    if (this.#isScheduled) return;
+    this.#isScheduled = true;
+    requestAnimationFrame(() => {
+      this.#isScheduled = false;
+      this.show();
+    });
+  }
+
+  show() {
+    const { message } = this;
+    const { state } = message;
+    const isComing = state === "waiting" || state === "streaming";
+    const split = splitThinking(message.content);
+    const thinking = (message.thinking || split.thinking).trim();
+    const answer = split.answer.replace(/^\s+/, "");
+    this.#shown = showMarkdown(this.text, answer, this.#shown);
+    this.thoughts.hidden = !thinking;
+    this.thinking.textContent = thinking;
+    this.summary.textContent = isComing && !answer ? "Thinking…" : "What it thought";
+    this.node.classList.toggle("coming", isComing);
+    this.node.setAttribute("aria-busy", String(isComing)); // readers begin when it is whole
+    this.waiting.hidden = !(isComing && !answer && !thinking && !message.notice);
+    this.actions.hidden = isComing;
+    this.#showNote(isComing, answer);
+    this.timing.textContent = timingText(message);
+  }
+
+  #showNote(isComing, answer) {
+    const text = noteText(this.message, answer);
+    this.note.hidden = !text;
+    this.note.className = this.message.state === "error" ? "note error" : "note";
+    if (this.note.textContent !== text) this.note.textContent = text;
+    this.note.setAttribute("role", this.message.state === "error" ? "alert" : "status");
+  }
+}
+
+function noteText({ state, notice, error, reason, timing }, answer) {
+  if (notice) return notice;
+  if (state === "error") return error;
+  if (state === "stopped") return answer ? "Stopped." : "Stopped before the first word.";
+  if (state !== "done") return "";
+  if (reason === "length") return `Cut off at the limit, after ${plural(timing?.tokens ?? 0, "token")}.`;
+  return answer ? "" : "The model had nothing to say.";
+}
+
+function timingText({ timing }) {
+  if (!timing) return "";
+  const { tokens, isExact, first, seconds } = timing;
+  const parts = [`${isExact ? "" : "about "}${plural(tokens, "token")}`];
+  // The first token has taken `first`; those behind it are what `seconds` were spent on. If all came
+  // at once there is no telling.
+  if (tokens > 1 && seconds > 0.005) {
+    parts.push(`${Math.round((tokens - 1) / seconds).toLocaleString("en")} tokens/s`);
+  }
+  if (first !== undefined) parts.push(`first after ${duration(first)}`);
+  return parts.join(" · ");
+}

@@ -1,0 +1,126 @@
+// The KV pool drawn: a cell for a block, or for several where a block would be too small to see.
+
+// Paul Tol's light colours: told apart with any colour vision, on light and on dark.
+const PALETTE = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#44bb99", "#bbcc33", "#99ddff", "#aaaa00"];
+const SMALLEST = 5; // pixels of a cell with its gap
+const LARGEST = 20;
+const MOST_HEIGHT = 300;
+
+export const colourOf = (seq) => PALETTE[(seq - 1) % PALETTE.length];
+
+export class PoolCanvas {
+  chosen = null; // the sequence whose blocks stand out
+
+  constructor(canvas, pool) {
+    this.canvas = canvas;
+    this.pool = pool;
+    this.columns = this.cell = this.perCell = 1;
+  }
+
+  // How the pool fits into the width that there is. As wide cells as the height allows; several
+  // blocks to a cell if not even the smallest ones fit.
+  #layOut() {
+    const width = this.canvas.parentElement.clientWidth;
+    const { numBlocks } = this.pool;
+    this.perCell = 1;
+    this.cell = LARGEST;
+    const rowsOf = () => Math.ceil(Math.ceil(numBlocks / this.perCell) / this.columns);
+    const fit = () => {
+      this.columns = Math.max(1, Math.floor(width / this.cell));
+      return rowsOf() * this.cell <= MOST_HEIGHT;
+    };
+    while (!fit() && this.cell > SMALLEST) this.cell--;
+    if (!fit()) this.perCell = Math.ceil(numBlocks / (this.columns * Math.floor(MOST_HEIGHT / this.cell)));
+    const height = Math.max(1, rowsOf()) * this.cell;
+    const scale = devicePixelRatio || 1;
+    const [dotsWide, dotsHigh] = [Math.round(width * scale), Math.round(height * scale)];
+    if (this.canvas.width !== dotsWide || this.canvas.height !== dotsHigh) {
+      this.canvas.width = dotsWide;
+      this.canvas.height = dotsHigh;
+      this.canvas.style.height = `${height}px`;
+    }
+    return scale;
+  }
+
+  // `ink` are the colours {free, cached, line, fresh} of the page as it is now.
+  draw(ink) {
+    const scale = this.#layOut();
+    const context = this.canvas.getContext("2d");
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    const numCells = Math.ceil(this.pool.numBlocks / this.perCell);
+    for (let index = 0; index < numCells; index++) {
+      const x = (index % this.columns) * this.cell;
+      const y = Math.floor(index / this.columns) * this.cell;
+      this.#drawCell(context, ink, x, y, this.#contents(index));
+    }
+    context.globalAlpha = 1;
+  }
+
+  // What the blocks of a cell are; of several, how many are what.
+  #contents(index) {
+    const { pool } = this;
+    const found = { size: 0, used: 0, cached: 0, owner: 0, isShared: false, isFresh: false, isChosen: false };
+    for (const block of this.#blocksOf(index)) {
+      const holders = pool.holders.get(block);
+      found.size++;
+      if (holders) {
+        found.used++;
+        found.owner ||= holders.includes(this.chosen) ? this.chosen : holders[0];
+        found.isShared ||= holders.length > 1;
+        found.isChosen ||= holders.includes(this.chosen);
+        found.isFresh ||= pool.fresh.has(block);
+      } else if (pool.cached.has(block)) {
+        found.cached++;
+      }
+    }
+    return found;
+  }
+
+  #blocksOf(index) {
+    const first = 1 + index * this.perCell; // block 0 is never given out
+    const length = Math.min(this.perCell, this.pool.numBlocks - first + 1);
+    return Array.from({ length }, (_, i) => first + i);
+  }
+
+  #drawCell(context, ink, x, y, { size, used, cached, owner, isShared, isFresh, isChosen }) {
+    const side = this.cell - (this.cell > 8 ? 2 : 1);
+    const usedHeight = (side * used) / size;
+    const cachedHeight = (side * cached) / size;
+    context.globalAlpha = this.chosen !== null && !isChosen ? 0.3 : 1;
+    context.fillStyle = ink.free;
+    context.fillRect(x, y, side, side);
+    context.fillStyle = ink.cached;
+    context.fillRect(x, y + side - usedHeight - cachedHeight, side, cachedHeight);
+    if (!used) return;
+    context.fillStyle = colourOf(owner);
+    context.fillRect(x, y + side - usedHeight, side, usedHeight);
+    if (isShared) this.#drawCorner(context, ink, x, y, side);
+    if (isFresh) this.#drawFrame(context, ink.fresh, x, y, side);
+  }
+
+  #drawCorner(context, ink, x, y, side) {
+    const length = Math.max(2, side * 0.55);
+    context.fillStyle = ink.fresh;
+    context.beginPath();
+    context.moveTo(x + side, y);
+    context.lineTo(x + side, y + length);
+    context.lineTo(x + side - length, y);
+    context.fill();
+  }
+
+  #drawFrame(context, colour, x, y, side) {
+    const width = side > 8 ? 1.5 : 1;
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.strokeRect(x + width / 2, y + width / 2, side - width, side - width);
+  }
+
+  // The blocks at a place of the canvas: [first, last], or null.
+  blocksAt(x, y) {
+    const column = Math.floor(x / this.cell);
+    if (column < 0 || column >= this.columns || y < 0) return null;
+    const blocks = this.#blocksOf(Math.floor(y / this.cell) * this.columns + column);
+    return blocks.length ? [blocks[0], blocks.at(-1)] : null;
+  }
+}

@@ -1,0 +1,66 @@
+// What a request asks for. A field that is left empty is left out, and the server's default counts.
+
+import { byId } from "./element.js";
+import { load, save } from "./storage.js";
+
+const KEY = "nanoserve.settings";
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const TEXTS = ["system", "stop"];
+
+export class Settings {
+  constructor() {
+    this.dialog = byId("settings");
+    this.form = this.dialog.querySelector("form");
+    const kept = load(KEY) ?? {};
+    for (const name of [...NUMBERS, ...TEXTS]) {
+      if (typeof kept[name] === "string") this.form.elements[name].value = kept[name];
+    }
+    this.form.addEventListener("input", () => this.#keep());
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault(); // it has checked the fields; there is nowhere to send them to
+      this.dialog.close();
+    });
+    byId("reset").addEventListener("click", () => {
+      for (const name of [...NUMBERS, ...TEXTS]) this.form.elements[name].value = "";
+      this.#keep();
+    });
+    byId("open-settings").addEventListener("click", () => this.dialog.showModal());
+    this.#show();
+  }
+
+  // Whether all fields are in range; if not, they are shown, with what is wrong.
+  check() {
+    if (this.form.checkValidity()) return true;
+    if (!this.dialog.open) this.dialog.showModal();
+    this.form.reportValidity();
+    return false;
+  }
+
+  get system() {
+    return this.form.elements.system.value.trim();
+  }
+
+  // The fields of a request.
+  parameters() {
+    const found = {};
+    for (const name of NUMBERS) {
+      const { value } = this.form.elements[name];
+      if (value !== "") found[name] = Number(value);
+    }
+    const stop = this.form.elements.stop.value.split("\n").filter((line) => line !== "");
+    if (stop.length) found.stop = stop;
+    return found;
+  }
+
+  #keep() {
+    const values = [...NUMBERS, ...TEXTS].map((name) => [name, this.form.elements[name].value]);
+    save(KEY, Object.fromEntries(values));
+    this.#show();
+  }
+
+  // A dot on the button says that something here is not as the server would have it.
+  #show() {
+    const isChanged = [...NUMBERS, ...TEXTS].some((name) => this.form.elements[name].value !== "");
+    byId("open-settings").classList.toggle("changed", isChanged);
+  }
+}
