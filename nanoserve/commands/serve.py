@@ -2,7 +2,7 @@
 
 import logging
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, BooleanOptionalAction
 from dataclasses import fields
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     from nanoserve.server.async_llm import AsyncLLM
 
     with bind(args.host, args.port) as bound:
-        llm = AsyncLLM(args.model, **engine_options(args))
+        llm = AsyncLLM(args.model, args.engine_process, **engine_options(args))
         try:
             return serve(ApiServer(llm, settings), bound, args.grace_period, args.access_log, **tls)
         finally:
@@ -75,5 +75,7 @@ def _parser() -> ArgumentParser:
         help="of names at /metrics (%(default)s)",
     )
     add("--access-log", action="store_true", help="a line for each request")
+    process = "run the engine in a process of its own (%(default)s)"
+    add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     add_engine_flags(parser)
     return parser

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
@@ -21,7 +22,7 @@ from nanoserve.server.completions import (
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
 from nanoserve.server.live import add_live
-from nanoserve.server.metrics import Metrics
+from nanoserve.server.metrics import exposition, start_metrics
 from nanoserve.server.page import add_page
 from nanoserve.server.protocol import (
     Body,
@@ -47,9 +48,7 @@ class ApiServer:
         self.names = settings.served_model_name or [llm.engine.config.model]
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
-        self.metrics = Metrics(llm.engine, self.names[0], settings.metrics_prefix)
-        llm.engine.observers.append(self.metrics.observe)  # nobody has asked anything yet
-        llm.thread.on_finished.append(self.metrics.finished)
+        llm.call_soon(partial(start_metrics, self.names[0], settings.metrics_prefix))
         self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
         add_page(self.app)
@@ -93,7 +92,8 @@ class ApiServer:
 
     async def show_metrics(self) -> Response:
         """For Prometheus."""
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        told = await self.llm.call_in_engine(exposition)
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._about(name) for name in self.names]}

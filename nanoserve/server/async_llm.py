@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import logging
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.input_processor import Prompt
@@ -24,9 +25,13 @@ from nanoserve.server.token_feed import FollowedRequest, NewTokens, can_follow
 from nanoserve.streams import merged_deltas
 
 if TYPE_CHECKING:
+    from nanoserve.server.engine_process import EngineFront, EngineProcess
     from nanoserve.tokenizer import Message
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+EngineOwner = Union[EngineThread, "EngineProcess"]
 
 
 class EngineDeadError(RuntimeError):
@@ -41,9 +46,9 @@ class OutputReader:
     """
 
     def __init__(
-        self, thread: EngineThread, requests: list[Request], detokenizer: Detokenizer | None
+        self, owner: EngineOwner, requests: list[Request], detokenizer: Detokenizer | None
     ) -> None:
-        self._thread = thread
+        self._owner = owner
         delta = RequestOutputKind.DELTA
         self._are_deltas = {r.request_id: r.params.output_kind is delta for r in requests}
         self._followed = {
@@ -66,8 +71,8 @@ class OutputReader:
     async def read(self) -> list[RequestOutput]:
         """Wait for something new: an output of each request that has one. `wake` ends the wait."""
         if not self._unread and self._are_deltas:
-            if not self._thread.is_running:
-                raise EngineDeadError("the engine is not running") from self._thread.error
+            if not self._owner.is_running:
+                raise EngineDeadError("the engine is not running") from self._owner.error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         unread, self._unread = self._unread, {}
@@ -104,7 +109,7 @@ class OutputReader:
         """Idempotent, and what the garbage collector does."""
         while self._are_deltas:
             request_id, _ = self._are_deltas.popitem()
-            self._thread.order(partial(self._thread.abort, request_id))
+            self._owner.abort(request_id)
             if request_id in self._followed:
                 self._followed[request_id].forget()
 
@@ -118,49 +123,53 @@ class AsyncLLM:
             async for output in llm.generate("What is a KV cache?", SamplingParams(max_tokens=50)):
                 print(output.outputs[0].text)
 
-    One thread owns the engine and steps while there is work. It wakes the event loop once a step,
-    for all outputs together. Texts are tokenised in a second thread, in the order in which they
-    come. Tasks of one event loop at a time may use it.
+    One thread owns the engine and steps while there is work; with `engine_process=True` it does so
+    in another process, whose Python this one does not keep from its work. The event loop is woken
+    once a step, for all outputs together. Texts are tokenised in a thread of their own, one after
+    another. Tasks of one event loop at a time may use it.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        self._llm = LLM(model, **options)
+    def __init__(self, model: str | Path, engine_process: bool = False, **options: Any) -> None:
         self._request_ids = map("request-{}".format, count())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
         # By request. Who reads holds the reader; here it must not stay when it is dropped.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
-        tokenizer = self._llm.engine.tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._num_preparing = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[News | None] = deque()  # and not delivered yet
         self._is_woken = False
         self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
-        self.thread = EngineThread(self._llm, partial(_post_to, weakref.ref(self)))
-        # At exit the thread is waited for: torch must not be torn down under it.
+        post = partial(_post_to, weakref.ref(self))  # whoever posts must not keep this alive
+        if engine_process:
+            from nanoserve.server.engine_process import EngineProcess
+
+            self.owner: EngineOwner = EngineProcess(model, options, post)
+        else:
+            self.owner = EngineThread(LLM(model, **options), post)
+        tokenizer = self.engine.tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        # At exit it is waited for: torch must not be torn down under the engine.
         at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(at_exit)
-        self._end = weakref.finalize(self, _end, self.thread, at_exit)
+        self._end = weakref.finalize(self, _end, self.owner, at_exit)
         self._end.atexit = False
 
     @property
-    def engine(self) -> LLMEngine:
-        """To look at. It belongs to its thread: what changes it goes through `call_in_engine`."""
-        return self._llm.engine
+    def engine(self) -> "LLMEngine | EngineFront":
+        """To look at. What changes it goes through `call_in_engine`; of one in another process, its
+        front is here: `config`, `model_config`, `tokenizer`, `input_processor` and `clock`."""
+        return self.owner.engine
 
     @property
     def is_running(self) -> bool:
-        return self._end.alive and self.thread.is_running
+        return self._end.alive and self.owner.is_running
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait although the next step would admit as many as there are slots for."""
-        scheduler = self.engine.scheduler
-        num_slots = scheduler.max_num_seqs - len(scheduler.running)
-        num_new = self._num_preparing + self.thread.num_orders
-        return max(0, len(scheduler.waiting) + num_new - num_slots)
+        return max(0, self.owner.backlog + self._num_preparing)
 
     def generate(
         self,
@@ -205,7 +214,7 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output. An id that is unknown is no error."""
-        self.thread.order(partial(self.thread.abort, request_id))
+        self.owner.abort(request_id)
 
     def new_request_id(self) -> str:
         """One that no other request of this object has."""
@@ -226,39 +235,44 @@ class AsyncLLM:
         for request in requests:
             if request.request_id in self._readers:
                 raise ValueError(f"request_id={request.request_id!r} is already in use")
-        reader = OutputReader(self.thread, requests, self._detokenizer)
+        reader = OutputReader(self.owner, requests, self._detokenizer)
         for request in requests:
             self._readers[request.request_id] = reader
-            self.thread.order(partial(self.thread.add, request, reader.follows(request)))
+            self.owner.add(request, reader.follows(request))
         return reader
 
     async def call_in_engine(self, function: Callable[[LLMEngine], T]) -> T:
-        """What `function(engine)` returns, called between two steps in the engine's thread."""
+        """What `function(engine)` returns, called between two steps by whoever owns the engine.
+
+        With `engine_process`, `function` and what it returns are pickled.
+        """
         self._check_is_running()
+        self._join_loop()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-
-        def settle(set_result: Callable[[Any], None], value: Any) -> None:
-            if not result.done():
-                set_result(value)
-
-        def call() -> None:
-            try:
-                settled = partial(settle, result.set_result, function(self.engine))
-            except Exception as error:
-                settled = partial(settle, result.set_exception, error)
-            loop.call_soon_threadsafe(settled)
-
-        self._join_loop()
         self._calls.add(result)
         result.add_done_callback(self._calls.discard)
-        self.thread.order(call)
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not result.done():
+                result.set_result(value) if error is None else result.set_exception(error)
+
+        self.owner.call(function, partial(loop.call_soon_threadsafe, settle))
         return await result
+
+    def call_soon(self, function: Callable[[LLMEngine], Any]) -> None:
+        """The same for whoever does not wait for it: before any request that is opened later."""
+
+        def done(_: Any, error: Exception | None) -> None:
+            if error is not None:
+                logger.error("what was to be done in the engine has failed", exc_info=error)
+
+        self.owner.call(function, done)
 
     def shutdown(self) -> None:
         """Abort every request, release weights and KV cache. Waits for a step's end; idempotent."""
         self._end()
-        self.thread.join()
+        self.owner.join()
         self._tokenizing.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -281,7 +295,7 @@ class AsyncLLM:
 
     def _check_is_running(self) -> None:
         if not self.is_running:
-            raise EngineDeadError("the engine is not running") from self.thread.error
+            raise EngineDeadError("the engine is not running") from self.owner.error
 
     def _join_loop(self) -> None:
         """From here on, outputs go to the event loop that runs."""
@@ -292,7 +306,7 @@ class AsyncLLM:
             self._loop, self._is_woken = loop, False
 
     def _post(self, news: News | None) -> None:
-        """In the engine's thread: a step has brought these, or None: there will be no more."""
+        """In another thread: a step has brought these, or None: there will be no more."""
         self._posted.append(news)
         if self._loop is None or self._is_woken:
             return
@@ -320,7 +334,7 @@ class AsyncLLM:
                     reader.take(output)
 
     def _note_end(self) -> None:
-        """The engine's thread has ended: whoever waits for it must not do so for ever."""
+        """The engine has ended: whoever waits for it must not do so for ever."""
         for reader in list(self._readers.values()):
             reader.wake()
         for call in list(self._calls):
@@ -333,14 +347,13 @@ def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:
         alive.shutdown()
 
 
-def _end(thread: EngineThread, at_exit: Callable[[], None]) -> None:
+def _end(owner: EngineOwner, at_exit: Callable[[], None]) -> None:
     """What is left to do for an `AsyncLLM` that nobody has any more."""
-    thread.stop()
+    owner.stop()
     atexit.unregister(at_exit)
 
 
 def _post_to(llm: "weakref.ref[AsyncLLM]", news: News | None) -> None:
-    """The thread knows where to post by a weak reference, so as not to keep anybody alive."""
     alive = llm()
     if alive is not None:
         alive._post(news)

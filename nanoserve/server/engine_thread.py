@@ -4,9 +4,11 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -26,22 +28,24 @@ class News(NamedTuple):
 
 
 class EngineThread:
-    """Nobody else touches the engine while this thread runs.
+    """Nobody else touches the engine while this thread runs; what they order is done in order,
+    between two steps.
 
     `post` gets the news of a step, all at once, and is called once more, with None, when the thread
-    has ended. A step that raises has not happened, so it is tried again; if it raises once
-    more, the requests in it end with that error, and the others go on. If those fare no better, and
-    their successors neither, `error` says what the engine has died of.
+    has ended. A step that raises has not happened, so it is tried again; if it raises once more,
+    the requests in it end with that error, and the others go on. If those fare no better, and their
+    successors neither, `error` says what the engine has died of.
+
+    A step observer that has a method `finished` is also told of each request's last output, be it
+    that of an abort.
     """
 
     def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
         self.error: BaseException | None = None
         self.is_running = True
-        # Called in this thread with each request's last output, be it an abort.
-        self._feed = TokenFeed()
-        llm.engine.observers.append(self._feed.observe)
-        self.on_finished: list[Callable[[RequestOutput], None]] = [self._feed.finished]
         self._llm, self._engine, self._post = llm, llm.engine, post
+        self._feed = TokenFeed()
+        self._engine.observers.append(self._feed)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_failures = 0
         # A daemon, so that a program that forgets to shut down can still end.
@@ -49,13 +53,29 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def num_orders(self) -> int:
-        """How many were not looked at yet."""
-        return self._orders.qsize()
+    def engine(self) -> LLMEngine:
+        return self._engine
 
-    def order(self, action: Callable[[], None]) -> None:
-        """Have `action`, which must not raise, called between two steps; in order, and soon."""
-        self._orders.put(action)
+    @property
+    def backlog(self) -> int:
+        """Sequences that wait, less those for whom the next step has a slot; below 0 is room."""
+        scheduler = self._engine.scheduler
+        num_slots = scheduler.max_num_seqs - len(scheduler.running)
+        return len(scheduler.waiting) + self._orders.qsize() - num_slots
+
+    def add(self, request: Request, is_followed: bool) -> None:
+        """Queue a request; where it is followed, its tokens are posted as they come."""
+        self._orders.put(partial(self._add, request, is_followed))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last output is posted. An id that is unknown is no error."""
+        self._orders.put(partial(self._abort, request_id))
+
+    def call(
+        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
+    ) -> None:
+        """Call `function(engine)`, and `done` with what it has returned, or raised."""
+        self._orders.put(partial(self._call, function, done))
 
     def stop(self) -> None:
         """Obey what was ordered before, abort what is left, and close the engine."""
@@ -64,17 +84,25 @@ class EngineThread:
     def join(self) -> None:
         self._thread.join()
 
-    def add(self, request: Request, is_followed: bool) -> None:
-        """Queue a request; where it is followed, its tokens are posted. For orders."""
+    def _add(self, request: Request, is_followed: bool) -> None:
         if is_followed:
             self._feed.follow(request)
         self._engine.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its last output is posted. For orders."""
+    def _abort(self, request_id: str) -> None:
         output = self._engine.abort_request(request_id)
         if output is not None:
             self._hand_out([output])
+
+    def _call(
+        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
+    ) -> None:
+        try:
+            result = function(self._engine)
+        except Exception as error:
+            done(None, error)
+        else:
+            done(result, None)
 
     def _run(self) -> None:
         try:
@@ -120,8 +148,9 @@ class EngineThread:
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if output.finished:
-                for observer in self.on_finished:
-                    observer(output)
+                for observer in self._engine.observers:
+                    if hasattr(observer, "finished"):
+                        observer.finished(output)
         news = News(self._feed.take(), outputs)
         if any(news):
             self._post(news)

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,7 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.server.errors import ApiError
-from nanoserve.server.live_state import State, StepTotals, change, snapshot
+from nanoserve.server.live_state import (
+    State,
+    change,
+    read_state,
+    snapshot,
+    start_counting,
+    stop_counting,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,22 +104,21 @@ class LiveView:
 
     async def _follow(self) -> None:
         """Ask the engine again and again, and tell the watchers."""
-        totals = StepTotals()
         try:
-            await self._call(lambda engine: engine.observers.append(totals.observe))
+            await self._call(start_counting)
+            num_steps = None  # of the state that was read last, if nothing was going on in it
             while True:
-                # Without a step nothing can change while nothing is there: let the engine sleep.
-                state, num_steps = self._state, totals.num_steps
-                seconds = 0.0
-                if state is None or not state.is_idle or state.numbers["num_steps"] != num_steps:
-                    seconds = self._publish(await self._call(totals.read))
+                seconds, state = 0.0, await self._call(partial(read_state, num_steps))
+                if state is not None:
+                    num_steps = state.numbers["num_steps"] if state.is_idle else None
+                    seconds = self._publish(state)
                 await asyncio.sleep(max(self._interval, seconds / _MOST_SHARE))
         except Exception:
             logger.exception("the live view of the engine ends")
         finally:
             self._announce()
             with contextlib.suppress(Exception):  # an engine that is gone has no observers
-                await self._call(lambda engine: _remove(engine, totals))
+                await self._call(stop_counting)
 
     def _publish(self, state: State) -> float:
         """Make `state` the current one; returns the seconds it has cost, on either thread."""
@@ -173,8 +180,3 @@ def _too_many() -> JSONResponse:
 
 def _event(name: str, data: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-def _remove(engine: LLMEngine, totals: StepTotals) -> None:
-    if totals.observe in engine.observers:
-        engine.observers.remove(totals.observe)

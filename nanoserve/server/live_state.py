@@ -68,7 +68,7 @@ class StepTotals:
         self._step_seconds = 0.0
         self._ttfts: deque[float] = deque(maxlen=_MOST_TTFTS)
 
-    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
         self.num_steps += 1
         self._num_computed += plan.num_tokens
         self._num_output_tokens += len(plan.sampled)
@@ -116,6 +116,27 @@ class StepTotals:
         waiting = [_request(seq) for seq in islice(scheduler.waiting, _MOST_WAITING)]
         blocks = occupancy(scheduler)
         return State(pool, blocks, requests, waiting, numbers, engine.clock() - began)
+
+
+def start_counting(engine: LLMEngine) -> None:
+    """Somebody watches from here on."""
+    engine.observers.append(StepTotals())
+
+
+def read_state(num_steps: int | None, engine: LLMEngine) -> State | None:
+    """The state; None if nothing can have changed, because there was no step since `num_steps`."""
+    *_, totals = _counting(engine)
+    return None if totals.num_steps == num_steps else totals.read(engine)
+
+
+def stop_counting(engine: LLMEngine) -> None:
+    """Whoever has watched for longest watches no more."""
+    for totals in _counting(engine)[:1]:
+        engine.observers.remove(totals)
+
+
+def _counting(engine: LLMEngine) -> list[StepTotals]:
+    return [observer for observer in engine.observers if isinstance(observer, StepTotals)]
 
 
 def _request(seq: Sequence) -> list[int]:

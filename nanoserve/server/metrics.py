@@ -7,7 +7,7 @@ does not serve does not load it.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -80,7 +80,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
         """A step is over."""
         intervals: list[float] = []
         self._histograms["iteration_tokens_total"].observe(batch.header.num_tokens)
@@ -203,6 +203,17 @@ class Metrics:
         )
         gauge.add_metric([*labels.values()], 1)
         return gauge
+
+
+def start_metrics(model_name: str, prefix: str, engine: LLMEngine) -> None:
+    """From here on `engine` is measured."""
+    engine.observers.append(Metrics(engine, model_name, prefix))
+
+
+def exposition(engine: LLMEngine) -> bytes:
+    """What Prometheus reads."""
+    (metrics,) = (observer for observer in engine.observers if isinstance(observer, Metrics))
+    return generate_latest(metrics.registry)
 
 
 def _one_two_five(most: int) -> list[int]:

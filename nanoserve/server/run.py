@@ -106,8 +106,8 @@ def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, 
         f"{api.names[0]} at {address}  (OpenAI clients: {address}/v1)", file=sys.stderr, flush=True
     )
     server.run([bound])
-    if api.llm.thread.error is not None:
-        logger.critical("the engine has died: %r", api.llm.thread.error)
+    if api.llm.owner.error is not None:
+        logger.critical("the engine has died: %r", api.llm.owner.error)
         return 1
     return 0
 

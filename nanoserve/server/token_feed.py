@@ -51,7 +51,7 @@ class TokenFeed:
         self._sequences[request.request_id] = request.sequences
         self._num_sent.update(dict.fromkeys(request.sequences, 0))
 
-    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
         """A step is over."""
         for row in plan.sampled:
             seq = row.seq
@@ -111,7 +111,7 @@ class FollowedRequest:
 
     def output(self) -> RequestOutput:
         """All that is new since the last time."""
-        request, outputs = self._request, []
+        request, last, outputs = self._request, self._last, []
         for completion in self._completions:
             seq, num_told = completion.seq, self._num_told[completion.seq.index]
             if completion.is_told or (len(seq.token_ids) == num_told and not seq.finished):
@@ -133,9 +133,10 @@ class FollowedRequest:
             request.prompt,
             request.prompt_token_ids,
             outputs,
-            self._last is not None,
-            request.sequences[0].metrics,
-            error=None if self._last is None else self._last.error,
+            last is not None,
+            # In another process than the engine's, these stand still until it sends its own.
+            request.sequences[0].metrics if last is None else last.metrics,
+            error=None if last is None else last.error,
         )
 
     def forget(self) -> None:

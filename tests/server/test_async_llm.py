@@ -228,7 +228,7 @@ def test_a_step_that_fails_once_costs_nobody_a_token(breakable, offline) -> None
         text = ""
         async for output in llm.generate([5, 6], params):
             text += output.outputs[0].text
-            if len(text) > 5 and not llm.thread._num_failures and text != expected:
+            if len(text) > 5 and not llm.owner._num_failures and text != expected:
                 failures[:] = [RuntimeError("out of memory, say")] if not asked else []
                 asked.append(1)
         return text
@@ -275,7 +275,7 @@ def test_an_engine_that_fails_for_good_ends_every_stream_with_an_error(breakable
             await llm.call_in_engine(lambda engine: None)
 
     asyncio.run(ask())
-    assert not llm.is_running and "the device is gone" in str(llm.thread.error)
+    assert not llm.is_running and "the device is gone" in str(llm.owner.error)
 
 
 def test_shutdown_ends_streams_and_threads() -> None:
@@ -298,7 +298,7 @@ def test_shutdown_ends_streams_and_threads() -> None:
 def test_one_that_is_dropped_ends_its_thread_and_frees_its_weights() -> None:
     llm = AsyncLLM("tiny-qwen3", **OPTIONS)
     asyncio.run(joined(llm.generate([1, 2], SamplingParams(max_tokens=5))))
-    thread, engine = llm.thread, weakref.ref(llm.engine)
+    thread, engine = llm.owner, weakref.ref(llm.engine)
     del llm
     gc.collect()
     thread.join()

@@ -114,7 +114,7 @@ class WatchedRun:
             elif self.engine.has_unfinished_requests():
                 self.engine.step()
             if step == begins:
-                self.engine.observers.append(self.totals.observe)
+                self.engine.observers.append(self.totals)
             if step >= begins and self.rng.random() < 0.6:
                 self._look()
         run(self.engine)
@@ -209,7 +209,7 @@ def test_requests_and_totals_are_those_of_the_engine() -> None:
     now = [0.0]
     engine = make_engine(block_size=4, max_num_seqs=2, clock=lambda: now[0])
     totals = StepTotals()
-    engine.observers.append(totals.observe)
+    engine.observers.append(totals)
     for name in ("a", "b", "c"):
         engine.add_request(name, **ask(list(range(10)), max_tokens=4))
     now[0] = 0.25
@@ -233,7 +233,7 @@ def test_nothing_that_anybody_wrote_is_told() -> None:
     secret = "my-password"
     engine = make_engine(tokenizer=byte_tokenizer(), block_size=4)
     totals = StepTotals()
-    engine.observers.append(totals.observe)
+    engine.observers.append(totals)
     engine.add_request(f"request of {secret}", **ask(secret, max_tokens=40))
     told, before = [], None
     for _ in range(20):

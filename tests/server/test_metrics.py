@@ -45,8 +45,7 @@ def read(metrics: Metrics) -> dict[str, dict[tuple, float]]:
 def measured():
     llm = AsyncLLM("tiny-qwen3", dtype="float32", num_kv_blocks=30, max_num_seqs=8, block_size=4)
     metrics = Metrics(llm.engine, "tiny")
-    llm.engine.observers.append(metrics.observe)
-    llm.thread.on_finished.append(metrics.finished)
+    llm.engine.observers.append(metrics)
     yield llm, metrics
     llm.shutdown()
 

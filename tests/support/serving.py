@@ -27,7 +27,7 @@ def is_idle(llm: AsyncLLM) -> bool:
         not engine.has_unfinished_requests()
         and not engine.output_processor.requests
         and blocks.num_free_blocks == blocks.num_blocks
-        and not llm.thread.num_orders
+        and not llm.owner._orders.qsize()
         and not [*llm._readers]
     )
 

@@ -1,0 +1,285 @@
+"""An engine in a process of its own: whoever serves it does not share its interpreter.
+
+Python computes in one thread of a process at a time. Where a step of the engine takes milliseconds,
+the texts and events of 256 streams would take as long again. Here they are made beside it.
+
+Two pipes carry pickles between the two processes, which trust each other: orders one way, news the
+other. The process is started as `python -m nanoserve.server.engine_process`, so that a plain script
+needs no `if __name__ == "__main__"`, and ends with whoever has started it, however that ends.
+"""
+
+import contextlib
+import logging
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.input_processor import InputProcessor
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.llm import LLM
+from nanoserve.outputs import RequestOutput
+from nanoserve.server.engine_thread import EngineThread, News
+from nanoserve.server.token_feed import NewTokens
+from nanoserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class EngineFront:
+    """What is known here of an engine elsewhere: enough to make requests for it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+    ) -> None:
+        self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
+        # Both processes read the same clock, so that times can be compared.
+        self.clock = time.perf_counter
+        self.input_processor = InputProcessor(
+            config, model_config, tokenizer, max_model_len, self.clock
+        )
+
+
+class EngineProcess:
+    """What `EngineThread` is, of an engine in a process of its own.
+
+    Raises what `LLM(model, **options)` raises.
+    """
+
+    def __init__(
+        self, model: str | Path, options: dict[str, Any], post: Callable[[News | None], None]
+    ) -> None:
+        self.error: BaseException | None = None
+        self.is_running = True
+        self._post = post
+        self._backlog = self._num_sent = self._num_received = 0
+        self._calls: dict[int, Callable[[Any, Exception | None], None]] = {}
+        self._call_numbers = count()
+        self._sending = threading.Lock()
+        theirs, self._orders = Pipe(duplex=False)
+        self._news, ours = Pipe(duplex=False)
+        files = (theirs.fileno(), ours.fileno())
+        command = [sys.executable, "-m", __name__, *map(str, files)]
+        self._process = subprocess.Popen(command, pass_fds=files)
+        theirs.close()
+        ours.close()
+        self._send("load", model, options, logging.getLogger().getEffectiveLevel())
+        try:
+            self.engine = EngineFront(*self._first_words())
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        threading.Thread(target=self._listen, name="nanoserve news", daemon=True).start()
+
+    @property
+    def backlog(self) -> int:
+        """As the engine has told last, and what was sent since."""
+        return self._backlog + self._num_sent - self._num_received
+
+    def add(self, request: Request, is_followed: bool) -> None:
+        self._send("add", request, is_followed)
+        self._num_sent += len(request.sequences)
+
+    def abort(self, request_id: str) -> None:
+        self._send("abort", request_id)
+
+    def call(
+        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
+    ) -> None:
+        number, function = next(self._call_numbers), pickle.dumps(function)  # or raise
+        self._calls[number] = done
+        self._send("call", number, function)
+
+    def stop(self) -> None:
+        self._send("stop")
+
+    def join(self) -> None:
+        self._process.wait()
+
+    def _send(self, *order: Any) -> None:
+        content = pickle.dumps(order)
+        with self._sending, contextlib.suppress(OSError):  # it has ended: `_listen` is told so
+            self._orders.send_bytes(content)
+
+    def _first_words(self) -> Any:
+        try:
+            kind, told = pickle.loads(self._news.recv_bytes())
+        except EOFError:
+            status = self._process.wait()
+            raise RuntimeError(f"the engine's process has ended with status {status}") from None
+        if kind == "failed":
+            raise told
+        return told
+
+    def _listen(self) -> None:
+        """Pass on what comes, until nothing comes any more."""
+        try:
+            while True:
+                kind, *told = pickle.loads(self._news.recv_bytes())
+                if kind == "news":
+                    tokens, outputs, self._backlog, self._num_received = told
+                    self._post(News([NewTokens(*new) for new in tokens], outputs))
+                elif kind == "result":
+                    number, value, error = told
+                    self._calls.pop(number)(value, error)
+                else:
+                    (self.error,) = told
+        except (EOFError, OSError):
+            with self._sending:
+                self._orders.close()  # the last thing that it waits for
+            status = self._process.wait()
+            if status and self.error is None:
+                self.error = RuntimeError(f"the engine's process has ended with status {status}")
+        finally:
+            self.is_running = False
+            self._post(None)
+
+
+class _Sender:
+    """Sends what a thread of its own finds; the engine never waits for a pipe that is full.
+
+    Until that is sent, further tokens of a sequence join those that wait.
+    """
+
+    def __init__(self, news: Connection) -> None:
+        self._pipe = news
+        self._lock = threading.Condition()
+        self._tokens: dict[tuple[str, int], NewTokens] = {}
+        self._outputs: list[Any] = []
+        self._others: list[tuple[Any, ...]] = []
+        self._is_over = False
+        self.engine_thread: EngineThread | None = None
+        self.num_received = 0  # sequences
+        self._thread = threading.Thread(target=self._run, name="nanoserve sender")
+        self._thread.start()
+
+    def post(self, news: News | None) -> None:
+        with self._lock:
+            if news is None:
+                self._others.append(("error", self.engine_thread.error))
+                self._is_over = True
+            else:
+                for new in news.tokens:
+                    key = new.request_id, new.index
+                    earlier = self._tokens.get(key)
+                    if earlier is not None:
+                        new = new._replace(token_ids=earlier.token_ids + new.token_ids)
+                    self._tokens[key] = new
+                self._outputs += news.outputs
+            self._lock.notify()
+
+    def tell(self, *told: Any) -> None:
+        """Something that is no news of requests."""
+        with self._lock:
+            self._others.append(told)
+            self._lock.notify()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            with self._lock:
+                while not (self._tokens or self._outputs or self._others or self._is_over):
+                    self._lock.wait()
+                tokens, self._tokens = list(map(tuple, self._tokens.values())), {}
+                outputs, self._outputs = self._outputs, []
+                others, self._others = self._others, []
+                is_over = self._is_over
+            try:
+                for told in others:
+                    self._pipe.send_bytes(_pickled(told))
+                if tokens or outputs:
+                    load = self.engine_thread.backlog, self.num_received
+                    self._pipe.send_bytes(_pickled(("news", tokens, outputs, *load)))
+            except OSError:
+                return  # nobody is there any more
+        self._pipe.close()
+
+
+def _pickled(told: tuple[Any, ...]) -> bytes:
+    """Errors may hold what cannot be pickled: then it is their text that counts."""
+    try:
+        return pickle.dumps(told)
+    except Exception:
+        return pickle.dumps(tuple(map(_without_objects, told)))
+
+
+def _without_objects(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return RuntimeError(repr(value))
+    if isinstance(value, list):
+        return [
+            replace(output, error=output.error and RuntimeError(repr(output.error)))
+            if isinstance(output, RequestOutput)
+            else output
+            for output in value
+        ]
+    return value
+
+
+def _main(orders: Connection, news: Connection) -> None:
+    """The process: load, obey, end."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # which a terminal, or a supervisor, sends to all
+        signal.signal(number, signal.SIG_IGN)
+    _, model, options, level = pickle.loads(orders.recv_bytes())
+    logging.basicConfig(level=level, format=_LOG_FORMAT)
+    try:
+        llm = LLM(model, **options)
+    except Exception as error:
+        news.send_bytes(_pickled(("failed", error)))
+        return
+    engine = llm.engine
+    told = (engine.config, engine.model_config, engine.tokenizer)
+    news.send_bytes(pickle.dumps(("ready", (*told, engine.input_processor.max_model_len))))
+    sender = _Sender(news)
+    thread = sender.engine_thread = EngineThread(llm, sender.post)
+    with contextlib.suppress(EOFError):  # whoever gave the orders has ended
+        _obey(orders, thread, sender)
+    thread.stop()
+    thread.join()
+    sender.join()
+
+
+def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
+    while True:
+        name, *told = pickle.loads(orders.recv_bytes())
+        if name == "add":
+            sender.num_received += len(told[0].sequences)
+            thread.add(*told)
+        elif name == "abort":
+            thread.abort(*told)
+        elif name == "call":
+            number, function = told[0], pickle.loads(told[1])
+            thread.call(function, partial(sender.tell, "result", number))
+        else:
+            return
+
+
+if __name__ == "__main__":
+    _main(*(Connection(int(number)) for number in sys.argv[1:]))
