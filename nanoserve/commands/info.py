@@ -9,27 +9,19 @@ The exit status is 1 if LLM(...) would refuse it. Of a GGUF on the hub, the file
 
 import argparse
 import json
-from dataclasses import fields
 from typing import Any
 
-from nanoserve.config import EngineConfig
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
 
-# Options of LLM that change what is told.
-_TEXTS = ("dtype", "quantization", "kv_cache_dtype", "device", "attention_backend")
-_TEXTS += ("tokenizer", "revision", "download_dir")
-_NUMBERS = ("max_model_len", "max_num_seqs", "block_size", "num_kv_blocks")
-_NUMBERS += ("kv_cache_memory_bytes", "quantization_group_size")
-_FLAGS = ("skip_tokenizer_init", "trust_remote_code")
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    args = vars(_parser().parse_args(arguments))
-    model, as_json = args.pop("model"), args.pop("json")
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(with_dashes(arguments))
     from nanoserve.commands.describe import describe  # torch, which --help does without
 
-    facts = describe(model, **{k: v for k, v in args.items() if v is not None and v is not False})
-    print(json.dumps(facts, indent=2) if as_json else as_text(facts))
+    facts = describe(args.model, **engine_options(args))
+    print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 1 if facts["refused"] else 0
 
 
@@ -39,20 +31,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="as for LLM(...): a folder, a GGUF file, a name")
+    model = "folder, file or name, as for LLM() (%(default)s)"
+    parser.add_argument("model", nargs="?", default="tiny-qwen3", help=model)
     parser.add_argument("--json", action="store_true", help="for programs: sizes in bytes")
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for kind, names in ((str, _TEXTS), (int, _NUMBERS)):
-        for name in names:
-            told = f"as LLM's; {defaults[name]} if not given"
-            parser.add_argument(_option(name), type=kind, help=told)
-    for name in _FLAGS:
-        parser.add_argument(_option(name), action="store_true", help="as LLM's")
+    add_engine_flags(parser)
     return parser
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def as_text(facts: dict[str, Any]) -> str:
@@ -80,7 +63,7 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     rope = ", ".join([facts["rope"]["rope_type"], f"theta {facts['rope']['theta']:g}", *shown])
     rows += [
         ("architecture", facts["architecture"]),
-        ("layers", f"{facts['num_hidden_layers']} of {facts['hidden_size']}"),
+        ("layers", f"{facts['num_hidden_layers']}, {facts['hidden_size']} wide"),
         ("heads", f"{heads}, of {facts['head_dim']}"),
         ("vocabulary", f"{facts['vocab_size']} tokens"),
         ("context", f"{facts['max_position_embeddings']} tokens"),
@@ -114,8 +97,9 @@ def _pool_rows(facts: dict[str, Any]) -> Rows:
         told = [f"{_size(size)} in {facts['dtype'] if k == 'auto' else k}" for k, size in sizes]
         rows.append(("KV of a token", ", ".join(told)))
     if "kv_block_bytes" in facts:
-        of = f"{facts['block_size']} tokens in {facts['kv_cache_dtype']}"
-        rows.append(("KV block", f"{_size(facts['kv_block_bytes'])}, {of}"))
+        chosen = facts["dtype"] if facts["kv_cache_dtype"] == "auto" else facts["kv_cache_dtype"]
+        told = f"{_size(facts['kv_block_bytes'])}, {facts['block_size']} tokens in {chosen}"
+        rows.append(("KV block", told))
     if "num_kv_blocks" in facts:
         whole = facts["num_kv_blocks"] * facts["kv_block_bytes"]
         told = f"{facts['num_kv_blocks']:,} blocks, {_size(whole)}"
