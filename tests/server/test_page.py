@@ -135,11 +135,13 @@ def test_an_answer_comes_piece_by_piece(tab: Tab) -> None:
           new MutationObserver(note).observe(log, { childList: true, subtree: true });
         }"""
     )
+    tab.answer_with({"post": {"ignore_eos": True, "max_tokens": 600}})
     tab.page.click(f"text={QUESTION}")
     assert "keys and values" in tab.answer()
-    assert tab.page.evaluate("lengths.size") > 3
+    assert tab.page.evaluate("lengths.size") > 6
     told = tab.page.inner_text("#log .timing")
-    assert re.fullmatch(r"\d+ tokens · \d+ tokens/s · first after [\d.]+ m?s", told), told
+    assert re.fullmatch(r"600 tokens · [\d,]+ tokens/s · first after [\d.]+ m?s", told), told
+    assert tab.note() == "Cut off at the limit, after 600 tokens."
     assert tab.titles() == [QUESTION] and not tab.page.is_visible("#welcome")
     assert tab.page.get_attribute("#log > .assistant", "aria-busy") == "false"
 
@@ -148,8 +150,8 @@ def test_all_three_example_questions_are_answered(tab: Tab) -> None:
     for number in (1, 2, 3):
         tab.page.keyboard.press("Control+k")
         tab.page.click(f"#examples button:nth-child({number})")
-        assert tab.answer()
-    assert "72" in tab.answer()
+        assert tab.answer() and tab.note() == ""
+    assert tab.answer() == "27 + 45 = 72."
     assert len(tab.titles()) == 3
 
 
@@ -513,7 +515,8 @@ def test_a_text_that_grows_ends_as_if_it_had_come_at_once(tab_of_module: Tab) ->
 
 def test_events_may_be_cut_anywhere(tab_of_module: Tab) -> None:
     stream = (
-        ": a comment\n\ndata: eins\r\ndata: zwei\r\n\r\nevent: e\ndata: 块\ndata:表\n\nid: 3\nretry: 1\n\n"
+        ": a comment\n\ndata: eins\r\ndata: zwei\r\n\r\n"
+        "event: e\ndata: 块\ndata:表\n\nid: 3\nretry: 1\n\n"
         "data\rdata: ✓\r\rdata: [DONE]\n\ndata: not whole"
     )
     expected = [
