@@ -211,8 +211,8 @@ def start_metrics(model_name: str, prefix: str, engine: LLMEngine) -> None:
 
 
 def exposition(engine: LLMEngine) -> bytes:
-    """What Prometheus reads."""
-    (metrics,) = (observer for observer in engine.observers if isinstance(observer, Metrics))
+    """What Prometheus reads, of the measuring that was begun last."""
+    *_, metrics = (observer for observer in engine.observers if isinstance(observer, Metrics))
     return generate_latest(metrics.registry)
 
 
