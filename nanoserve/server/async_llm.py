@@ -250,15 +250,17 @@ class AsyncLLM:
         self._join_loop()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        self._calls.add(result)
-        result.add_done_callback(self._calls.discard)
 
         def settle(value: Any, error: Exception | None) -> None:
             if not result.done():
                 result.set_result(value) if error is None else result.set_exception(error)
 
-        self.owner.call(function, partial(loop.call_soon_threadsafe, settle))
-        return await result
+        self._calls.add(result)
+        try:
+            self.owner.call(function, partial(loop.call_soon_threadsafe, settle))
+            return await result
+        finally:
+            self._calls.discard(result)
 
     def call_soon(self, function: Callable[[LLMEngine], Any]) -> None:
         """The same for whoever does not wait for it: before any request that is opened later."""
@@ -337,7 +339,7 @@ class AsyncLLM:
         """The engine has ended: whoever waits for it must not do so for ever."""
         for reader in list(self._readers.values()):
             reader.wake()
-        for call in list(self._calls):
+        for call in [call for call in self._calls if not call.done()]:
             call.set_exception(EngineDeadError("the engine is not running"))
 
 

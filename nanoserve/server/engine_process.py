@@ -259,11 +259,14 @@ def _main(orders: Connection, news: Connection) -> None:
     news.send_bytes(pickle.dumps(("ready", (*told, engine.input_processor.max_model_len))))
     sender = _Sender(news)
     thread = sender.engine_thread = EngineThread(llm, sender.post)
-    with contextlib.suppress(EOFError):  # whoever gave the orders has ended
+    try:
         _obey(orders, thread, sender)
-    thread.stop()
-    thread.join()
-    sender.join()
+    except EOFError:
+        pass  # whoever gave the orders has ended
+    finally:
+        thread.stop()
+        thread.join()
+        sender.join()
 
 
 def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
@@ -275,10 +278,15 @@ def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
         elif name == "abort":
             thread.abort(*told)
         elif name == "call":
-            number, function = told[0], pickle.loads(told[1])
-            thread.call(function, partial(sender.tell, "result", number))
+            number, function = told
+            thread.call(partial(_call, function), partial(sender.tell, "result", number))
         else:
             return
+
+
+def _call(function: bytes, engine: LLMEngine) -> Any:
+    """Unpickled only here, so that one that cannot be is an error like others."""
+    return pickle.loads(function)(engine)
 
 
 if __name__ == "__main__":

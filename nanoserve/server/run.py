@@ -70,6 +70,14 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._api, self._grace = api, grace
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        scheme = "https" if self.config.is_ssl else "http"
+        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        told = f"{self._api.names[0]} at {address}  (OpenAI clients: {address}/v1)"
+        print(told, file=sys.stderr, flush=True)
+
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self._api.llm.is_running
 
@@ -100,11 +108,6 @@ def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, 
     """Serve until a signal comes; the exit status of the process."""
     _raise_file_limit()
     server = Server(api, grace, access_log, **tls)
-    host, port = bound.getsockname()[:2]
-    address = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
-    print(
-        f"{api.names[0]} at {address}  (OpenAI clients: {address}/v1)", file=sys.stderr, flush=True
-    )
     server.run([bound])
     if api.llm.owner.error is not None:
         logger.critical("the engine has died: %r", api.llm.owner.error)

@@ -3,8 +3,11 @@
 import asyncio
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+from serving import served
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.chat import chat_prompts
@@ -256,6 +259,19 @@ def test_errors_are_those_that_the_client_knows(client) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(messages=QUESTION, **{**GREEDY, "max_tokens": 5000})
     assert long.value.code == "context_length_exceeded"
+
+
+def test_the_client_comes_again_when_the_server_is_full(server, server_llm) -> None:
+    """It does so by itself, after the seconds that a 429 names."""
+    with (
+        served(server_llm, max_queue=1) as full,
+        openai.OpenAI(base_url=f"{full.url}/v1", api_key="none", max_retries=8) as client,
+        ThreadPoolExecutor(50) as pool,
+    ):
+        asked = {"model": "tiny", "prompt": [3, 4], "max_tokens": 100, "temperature": 0}
+        ask = partial(client.completions.create, **asked, extra_body={"ignore_eos": True})
+        answers = list(pool.map(lambda _: ask(), range(50)))
+    assert {answer.usage.completion_tokens for answer in answers} == {100}
 
 
 def test_tokenize_and_detokenize(client, offline) -> None:

@@ -1,0 +1,177 @@
+"""An engine in a process of its own says what one in this process says, and ends as it should."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import in_engine
+import pytest
+from in_engine import fail, fail_for_good, num_free_blocks, process_id
+from serving import wait_until
+
+from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from nanoserve.server.async_llm import EngineDeadError
+
+OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}
+KINDS = [*RequestOutputKind]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def importable():
+    """Functions that are called in the other process must be found there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(in_engine.__file__).parent), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(importable):
+    llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+async def last_of(outputs, is_delta: bool):
+    """Text, token ids, log-probabilities and reason of every completion."""
+    told: dict[int, list] = {}
+    async for output in outputs:
+        for one in output.outputs:
+            before = told.get(one.index, ["", [], []]) if is_delta else ["", [], []]
+            logprobs = [sorted(entry) for entry in one.logprobs or ()]
+            parts = [before[0] + one.text, before[1] + one.token_ids, before[2] + logprobs]
+            told[one.index] = [*parts, one.finish_reason, one.stop_reason]
+    return [told[index] for index in sorted(told)]
+
+
+def test_its_answers_are_those_of_an_engine_here(llm) -> None:
+    rng = random.Random(3)
+    requests = []
+    for number in range(80):
+        params = SamplingParams(
+            n=rng.choice([1, 3]),
+            temperature=0.9,
+            seed=number,
+            max_tokens=rng.randint(1, 30),
+            logprobs=rng.choice([None, None, 2]),
+            stop=rng.choice([None, None, ["a", "的"]]),
+            stop_token_ids=rng.choice([None, [265]]),
+            skip_special_tokens=rng.choice([True, False]),
+            ignore_eos=rng.choice([True, False]),
+            output_kind=rng.choice(KINDS),
+        )
+        requests.append(([rng.randrange(2048) for _ in range(rng.randint(1, 40))], params))
+
+    async def ask_all():
+        delta = RequestOutputKind.DELTA
+        asked = [last_of(llm.generate(p, s), s.output_kind is delta) for p, s in requests]
+        return await asyncio.gather(*asked), await llm.call_in_engine(num_free_blocks)
+
+    answers, num_free = asyncio.run(ask_all())
+    assert num_free == 200
+    prompts, params = zip(*requests, strict=True)
+    with LLM("tiny-qwen3", **OPTIONS) as here:
+        expected = here.generate(list(prompts), list(params), use_tqdm=False)
+    for told, output in zip(answers, expected, strict=True):
+        assert told == [
+            [
+                one.text,
+                one.token_ids,
+                [sorted(entry) for entry in one.logprobs or ()],
+                one.finish_reason,
+                one.stop_reason,
+            ]
+            for one in output.outputs
+        ]
+
+
+def test_what_is_called_in_it_runs_there(llm) -> None:
+    async def call():
+        with pytest.raises(ZeroDivisionError, match="as asked"):
+            await llm.call_in_engine(fail)
+        with pytest.raises((AttributeError, TypeError, ValueError), match=r"pickle|local"):
+            await llm.call_in_engine(lambda engine: None)
+        return await llm.call_in_engine(process_id)
+
+    assert asyncio.run(call()) not in (os.getpid(), None)
+    assert llm.is_running
+
+
+def test_a_stream_that_is_dropped_ends_there_too(llm) -> None:
+    async def drop():
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        stream = llm.generate([1, 2, 3], params)
+        await anext(stream)
+        await stream.aclose()
+        return await llm.call_in_engine(num_free_blocks)
+
+    assert asyncio.run(drop()) == 200
+
+
+def test_what_is_refused_there_is_raised_here() -> None:
+    with pytest.raises(ValueError, match="max_model_len=5000"):
+        AsyncLLM("tiny-qwen3", engine_process=True, max_model_len=5000)
+    with pytest.raises(ValueError, match="no-such-model"):
+        AsyncLLM("no-such-model", engine_process=True)
+
+
+@pytest.mark.parametrize("how", ["killed", "failing for good"])
+def test_when_it_dies_every_stream_ends_with_an_error(how) -> None:
+    llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+
+    async def ask():
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        streams = [llm.generate([i], params) for i in range(1, 60)]
+        asked = [asyncio.create_task(last_of(stream, False)) for stream in streams]
+        await asyncio.sleep(0.05)
+        if how == "killed":
+            os.kill(await llm.call_in_engine(process_id), signal.SIGKILL)
+        else:
+            await llm.call_in_engine(fail_for_good)
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        assert {type(end) for end in ended} <= {EngineDeadError, RuntimeError}
+        assert EngineDeadError in {type(end) for end in ended}
+        with pytest.raises(EngineDeadError):
+            await llm.call_in_engine(process_id)
+
+    asyncio.run(ask())
+    assert not llm.is_running
+    assert ("status -9" if how == "killed" else "the device is gone") in str(llm.owner.error)
+    llm.shutdown()
+    assert llm.owner._process.poll() is not None
+
+
+def test_nothing_of_it_is_left_when_nobody_has_it_any_more() -> None:
+    llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+    process = llm.owner._process
+    del llm
+    gc.collect()
+    wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 0
+
+
+def test_it_ends_with_whoever_has_started_it() -> None:
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+        os.write(write, str(llm.owner._process.pid).encode())
+        time.sleep(60)
+        os._exit(1)
+    os.close(write)
+    engine = int(os.read(read, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_until(lambda: not is_alive(engine))
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended and that nobody has waited for is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
