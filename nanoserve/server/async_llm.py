@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -255,9 +256,13 @@ class AsyncLLM:
             if not result.done():
                 result.set_result(value) if error is None else result.set_exception(error)
 
+        def done(value: Any, error: Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, value, error)
+
         self._calls.add(result)
         try:
-            self.owner.call(function, partial(loop.call_soon_threadsafe, settle))
+            self.owner.call(function, done)
             return await result
         finally:
             self._calls.discard(result)
