@@ -23,6 +23,7 @@ from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -75,22 +76,25 @@ class EngineProcess:
         self._backlog = self._num_sent = self._num_received = 0
         self._calls: dict[int, Callable[[Any, Exception | None], None]] = {}
         self._call_numbers = count()
-        self._sending = threading.Lock()
-        theirs, self._orders = Pipe(duplex=False)
+        # A finalizer may give an order at any moment, in the middle of another one included.
+        self._orders: SimpleQueue[bytes | None] = SimpleQueue()
+        theirs, orders = Pipe(duplex=False)
         self._news, ours = Pipe(duplex=False)
         files = (theirs.fileno(), ours.fileno())
         command = [sys.executable, "-m", __name__, *map(str, files)]
         self._process = subprocess.Popen(command, pass_fds=files)
         theirs.close()
         ours.close()
+        self._start("nanoserve orders", self._write, orders)
         self._send("load", model, options, logging.getLogger().getEffectiveLevel())
         try:
             self.engine = EngineFront(*self._first_words())
         except BaseException:
+            self._orders.put(None)
             self._process.kill()
             self._process.wait()
             raise
-        threading.Thread(target=self._listen, name="nanoserve news", daemon=True).start()
+        self._start("nanoserve news", self._listen)
 
     @property
     def backlog(self) -> int:
@@ -118,9 +122,17 @@ class EngineProcess:
         self._process.wait()
 
     def _send(self, *order: Any) -> None:
-        content = pickle.dumps(order)
-        with self._sending, contextlib.suppress(OSError):  # it has ended: `_listen` is told so
-            self._orders.send_bytes(content)
+        self._orders.put(pickle.dumps(order))
+
+    def _start(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+    def _write(self, pipe: Connection) -> None:
+        """Carry orders to the pipe, until there are no more."""
+        with pipe:
+            while (content := self._orders.get()) is not None:
+                with contextlib.suppress(OSError):  # it has ended, which `_listen` is told, too
+                    pipe.send_bytes(content)
 
     def _first_words(self) -> Any:
         try:
@@ -146,12 +158,14 @@ class EngineProcess:
                 else:
                     (self.error,) = told
         except (EOFError, OSError):
-            with self._sending:
-                self._orders.close()  # the last thing that it waits for
+            pass  # it has ended
+        except Exception as error:  # an answer that cannot be read, say
+            self.error = error
+        finally:
+            self._orders.put(None)  # it closes the pipe, the last thing that the process waits for
             status = self._process.wait()
             if status and self.error is None:
                 self.error = RuntimeError(f"the engine's process has ended with status {status}")
-        finally:
             self.is_running = False
             self._post(None)
 
