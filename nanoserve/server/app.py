@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
 from nanoserve.server.answers import Answer
-from nanoserve.server.async_llm import AsyncLLM, EngineDeadError
+from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.chat_completions import ChatAnswer, chat_prompt, chat_requests
 from nanoserve.server.completions import (
     CompletionAnswer,
@@ -23,6 +23,7 @@ from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
 from nanoserve.server.live import add_live
 from nanoserve.server.metrics import exposition, start_metrics
+from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.page import add_page
 from nanoserve.server.protocol import (
     Body,

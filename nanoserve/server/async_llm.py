@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.input_processor import Prompt
@@ -20,101 +20,17 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.engine_thread import EngineThread, News
-from nanoserve.server.token_feed import FollowedRequest, NewTokens, can_follow
-from nanoserve.streams import merged_deltas
+from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
 
 if TYPE_CHECKING:
-    from nanoserve.server.engine_process import EngineFront, EngineProcess
+    from nanoserve.server.engine_process import EngineFront
     from nanoserve.tokenizer import Message
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-EngineOwner = Union[EngineThread, "EngineProcess"]
-
-
-class EngineDeadError(RuntimeError):
-    """The engine has failed for good, or was shut down. What it has died of is the cause."""
-
-
-class OutputReader:
-    """What is new of some requests, for the one task that reads it.
-
-    However late that reads, at most one output of each request waits for it. A reader that is
-    closed or dropped aborts those of its requests that have not ended.
-    """
-
-    def __init__(
-        self, owner: EngineOwner, requests: list[Request], detokenizer: Detokenizer | None
-    ) -> None:
-        self._owner = owner
-        delta = RequestOutputKind.DELTA
-        self._are_deltas = {r.request_id: r.params.output_kind is delta for r in requests}
-        self._followed = {
-            request.request_id: FollowedRequest(request, detokenizer)
-            for request in requests
-            if detokenizer is not None and can_follow(request)
-        }
-        self._unread: dict[str, RequestOutput | FollowedRequest] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    def follows(self, request: Request) -> bool:
-        """Whether tokens are enough, of which outputs are made here."""
-        return request.request_id in self._followed
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every request has ended, and all that came of them was read."""
-        return not self._unread and not self._are_deltas
-
-    async def read(self) -> list[RequestOutput]:
-        """Wait for something new: an output of each request that has one. `wake` ends the wait."""
-        if not self._unread and self._are_deltas:
-            if not self._owner.is_running:
-                raise EngineDeadError("the engine is not running") from self._owner.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        unread, self._unread = self._unread, {}
-        return [
-            one.output() if isinstance(one, FollowedRequest) else one for one in unread.values()
-        ]
-
-    def take(self, output: RequestOutput) -> None:
-        """Keep an output until it is read."""
-        request_id = output.request_id
-        followed, earlier = self._followed.get(request_id), self._unread.get(request_id)
-        if followed is not None:
-            followed.end(output)
-        elif earlier is not None and self._are_deltas.get(request_id):
-            output = merged_deltas(earlier, output)
-        self._unread[request_id] = followed or output
-        if output.finished:
-            self._are_deltas.pop(request_id, None)
-        self.wake()
-
-    def take_tokens(self, new: NewTokens) -> None:
-        """Keep tokens until they are read, and become text only then."""
-        followed = self._followed[new.request_id]
-        followed.add(new)
-        self._unread[new.request_id] = followed
-        self.wake()
-
-    def wake(self) -> None:
-        """End the wait of whoever reads."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def close(self) -> None:
-        """Idempotent, and what the garbage collector does."""
-        while self._are_deltas:
-            request_id, _ = self._are_deltas.popitem()
-            self._owner.abort(request_id)
-            if request_id in self._followed:
-                self._followed[request_id].forget()
-
-    __del__ = close
 
 
 class AsyncLLM:

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from nanoserve.server.answers import Answer
-from nanoserve.server.async_llm import EngineDeadError, OutputReader
 from nanoserve.server.errors import ApiError
+from nanoserve.server.output_reader import EngineDeadError, OutputReader
 
 _HEARTBEAT = b": the model is at work\n\n"  # a comment, which every reader of events skips
 _EVENTS = {

@@ -11,7 +11,7 @@ import pytest
 from serving import is_idle, wait_until
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from nanoserve.server.async_llm import EngineDeadError
+from nanoserve.server.output_reader import EngineDeadError
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}

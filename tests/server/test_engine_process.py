@@ -14,7 +14,7 @@ from in_engine import fail, fail_for_good, num_free_blocks, process_id
 from serving import wait_until
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from nanoserve.server.async_llm import EngineDeadError
+from nanoserve.server.output_reader import EngineDeadError
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}
 KINDS = [*RequestOutputKind]
