@@ -111,6 +111,11 @@ class Answer:
         raise NotImplementedError
 
 
+def as_json(value: Any) -> str:
+    """Most values of most events are null, which need not be asked of an encoder."""
+    return "null" if value is None else json.dumps(value)
+
+
 def _is_aborted(output: RequestOutput) -> bool:
     return any(completion.finish_reason == "abort" for completion in output.outputs)
 

@@ -7,7 +7,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server import logprobs
-from nanoserve.server.answers import Answer
+from nanoserve.server.answers import Answer, as_json
 from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import CompletionBody
 
@@ -51,17 +51,36 @@ class CompletionAnswer(Answer):
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> list[str]:
         reason = completion.finish_reason
-        choice = self._choice(index, completion, output)
-        if not choice["text"] and not choice["logprobs"] and reason is None:
+        text, shown = self._news(index, completion, output)
+        if not text and not shown and reason is None:
             return []
         if reason == "abort" or output.error is not None:
-            choice["finish_reason"] = None
-        return [self._event(json.dumps(choice))]
+            reason = None
+        return [
+            self._event(
+                f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {as_json(shown)}, '
+                f'"finish_reason": {as_json(reason)}, '
+                f'"stop_reason": {as_json(completion.stop_reason)}}}'
+            )
+        ]
 
     def _choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        """What is new of a choice: of one that is not streamed, all."""
+        text, shown = self._news(index, completion, output)
+        choice = {"index": index, "text": text, "logprobs": shown}
+        choice |= {"finish_reason": completion.finish_reason}
+        choice |= {"stop_reason": completion.stop_reason}
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
+        return choice
+
+    def _news(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of a choice that were not told yet."""
+        if not self._body.echo and self._body.logprobs is None:
+            return completion.text, None
         text, token_ids, entries = "", [], []
         if self._body.echo and index not in self._lengths:
             text, token_ids = self._prompt_text(output), list(output.prompt_token_ids)
@@ -72,15 +91,9 @@ class CompletionAnswer(Answer):
             entries += completion.logprobs or ()
         before = self._lengths.get(index, 0)
         self._lengths[index] = before + len(text)
-        shown = None
-        if self._body.logprobs is not None:
-            shown = logprobs.of_completion(token_ids, entries, before, self._name)
-        choice = {"index": index, "text": text, "logprobs": shown}
-        choice |= {"finish_reason": completion.finish_reason}
-        choice |= {"stop_reason": completion.stop_reason}
-        if self._body.prompt_logprobs is not None and not self._body.stream:
-            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
-        return choice
+        if self._body.logprobs is None:
+            return text, None
+        return text, logprobs.of_completion(token_ids, entries, before, self._name)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
