@@ -2,10 +2,12 @@
 
 import logging
 import os
-from argparse import ArgumentParser, BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from dataclasses import fields
+from functools import partial
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.server.settings import ServerSettings
 
 _PACKAGES = "FastAPI, uvicorn and prometheus-client"
 
@@ -15,16 +17,16 @@ def main(arguments: list[str]) -> int:
     try:
         from nanoserve.server.app import ApiServer
         from nanoserve.server.run import bind, serve
-        from nanoserve.server.settings import ServerSettings
     except ModuleNotFoundError as error:
         told = f"a server needs {_PACKAGES} ({error}): pip install 'nanoserve[serve]'"
         raise ValueError(told) from error
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    chosen = {field.name: getattr(args, field.name) for field in fields(ServerSettings)}
+    from nanoserve.server.engine_process import LOG_FORMAT
+
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    names = [field.name for field in fields(ServerSettings) if field.name in args]
+    chosen = {name: getattr(args, name) for name in names}
     key = os.environ.get("NANOSERVE_API_KEY")
-    settings = ServerSettings(**chosen | {"api_key": args.api_key or ([key] if key else [])})
+    settings = ServerSettings(**({"api_key": [key]} if key else {}) | chosen)
     tls = {name: getattr(args, name) for name in ("ssl_keyfile", "ssl_certfile")}
     tls = {name: value for name, value in tls.items() if value is not None}
     if len(tls) == 1:
@@ -51,29 +53,40 @@ def _parser() -> ArgumentParser:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0 for all the world (%(default)s)")
     add("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
-    add("--served-model-name", nargs="+", default=[], metavar="NAME", help="that clients may use")
-    key = "that clients must send; several may be right (NANOSERVE_API_KEY)"
-    add("--api-key", nargs="+", default=[], metavar="KEY", help=key)
-    add("--allowed-origins", nargs="+", default=[], metavar="URL", help="other sites' pages (none)")
     add("--ssl-keyfile", metavar="FILE", help="for https")
     add("--ssl-certfile", metavar="FILE")
+    add("--grace-period", type=float, default=30, metavar="S", help="to end requests (%(default)s)")
+    # Fields of ServerSettings, which has their defaults.
+    add, usual = partial(group.add_argument, default=SUPPRESS), ServerSettings()
+    add("--served-model-name", nargs="+", metavar="NAME", help="that clients may use")
+    key = "that clients must send; several may be right (NANOSERVE_API_KEY)"
+    add("--api-key", nargs="+", metavar="KEY", help=key)
+    add("--allowed-origins", nargs="+", metavar="URL", help="other sites' pages (none)")
     queue = "sequences that may wait before others get a 429 (all)"
     add("--max-queue", type=int, metavar="N", help=queue)
     add(
-        "--max-n", type=int, default=64, help="completions that a request may ask for (%(default)s)"
+        "--max-n",
+        type=int,
+        metavar="N",
+        help=f"completions that a request may ask for ({usual.max_n})",
     )
-    add("--max-prompts", type=int, default=1024, help="of one request (%(default)s)")
-    add("--max-body-bytes", type=int, default=8 * 2**20, metavar="N", help="%(default)s")
-    add("--max-connections", type=int, default=4096, metavar="N", help="%(default)s")
-    add("--body-timeout", type=float, default=30, metavar="S", help="seconds (%(default)s)")
-    add("--heartbeat-interval", type=float, default=15, metavar="S", help="of silent streams")
-    add("--grace-period", type=float, default=30, metavar="S", help="to end requests (%(default)s)")
+    add("--max-prompts", type=int, metavar="N", help=f"of one request ({usual.max_prompts})")
+    add("--max-body-bytes", type=int, metavar="N", help=f"({usual.max_body_bytes})")
+    add("--max-connections", type=int, metavar="N", help=f"({usual.max_connections})")
     add(
-        "--metrics-prefix",
-        default="vllm:",
-        metavar="TEXT",
-        help="of names at /metrics (%(default)s)",
+        "--body-timeout",
+        type=float,
+        metavar="S",
+        help=f"seconds for a body to arrive ({usual.body_timeout})",
     )
+    add(
+        "--heartbeat-interval",
+        type=float,
+        metavar="S",
+        help=f"of silent streams ({usual.heartbeat_interval})",
+    )
+    add("--metrics-prefix", metavar="TEXT", help=f"of names at /metrics ({usual.metrics_prefix})")
+    add = group.add_argument
     add("--access-log", action="store_true", help="a line for each request")
     process = "run the engine in a process of its own (%(default)s)"
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)

@@ -230,8 +230,6 @@ async def _tell(request: Request, error: Exception) -> JSONResponse:
     """Whatever was raised, in the shape in which clients expect errors."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=error.headers)
-    elif isinstance(error, EngineDeadError):
-        error = ApiError(503, str(error), code="engine_dead")
-    elif not isinstance(error, ApiError):  # a ValueError here is a fault of ours, not a client's
-        error = ApiError(500, "internal server error; the server's log says more")
-    return error.response()
+    elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
+        error = ApiError.internal()
+    return ApiError.of(error).response()

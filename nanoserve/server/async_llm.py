@@ -218,7 +218,7 @@ class AsyncLLM:
 
     def _check_is_running(self) -> None:
         if not self.is_running:
-            raise EngineDeadError("the engine is not running") from self.owner.error
+            raise EngineDeadError from self.owner.error
 
     def _join_loop(self) -> None:
         """From here on, outputs go to the event loop that runs."""
@@ -261,7 +261,7 @@ class AsyncLLM:
         for reader in list(self._readers.values()):
             reader.wake()
         for call in [call for call in self._calls if not call.done()]:
-            call.set_exception(EngineDeadError("the engine is not running"))
+            call.set_exception(EngineDeadError())
 
 
 def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:

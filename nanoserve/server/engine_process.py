@@ -39,8 +39,7 @@ from nanoserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class EngineFront:
@@ -262,7 +261,7 @@ def _main(orders: Connection, news: Connection) -> None:
     ):  # which a terminal, or a supervisor, sends to all
         signal.signal(number, signal.SIG_IGN)
     _, model, options, level = pickle.loads(orders.recv_bytes())
-    logging.basicConfig(level=level, format=_LOG_FORMAT)
+    logging.basicConfig(level=level, format=LOG_FORMAT)
     try:
         llm = LLM(model, **options)
     except Exception as error:

@@ -43,9 +43,10 @@ class EngineThread:
     def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
         self.error: BaseException | None = None
         self.is_running = True
-        self._llm, self._engine, self._post = llm, llm.engine, post
+        self.engine = llm.engine
+        self._llm, self._post = llm, post
         self._feed = TokenFeed()
-        self._engine.observers.append(self._feed)
+        self.engine.observers.append(self._feed)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_failures = 0
         # A daemon, so that a program that forgets to shut down can still end.
@@ -53,13 +54,9 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def engine(self) -> LLMEngine:
-        return self._engine
-
-    @property
     def backlog(self) -> int:
         """Sequences that wait, less those for whom the next step has a slot; below 0 is room."""
-        scheduler = self._engine.scheduler
+        scheduler = self.engine.scheduler
         num_slots = scheduler.max_num_seqs - len(scheduler.running)
         return len(scheduler.waiting) + self._orders.qsize() - num_slots
 
@@ -87,10 +84,10 @@ class EngineThread:
     def _add(self, request: Request, is_followed: bool) -> None:
         if is_followed:
             self._feed.follow(request)
-        self._engine.add(request)
+        self.engine.add(request)
 
     def _abort(self, request_id: str) -> None:
-        output = self._engine.abort_request(request_id)
+        output = self.engine.abort_request(request_id)
         if output is not None:
             self._hand_out([output])
 
@@ -98,7 +95,7 @@ class EngineThread:
         self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
     ) -> None:
         try:
-            result = function(self._engine)
+            result = function(self.engine)
         except Exception as error:
             done(None, error)
         else:
@@ -118,7 +115,7 @@ class EngineThread:
 
     def _take_orders(self) -> bool:
         """All that there are; without other work, wait for some. False: it is time to stop."""
-        while not (is_busy := self._engine.has_unfinished_requests()) or not self._orders.empty():
+        while not (is_busy := self.engine.has_unfinished_requests()) or not self._orders.empty():
             order = self._orders.get()
             if order is None:
                 return False
@@ -128,7 +125,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            outputs = self._engine.step()
+            outputs = self.engine.step()
         except Exception as error:
             self._num_failures += 1
             if self._num_failures == _MOST_FAILURES:
@@ -142,13 +139,13 @@ class EngineThread:
 
     def _give_up(self, error: Exception) -> list[RequestOutput]:
         """End the requests whose step has raised `error`."""
-        aborted = map(self._engine.abort_request, getattr(error, "request_ids", ()))
+        aborted = map(self.engine.abort_request, getattr(error, "request_ids", ()))
         return [replace(output, error=error) for output in aborted if output is not None]
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             if output.finished:
-                for observer in self._engine.observers:
+                for observer in self.engine.observers:
                     if hasattr(observer, "finished"):
                         observer.finished(output)
         news = News(self._feed.take(), outputs)

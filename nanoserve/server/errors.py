@@ -7,6 +7,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from nanoserve.server.output_reader import EngineDeadError
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -48,6 +50,13 @@ class ApiError(Exception):
         if isinstance(error, ValueError):  # the engine's, which begin with `name=value`
             found = re.match(r"(\w+)=", str(error))
             return cls(400, str(error), found and found[1])
+        if isinstance(error, EngineDeadError):
+            return cls(503, str(error), code="engine_dead")
+        return cls.internal()
+
+    @classmethod
+    def internal(cls) -> "ApiError":
+        """For what is a fault of ours."""
         return cls(500, "internal server error; the server's log says more")
 
     @classmethod

@@ -33,9 +33,5 @@ class Histogram:
     def read(self) -> tuple[list[tuple[str, float]], float]:
         """The cumulative buckets by their upper bounds, and the sum: as prometheus-client wants
         them."""
-        names = [*map(_as_prometheus_writes, self._bounds), "+Inf"]
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
         return list(zip(names, accumulate(self._counts.tolist()), strict=True)), self._sum
-
-
-def _as_prometheus_writes(bound: float) -> str:
-    return str(float(bound))

@@ -20,6 +20,9 @@ EngineOwner = Union[EngineThread, "EngineProcess"]
 class EngineDeadError(RuntimeError):
     """The engine has failed for good, or was shut down. What it has died of is the cause."""
 
+    def __init__(self) -> None:
+        super().__init__("the engine is not running")
+
 
 class OutputReader:
     """What is new of some requests, for the one task that reads it.
@@ -55,7 +58,7 @@ class OutputReader:
         """Wait for something new: an output of each request that has one. `wake` ends the wait."""
         if not self._unread and self._are_deltas:
             if not self._owner.is_running:
-                raise EngineDeadError("the engine is not running") from self._owner.error
+                raise EngineDeadError from self._owner.error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         unread, self._unread = self._unread, {}

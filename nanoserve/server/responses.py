@@ -56,8 +56,8 @@ class EventStream(Response):
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 end = self._answer.last_events()
-            except EngineDeadError:
-                end = ApiError(503, "the engine is not running", code="engine_dead").event()
+            except EngineDeadError as error:
+                end = ApiError.of(error).event()
             await send({"type": "http.response.body", "body": end})
 
 

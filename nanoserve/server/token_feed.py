@@ -62,8 +62,8 @@ class TokenFeed:
             self._num_sent[seq] = num_sent + len(new)
             if seq.finish_reason is not None:
                 del self._num_sent[seq]
-            told = (seq.request_id, seq.index, new, seq.finish_reason, seq.stop_reason)
-            self._new.append(NewTokens(*told))
+            end = seq.finish_reason, seq.stop_reason
+            self._new.append(NewTokens(seq.request_id, seq.index, new, *end))
 
     def finished(self, output: RequestOutput) -> None:
         """A request has ended, whole."""
@@ -79,6 +79,7 @@ class TokenFeed:
 @dataclass
 class _Completion:
     seq: Sequence  # a likeness of the engine's, which only its own thread may look at
+    num_told: int = 0  # tokens
     is_told: bool = False  # its end, too
 
 
@@ -92,7 +93,6 @@ class FollowedRequest:
             _Completion(Sequence(request.request_id, [], params, 2**31, index=index))
             for index in range(params.n)
         ]
-        self._num_told = [0] * params.n
         self._last: RequestOutput | None = None
 
     def add(self, new: NewTokens) -> None:
@@ -113,12 +113,11 @@ class FollowedRequest:
         """All that is new since the last time."""
         request, last, outputs = self._request, self._last, []
         for completion in self._completions:
-            seq, num_told = completion.seq, self._num_told[completion.seq.index]
+            seq, num_told = completion.seq, completion.num_told
             if completion.is_told or (len(seq.token_ids) == num_told and not seq.finished):
                 continue
             self._detokenizer.advance(seq)
-            self._num_told[seq.index] = len(seq.token_ids)
-            completion.is_told = seq.finished
+            completion.num_told, completion.is_told = len(seq.token_ids), seq.finished
             outputs.append(
                 CompletionOutput(
                     seq.index,

@@ -72,19 +72,26 @@ def last_of_its_like(moments: list[Moment], number: int) -> int:
     return number
 
 
-class Recorder:
-    """Notes every bytecode that is run in `files`."""
+class _Tracing:
+    """Around a block: each frame that is entered in it is looked at."""
 
-    def __init__(self, files: Collection[str]) -> None:
-        self._files, self._num_calls = files, count()
-        self.moments: list[Moment] = []
-
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "_Tracing":
         sys.settrace(self._enter_frame)
         return self
 
     def __exit__(self, *exc: object) -> None:
         sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        raise NotImplementedError
+
+
+class Recorder(_Tracing):
+    """Notes every bytecode that is run in `files`."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self._files, self._num_calls = files, count()
+        self.moments: list[Moment] = []
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Also of a generator that is resumed."""
@@ -102,7 +109,7 @@ class Recorder:
         return note
 
 
-class Injector:
+class Injector(_Tracing):
     """Acts at a moment of an earlier run of the same; with `again`, also so many bytecodes later.
 
     Up to the call that the moment belongs to, calls are counted and bytecodes are not: it is this
@@ -119,13 +126,6 @@ class Injector:
         self._files, self._action, self._moment, self._again = files, action, moment, again
         self._num_calls, self._left = 0, moment.nth
         self.acted = False
-
-    def __enter__(self) -> "Injector":
-        sys.settrace(self._enter_frame)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.settrace(None)
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename not in self._files:
