@@ -64,28 +64,17 @@ def _parser() -> ArgumentParser:
     add("--allowed-origins", nargs="+", metavar="URL", help="other sites' pages (none)")
     queue = "sequences that may wait before others get a 429 (all)"
     add("--max-queue", type=int, metavar="N", help=queue)
-    add(
-        "--max-n",
-        type=int,
-        metavar="N",
-        help=f"completions that a request may ask for ({usual.max_n})",
-    )
-    add("--max-prompts", type=int, metavar="N", help=f"of one request ({usual.max_prompts})")
-    add("--max-body-bytes", type=int, metavar="N", help=f"({usual.max_body_bytes})")
-    add("--max-connections", type=int, metavar="N", help=f"({usual.max_connections})")
-    add(
-        "--body-timeout",
-        type=float,
-        metavar="S",
-        help=f"seconds for a body to arrive ({usual.body_timeout})",
-    )
-    add(
-        "--heartbeat-interval",
-        type=float,
-        metavar="S",
-        help=f"of silent streams ({usual.heartbeat_interval})",
-    )
-    add("--metrics-prefix", metavar="TEXT", help=f"of names at /metrics ({usual.metrics_prefix})")
+    for name, told in (
+        ("max_n", "completions that a request may ask for"),
+        ("max_prompts", "of one request"),
+        ("max_body_bytes", "of one request"),
+        ("max_connections", "at a time; more get a 503"),
+        ("body_timeout", "seconds for a body to arrive"),
+        ("heartbeat_interval", "seconds of silence in a stream"),
+        ("metrics_prefix", "of names at /metrics"),
+    ):
+        default, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
+        add(flag, type=type(default), metavar="X", help=f"{told} ({default})")
     add = group.add_argument
     add("--access-log", action="store_true", help="a line for each request")
     process = "run the engine in a process of its own (%(default)s)"

@@ -22,8 +22,8 @@ class ServerSettings:
     max_body_bytes: int = 8 * 2**20
     max_queue: int | None = None  # sequences that may wait for their turn; None: as many as come
     max_connections: int = 4096
-    body_timeout: float = 30  # for a body to arrive
-    heartbeat_interval: float = 15  # a proxy gives up a stream that is silent for a minute
+    body_timeout: float = 30.0  # for a body to arrive
+    heartbeat_interval: float = 15.0  # a proxy gives up a stream that is silent for a minute
     allowed_origins: list[str] = field(default_factory=list)  # of other sites' pages (CORS)
     metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
 
