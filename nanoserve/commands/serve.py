@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
     from nanoserve.server.async_llm import AsyncLLM
 
     with bind(args.host, args.port) as bound:
-        llm = AsyncLLM(args.model, args.engine_process, **engine_options(args))
+        llm = AsyncLLM(
+            args.model, args.engine_process, args.stream_interval, **engine_options(args)
+        )
         try:
             return serve(ApiServer(llm, settings), bound, args.grace_period, args.access_log, **tls)
         finally:
@@ -79,5 +81,7 @@ def _parser() -> ArgumentParser:
     add("--access-log", action="store_true", help="a line for each request")
     process = "run the engine in a process of its own (%(default)s)"
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
+    interval = "tokens that an event of a stream has at least (%(default)s)"
+    add("--stream-interval", type=int, default=1, metavar="N", help=interval)
     add_engine_flags(parser)
     return parser

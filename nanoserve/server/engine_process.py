@@ -9,6 +9,7 @@ needs no `if __name__ == "__main__"`, and ends with whoever has started it, howe
 """
 
 import contextlib
+import gc
 import logging
 import pickle
 import signal
@@ -267,6 +268,8 @@ def _main(orders: Connection, news: Connection) -> None:
     except Exception as error:
         news.send_bytes(_pickled(("failed", error)))
         return
+    gc.collect()
+    gc.freeze()  # what is loaded stays; to look through all of it again would take 200 ms
     engine = llm.engine
     told = (engine.config, engine.model_config, engine.tokenizer)
     news.send_bytes(pickle.dumps(("ready", (*told, engine.input_processor.max_model_len))))

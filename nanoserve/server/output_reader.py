@@ -29,10 +29,17 @@ class OutputReader:
 
     However late that reads, at most one output of each request waits for it. A reader that is
     closed or dropped aborts those of its requests that have not ended.
+
+    Whoever reads is woken when one of the requests has brought its first token, `stream_interval`
+    more than were read of it, or its end.
     """
 
     def __init__(
-        self, owner: EngineOwner, requests: list[Request], detokenizer: Detokenizer | None
+        self,
+        owner: EngineOwner,
+        requests: list[Request],
+        detokenizer: Detokenizer | None,
+        stream_interval: int,
     ) -> None:
         self._owner = owner
         delta = RequestOutputKind.DELTA
@@ -43,6 +50,10 @@ class OutputReader:
             if detokenizer is not None and can_follow(request)
         }
         self._unread: dict[str, RequestOutput | FollowedRequest] = {}
+        self._interval = stream_interval
+        self._num_tokens = dict.fromkeys(self._are_deltas, 0)
+        self._num_due = dict.fromkeys(self._are_deltas, 1)  # tokens at which it is to be read
+        self._is_due = False
         self._waiter: asyncio.Future[None] | None = None
 
     def follows(self, request: Request) -> bool:
@@ -56,12 +67,15 @@ class OutputReader:
 
     async def read(self) -> list[RequestOutput]:
         """Wait for something new: an output of each request that has one. `wake` ends the wait."""
-        if not self._unread and self._are_deltas:
-            if not self._owner.is_running:
+        if not self._is_due and self._are_deltas:
+            if self._owner.is_running:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            elif not self._unread:
                 raise EngineDeadError from self._owner.error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        unread, self._unread = self._unread, {}
+        unread, self._unread, self._is_due = self._unread, {}, False
+        for request_id in unread:
+            self._num_due[request_id] = self._num_tokens[request_id] + self._interval
         return [
             one.output() if isinstance(one, FollowedRequest) else one for one in unread.values()
         ]
@@ -70,21 +84,32 @@ class OutputReader:
         """Keep an output until it is read."""
         request_id = output.request_id
         followed, earlier = self._followed.get(request_id), self._unread.get(request_id)
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         if followed is not None:
             followed.end(output)
-        elif earlier is not None and self._are_deltas.get(request_id):
-            output = merged_deltas(earlier, output)
+        elif self._are_deltas.get(request_id):
+            num_tokens += self._num_tokens[request_id]
+            if earlier is not None:
+                output = merged_deltas(earlier, output)
         self._unread[request_id] = followed or output
         if output.finished:
             self._are_deltas.pop(request_id, None)
-        self.wake()
+        self._note(request_id, num_tokens, output.finished)
 
     def take_tokens(self, new: NewTokens) -> None:
         """Keep tokens until they are read, and become text only then."""
         followed = self._followed[new.request_id]
         followed.add(new)
         self._unread[new.request_id] = followed
-        self.wake()
+        num_tokens = self._num_tokens[new.request_id] + len(new.token_ids)
+        self._note(new.request_id, num_tokens, new.finish_reason is not None)
+
+    def _note(self, request_id: str, num_tokens: int, is_over: bool) -> None:
+        """A request has that many tokens by now."""
+        self._num_tokens[request_id] = num_tokens
+        if is_over or num_tokens >= self._num_due[request_id]:
+            self._is_due = True
+            self.wake()
 
     def wake(self) -> None:
         """End the wait of whoever reads."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -108,6 +109,8 @@ def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, 
     """Serve until a signal comes; the exit status of the process."""
     _raise_file_limit()
     server = Server(api, grace, access_log, **tls)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; to look through all of it again would halt every stream
     server.run([bound])
     if api.llm.owner.error is not None:
         logger.critical("the engine has died: %r", api.llm.owner.error)

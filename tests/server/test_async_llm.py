@@ -26,6 +26,13 @@ def llm():
 
 
 @pytest.fixture(scope="module")
+def unhurried():
+    llm = AsyncLLM("tiny-qwen3", stream_interval=8, **OPTIONS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
 def offline():
     with LLM("tiny-qwen3", **OPTIONS) as llm:
         yield llm
@@ -93,6 +100,39 @@ def test_cumulative_outputs_grow_and_final_ones_come_once(llm) -> None:
     assert all(after.startswith(before) for before, after in pairwise(texts))
     (final,) = asyncio.run(ask(FINAL))
     assert final.finished and final.outputs[0].text == texts[-1]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": ["never"]}, {"n": 3}], ids=str)
+def test_outputs_come_at_intervals_of_as_many_tokens_as_asked(
+    offline, unhurried, kind, options
+) -> None:
+    params = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True, **options)
+    (expected,) = offline.generate([[1, 2, 3]], params, use_tqdm=False)
+
+    async def ask():
+        stream = unhurried.generate([1, 2, 3], with_kind(params, kind))
+        return [[*output.outputs] async for output in stream]
+
+    outputs = asyncio.run(ask())
+    texts, totals = dict.fromkeys(range(params.n), ""), [0]
+    for output in outputs:
+        for one in output:
+            texts[one.index] = one.text if kind is not DELTA else texts[one.index] + one.text
+        num_tokens = sum(len(one.token_ids) for one in output)
+        totals.append(num_tokens + totals[-1] if kind is DELTA else num_tokens)
+    assert [*texts.values()] == [one.text for one in expected.outputs]
+    if kind is FINAL:
+        assert len(outputs) == 1
+        return
+    _, *others = [after - before for before, after in pairwise(totals)]
+    assert len(others) > 3
+    assert all(number >= 8 for number in others[: -params.n])  # each completion has an end
+
+
+def test_an_interval_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="stream_interval=0"):
+        AsyncLLM("there is no such model", stream_interval=0)
 
 
 @pytest.mark.parametrize("when", ["before it is read", "after one output", "by cancelling"])

@@ -116,6 +116,7 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys) -> None:
     [
         (["no-such-model"], "no-such-model"),
         (["--max-n", "0"], "max_n=0"),
+        (["--stream-interval", "0"], "stream_interval=0"),
         (["--max-model-len", "1"], "max_model_len=1"),
         (["--dtype", "float7"], "float7"),
         (["--skip-tokenizer-init"], "tokenizer"),
