@@ -95,8 +95,9 @@ def run_served(streams: int, port: int, prompts: list[list[int]], lengths: list[
     return asyncio.run(load(port, prompts, lengths, streams))
 
 
-def compare(args: Namespace, model: str, options: dict[str, str]) -> None:
+def compare(args: Namespace, model: str, options: dict[str, str | int]) -> None:
     """A round is a run of each; what comes before the first one is not counted."""
+    options = options | {"max_num_seqs": args.max_num_seqs}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "nanoserve", "serve", model, "--port", "0", *flags]
     print(f"{args.requests} requests of about {args.max_tokens} tokens, {args.streams} at a time")
@@ -202,6 +203,7 @@ def parse_args() -> Namespace:
     add("--shape", choices=SHAPES, help="random weights, instead of the bundled model")
     add("--requests", type=int, default=1024, help="of a round (%(default)s)")
     add("--streams", type=int, default=256, help="at a time (%(default)s)")
+    add("--max-num-seqs", type=int, default=256, help="of the engine (%(default)s)")
     add("--max-tokens", type=int, default=64, help="on average; of 1/4 to 7/4 (%(default)s)")
     add("--rounds", type=int, default=7, help="%(default)s")
     add("--chunks", action="store_true", help="count chunks, with an engine that costs nothing")
