@@ -208,7 +208,12 @@ def parse_args() -> Namespace:
     add("--rounds", type=int, default=7, help="%(default)s")
     add("--chunks", action="store_true", help="count chunks, with an engine that costs nothing")
     add("--costless", type=json.loads, metavar="[SECONDS, N]", help="be the server of --chunks")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.chunks:
+        for name in ("shape", "requests", "max_num_seqs", "max_tokens"):
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--chunks has no use for --{name.replace('_', '-')}")
+    return args
 
 
 def main() -> None:
