@@ -98,6 +98,8 @@ class EngineConfig:
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
 
+    # Guess tokens and verify several in a step: a dictionary, see nanoserve.speculative.config.
+    speculative_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
     trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
@@ -134,6 +136,10 @@ class EngineConfig:
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
         check_list("logits_processors", self.logits_processors, callable, "callables")
+        if self.speculative_config is not None:
+            from nanoserve.speculative.config import SpeculativeConfig
+
+            self.speculative_config = SpeculativeConfig.of(self.speculative_config, self)
         self._check_names()
         self._check_pairs()
 

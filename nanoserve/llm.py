@@ -8,15 +8,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.checkpoint.checkpoint import Checkpoint
-from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
-from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
-from nanoserve.models.registry import supported_architectures
+from nanoserve.make_engine import make_engine
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.worker.device import device_kind, make_executor
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
@@ -41,23 +37,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        config = EngineConfig.from_options(model, **options)
-        config = config.for_device(device_kind(config.device))
-        checkpoint = Checkpoint.find(model, config, config.revision)
-        model_config = checkpoint.model_config(supported_architectures())
-        SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
-        # The weights come last: whatever can be refused is refused before they are fetched or read.
-        tokenizer = None
-        if not config.skip_tokenizer_init:
-            from nanoserve.tokenizer import Tokenizer
-
-            source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
-            tokenizer = Tokenizer(source.folder, config.trust_remote_code)
-        checkpoint.fetch_weights()
-        executor = make_executor(config, model_config, checkpoint.folder)
-        self.engine = LLMEngine(config, model_config, executor, tokenizer)
+        self.engine = make_engine(model, options)
         self._trace = contextlib.ExitStack()
-        if config.trace is not None:
+        if self.engine.config.trace is not None:
             from nanoserve.trace import start_trace
 
             self._trace = start_trace(self.engine)

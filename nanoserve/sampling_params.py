@@ -17,6 +17,7 @@ _INTEGERS_IF_GIVEN = {
     "seed": (-1, 2**64 - 1),
     "max_tokens": (1, _INT32_MAX),
     "logprobs": (0, _INT32_MAX),
+    "num_speculative_tokens": (0, _INT32_MAX),
     "prompt_logprobs": (0, _INT32_MAX),
 }
 _NUMBERS = {
@@ -80,6 +81,8 @@ class SamplingParams:
         token; of the model's own distribution, before anything above changes it.
     prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the
         prefix cache, because what is cached has no logits.
+    num_speculative_tokens: at most so many tokens are guessed per step, 0 for none; None leaves it
+        to the engine (`speculative_config`). What is generated does not depend on it.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
     spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
         around them, as most do not; False writes them as they are.
@@ -117,6 +120,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     logits_processors: list[RowProcessor] | None = None
+    num_speculative_tokens: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

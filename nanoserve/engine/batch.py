@@ -73,6 +73,7 @@ class Batch:
         for seq, first, count in zip(sequences, starts, counts, strict=True):
             if count > 1:
                 input_ids += seq.token_ids[first : first + count]
+                input_ids += plan.guesses.get(seq, ())
             elif first < len(seq.token_ids):
                 input_ids.append(seq.token_ids[first])
             else:  # what is not known yet is the only token of its row
@@ -100,10 +101,10 @@ class Batch:
         self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
 
         # 4) Outputs. The sampler's come first: the last tokens of the rows that catch up.
-        catches_up = np.flatnonzero(num_sampled)
-        outputs, all_outputs = len(catches_up), sum(num_outputs)
-        self.output_rows[:outputs] = ends[catches_up] - 1
-        self.output_slots[:outputs] = slots[catches_up]
+        sampled, outputs, all_outputs = np.array(num_sampled), sum(num_sampled), sum(num_outputs)
+        first_outputs = ends - np.cumsum(sampled)  # of a row's, less the outputs before it
+        self.output_rows[:outputs] = np.repeat(first_outputs, sampled) + np.arange(outputs)
+        self.output_slots[:outputs] = np.repeat(slots, sampled)
         if all_outputs > outputs:
             from nanoserve.engine.prompt_outputs import add_prompt_outputs
 

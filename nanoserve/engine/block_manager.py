@@ -163,6 +163,10 @@ class BlockManager:
         """Whether the prefix cache has `block`, in use or free."""
         return self._hash_of[block] is not None
 
+    def next_free_block(self) -> int:
+        """The one that would be given out next; 0 if there is none."""
+        return next(iter(self._free), 0)
+
     def forget(self, block: int) -> None:
         """Withdraw a published block, because its content is about to change."""
         block_hash = self._hash_of[block]
@@ -170,15 +174,15 @@ class BlockManager:
             del self._block_of[block_hash]
             self._hash_of[block] = self._content_of[block] = None
 
-    def free(self, seq: Sequence) -> None:
-        """Give back every block of `seq`, last first.
+    def free(self, seq: Sequence, keep: int = 0) -> None:
+        """Give back the blocks of `seq`, all but the first `keep`, last first.
 
         Blocks are reused in the order in which they are freed, so a cached chain loses its tail
         before its head: [1, 2, 3, 4] is evicted as 4, 3, 2, 1. The other way round, losing the
         head would make the whole chain unreachable.
         """
-        seq.num_registered_blocks = 0
-        while seq.block_table:
+        seq.num_registered_blocks = min(seq.num_registered_blocks, keep)
+        while len(seq.block_table) > keep:
             block = seq.block_table.pop()
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:

@@ -46,9 +46,10 @@ class SlotChange:
 class StepResult:
     """What a step has yielded.
 
-    token_ids: for each row that catches up, in batch order, zero or more new tokens.
-    logprobs: a row for each of those rows whose request asked for them.
-    errors: by index of such a row, what its request ends with; it has got no tokens.
+    token_ids: for each row that catches up, in batch order, zero or more new tokens. An executor
+        gives such a row an entry for each of its outputs: one, and one more for each guess.
+    logprobs: a row for each of those entries whose request asked for them.
+    errors: by index of such an entry, what its request ends with; it has got no tokens.
     of_heads: by name of a head, what it made of its outputs.
     """
 
@@ -72,6 +73,10 @@ class Executor(Protocol):
 
     def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
         """Launch the model; returns the step's handle. Does not wait."""
+
+    def expect(self, guesses: dict[int, list[int]]) -> None:
+        """By slot, what the step that was launched last guesses: whatever changes the logits behind
+        a guess must take it, and those before it, as chosen."""
 
     def sample(self, handle: Any) -> None:
         """Launch the sampler. By now the step before has been collected."""

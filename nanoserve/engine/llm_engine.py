@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, SlotChange
+from nanoserve.engine.executor import Executor, SlotChange, StepResult
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import Turns, recovery
 from nanoserve.engine.output_processor import OutputProcessor
@@ -215,9 +215,7 @@ class LLMEngine:
         step = self._in_flight[0]
         result = self.executor.collect(step.handle)
         now = self._watch.lap(step.times, "execute")
-        joined = self.scheduler.update(step.plan, result.token_ids)
-        process, finish = self.output_processor.process, self.scheduler.finish
-        step.outputs = process(step.plan, result, joined, finish, now)
+        step.outputs = self._deliver(step.plan, result, now)
         # From here on it has happened, whatever comes between.
         for output in step.outputs:
             self.mailboxes.get(output.request_id, self._undelivered).append(output)
@@ -226,6 +224,12 @@ class LLMEngine:
         self._stats.count(step.plan.num_tokens, step.outputs)
         self._watch.lap(step.times, "update")
         return step
+
+    def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
+        """Give the sequences of a step their tokens; what there is to hand out of that."""
+        joined = self.scheduler.update(plan, result.token_ids)
+        finish = self.scheduler.finish
+        return self.output_processor.process(plan, result, joined, finish, now)
 
     def _abort(self, request_id: str, is_late: bool = False) -> RequestOutput | None:
         request = self.output_processor.requests.get(request_id)

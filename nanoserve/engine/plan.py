@@ -22,6 +22,7 @@ class Row(NamedTuple):
     num_outputs is 0 inside a prompt, 1 at its end and for every token of output, and n where
     something is wanted of every token of the prompt, such as its log-probability. num_sampled is 1
     if the row catches up: if it computes the last of its tokens, so that the next one can be drawn.
+    Behind that token there may be guesses, see `Plan`: each of them counts in all three.
     """
 
     seq: Sequence
@@ -33,13 +34,19 @@ class Row(NamedTuple):
 
 @dataclass
 class Plan:
-    """One step. `rows` are in batch order: those with a single token come first."""
+    """One step. `rows` are in batch order: those with a single token come first.
+
+    A row may end with tokens that are guessed, and known to be right or wrong when the step is over
+    (`nanoserve.speculative`).
+    """
 
     budget: int  # tokens that may still be added
     rows: list[Row] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     registered_blocks: list[int] = field(default_factory=list)  # published for what it computes
+    guesses: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_right: dict[Sequence, int] = field(default_factory=dict)  # of those, when it is over
 
     @property
     def num_tokens(self) -> int:

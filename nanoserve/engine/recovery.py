@@ -72,12 +72,13 @@ def _note_requests(error: BaseException, plans: list[Plan]) -> None:
 
 def _undo_tokens(plan: Plan, processor: OutputProcessor) -> None:
     """Whatever of a step's tokens has joined, and whatever that has led to."""
-    for seq, start, n, *_ in plan.sampled:
+    for seq, start, n, _, num_sampled in plan.sampled:
         request = processor.requests.get(seq.request_id)
         if request is None or seq not in request.sequences:
             continue  # aborted, and its id may belong to another one
         if not (seq.finished and seq.num_pending):  # else it had ended before this step's tokens
-            _set_back(request, request.completions[seq.index], start + n, processor)
+            num_tokens = start + n - (num_sampled - 1)  # without the guesses
+            _set_back(request, request.completions[seq.index], num_tokens, processor)
 
 
 def _undo_end(request: Request, processor: OutputProcessor) -> None:

@@ -24,6 +24,8 @@ them in place:
                     logits[row, state.output_token_ids[-1]] = -torch.inf
 """
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -56,6 +58,12 @@ class TokenCounts:
     def append(self, token_id: int) -> None:
         self._add(token_id, generated=1)
 
+    def copy(self) -> "TokenCounts":
+        other = copy.copy(self)
+        other._index = dict(self._index)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
     def _add(self, token_id: int, generated: int) -> None:
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
@@ -83,9 +91,35 @@ class SlotState:
         self.counts: TokenCounts | None = None
         if params.has_penalties:
             self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
+        self._guesses: list[int] = []  # of the step under way
+        self._num_void = 0  # rows of that step that lie behind a wrong one
+
+    def expect(self, guesses: list[int]) -> None:
+        """The next step has a row for the last token, and one behind each of these."""
+        self._guesses, self._num_void = list(guesses), 0
+
+    def behind(self, num_guesses: int) -> "SlotState":
+        """As it will be if so many of the guesses are right."""
+        if not num_guesses:
+            return self
+        state = copy.copy(self)
+        state.output_token_ids = list(self.output_token_ids)
+        state.counts = self.counts and self.counts.copy()
+        state._guesses, guesses = [], self._guesses[:num_guesses]
+        state.extend(guesses)
+        return state
 
     def extend(self, token_ids: list[int]) -> None:
-        """The sequence has got these tokens: zero or more in a step."""
+        """A row of the sequence has got these tokens, none or one.
+
+        With guesses that is called for each of a step's rows in turn, and what follows a token that
+        was not guessed has no meaning.
+        """
+        if self._num_void:
+            self._num_void -= 1
+            return
+        if self._guesses and token_ids != [self._guesses.pop(0)]:
+            self._num_void, self._guesses = len(self._guesses) + 1, []
         self.output_token_ids += token_ids
         if self.counts is not None:
             for token_id in token_ids:
@@ -109,8 +143,15 @@ def apply_processors(
 ) -> dict[int, Exception]:
     """Change float32 `logits` [num_rows, vocab_size] in place; `states` has one entry per row.
 
+    Rows of one state, which guesses, are those of its last token and of each guess.
+
     Returns what requests' own processors raised, by row: no other request need suffer from that.
     """
+    if len(set(states)) < len(states):
+        seen: Counter[SlotState] = Counter()
+        for row, state in enumerate(states):
+            states[row] = state.behind(seen[state])
+            seen[state] += 1
     for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
         transform(logits, states)
     errors: dict[int, Exception] = {}

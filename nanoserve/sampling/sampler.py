@@ -69,6 +69,13 @@ class Sampler:
         self._settings[change.slot] = settings = settings_of(change, state is not None)
         self._is_plain[change.slot] = state is None and settings.temperature == 0
 
+    def expect(self, guesses: dict[int, list[int]]) -> None:
+        """By slot, what the next step guesses: its rows are those of the last token and of each
+        guess, and what changes their logits sees the guesses before."""
+        for slot, token_ids in guesses.items():
+            if self._states[slot] is not None:
+                self._states[slot].expect(token_ids)
+
     def sample(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
     ) -> Sampled:

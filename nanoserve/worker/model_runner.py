@@ -102,6 +102,9 @@ class ModelRunner:
                 handle.logits = self.model.compute_logits(hidden[rows])
         return handle
 
+    def expect(self, guesses: dict[int, list[int]]) -> None:
+        self.sampler.expect(guesses)
+
     @torch.inference_mode()
     def sample(self, handle: Handle) -> None:
         """Launch the choice of the next tokens, and keep them for a step ahead."""

@@ -72,7 +72,8 @@ class TensorParallelExecutor:
             groups = self._groups
             self._stack.callback(lambda: [group.close() for group in groups])
             store = serve_store(size)
-            options = asdict(replace(config, logits_processors=()))  # sampling is for rank 0
+            # Sampling is for rank 0, and so is guessing.
+            options = asdict(replace(config, logits_processors=(), speculative_config=None))
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["model"] = (architecture, location)
             job["heads"] = registered_heads()
@@ -122,6 +123,9 @@ class TensorParallelExecutor:
             handle = self.runner.forward(batch, [])
             self._is_amid_collectives = False
             return handle
+
+    def expect(self, guesses: dict[int, list[int]]) -> None:
+        self.runner.expect(guesses)
 
     def sample(self, handle: Handle) -> None:
         with self._recovery():

@@ -33,6 +33,7 @@ SUPPORT = {
     "nanoserve/engine/stopwatch.py",
     "nanoserve/kernels_cpu/memory.py",
     "nanoserve/layers/tensor_parallel.py",
+    "nanoserve/make_engine.py",
     "nanoserve/models/registry.py",
     "nanoserve/outputs.py",
     "nanoserve/sampling/greedy.py",

@@ -114,7 +114,8 @@ def _roll(output_token_ids: list[int], logits: Any) -> Any:
 
 
 class ModelRun:
-    def __init__(self, seed: int, checkpoint: Any, reference: LLM) -> None:
+    def __init__(self, seed: int, checkpoint: Any, reference: LLM, **options: Any) -> None:
+        """`options` of the engine go before those that chance chooses."""
         self.rng = rng = random.Random(seed)
         self.reference = reference
         self.counts: Counter[str] = Counter()
@@ -134,6 +135,7 @@ class ModelRun:
             "enable_prefix_caching": rng.random() < 0.8,
             "async_scheduling": rng.random() < 0.5,
             "attention_backend": rng.choice(["torch", "numba"]),
+            **options,
         }
         self.llm = LLM(checkpoint, tokenizer="tiny-qwen3", **self.options)
         self.engine = self.llm.engine

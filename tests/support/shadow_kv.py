@@ -7,6 +7,7 @@ with a large vocabulary, wrong hits never look right, and the bugs stay invisibl
 """
 
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,9 @@ class Prefixes:
 class ShadowRun:
     """One random run of the brain: arrivals, priorities, aborts, failing steps, tiny pools."""
 
-    def __init__(self, seed: int, scheduler_class: type[Scheduler] = Scheduler) -> None:
+    options: Mapping[str, Any] = {}  # of the engine, besides those that chance chooses
+
+    def __init__(self, seed: int, scheduler_class: Callable[..., Scheduler] = Scheduler) -> None:
         self.rng = rng = random.Random(seed)
         self.vocab = rng.randint(1, 3)
         max_num_seqs = rng.randint(1, 6)
@@ -73,6 +76,7 @@ class ShadowRun:
             priority_aging=rng.choice([None, 1, 4]) if policy == "priority" else None,
             block_size=self.block_size,
             enable_prefix_caching=rng.random() < 0.9,
+            **self.options,
         )
         self.config = config
         self.scheduler = scheduler_class(config, num_blocks, self.max_model_len)
@@ -181,9 +185,9 @@ class ShadowRun:
 
     def _check_plan(self, plan: Plan) -> None:
         require(bool(plan.rows), "empty plan although sequences wait")
-        counts = [row.n for row in plan.rows]
+        counts = [row.n - len(plan.guesses.get(row.seq, ())) for row in plan.rows]
         require(min(counts) >= 1, "a sequence was planned with no token")
-        require(sum(counts) <= self.config.max_num_batched_tokens, "over the token budget")
+        require(plan.num_tokens <= self.config.max_num_batched_tokens, "over the token budget")
         require(len(self.scheduler.running) <= self.config.max_num_seqs, "too many running")
         require(not (plan.preempted and plan.admitted), "admitted in a step that preempted")
         threshold = self.config.long_prefill_token_threshold
@@ -193,7 +197,12 @@ class ShadowRun:
         require(not set(planned) & set(plan.preempted), "a preempted sequence is still planned")
         for seq, start, n, num_outputs, num_sampled in plan.rows:
             require(start == seq.num_computed_tokens, "start")
-            require(num_sampled == (start + n == len(seq.token_ids)), "num_sampled")
+            num_guesses = len(plan.guesses.get(seq, ()))
+            end, expected = start + n - num_guesses, num_guesses + 1
+            expected = expected if end == len(seq.token_ids) else 0
+            require(num_sampled == expected, "num_sampled")
+            require(not num_guesses or n == num_guesses + 1, "guesses behind a prompt")
+            require(start + n <= seq.max_num_tokens, "guesses beyond the end")
             is_whole = seq.params.prompt_logprobs is not None and seq.index == 0
             is_whole = is_whole and len(seq.token_ids) == seq.num_prompt_tokens
             require(num_outputs == (n if is_whole else num_sampled), "num_outputs")
@@ -214,16 +223,16 @@ class ShadowRun:
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()
         prefixes = []
         for index, (seq, start, n, *_) in enumerate(plan.rows):
+            token_ids = seq.token_ids + plan.guesses.get(seq, [])
             require(ends[index + 1] - ends[index] == n, "cu_seqlens_q")
             require((n == 1) == (index < header.num_decode_rows), "decode rows come first")
             span = slice(ends[index], ends[index + 1])
             positions = list(range(start, start + n))
             require(batch.positions[span].tolist() == positions, "positions")
-            known = seq.token_ids[start : start + n]
-            require(batch.input_ids[span].tolist() == known, "input_ids")
+            require(batch.input_ids[span].tolist() == token_ids[start : start + n], "input_ids")
             require(batch.context_lens[index] == start + n, "context_lens")
             require(batch.row_slots[index] == seq.slot, "row_slots")
-            prefix_ids = self.prefixes.of(seq.cache_key, seq.token_ids[: start + n])
+            prefix_ids = self.prefixes.of(seq.cache_key, token_ids[: start + n])
             for slot, position in zip(batch.slot_mapping[span].tolist(), positions, strict=True):
                 require(slot >= size, "wrote into the dummy block")
                 self.shadow[slot] = prefix_ids[position]
@@ -237,9 +246,9 @@ class ShadowRun:
     def _check_outputs(self, rows: list[Row], ends: list[int]) -> None:
         batch, header = self.batch, self.batch.header
         sampled = [
-            (end - 1, row.seq.slot)
+            (output, row.seq.slot)
             for row, end in zip(rows, ends[1:], strict=False)
-            if row.num_sampled
+            for output in range(end - row.num_sampled, end)
         ]
         of_prompts, next_ids = [], []
         for (seq, start, n, num_outputs, num_sampled), first in zip(rows, ends, strict=False):

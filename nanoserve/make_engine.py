@@ -1,0 +1,35 @@
+"""A name and options -> an engine: its checkpoint, its tokenizer, its muscle, and the loop."""
+
+from pathlib import Path
+from typing import Any
+
+from nanoserve.checkpoint.checkpoint import Checkpoint
+from nanoserve.config import EngineConfig
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.models.registry import supported_architectures
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.device import device_kind, make_executor
+
+
+def make_engine(model: str | Path, options: dict[str, Any]) -> LLMEngine:
+    """`options` are the fields of `EngineConfig`; see `nanoserve.llm.LLM` for what is raised.
+
+    The weights come last: whatever can be refused is refused before they are fetched or read.
+    """
+    config = EngineConfig.from_options(model, **options)
+    config = config.for_device(device_kind(config.device))
+    checkpoint = Checkpoint.find(model, config, config.revision)
+    model_config = checkpoint.model_config(supported_architectures())
+    SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        from nanoserve.tokenizer import Tokenizer
+
+        source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
+        tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+    checkpoint.fetch_weights()
+    executor = make_executor(config, model_config, checkpoint.folder)
+    engine_class = LLMEngine
+    if config.speculative_config is not None:
+        from nanoserve.speculative.engine import SpeculativeEngine as engine_class
+    return engine_class(config, model_config, executor, tokenizer)

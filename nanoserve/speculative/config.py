@@ -1,0 +1,94 @@
+"""`speculative_config={...}`, under vLLM's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanoserve.checks import check_bool, check_choice, check_int, check_number, require
+
+METHODS = ("ngram", "suffix")
+_MOST_GUESSES = 32  # of a row
+_SMALLEST = {
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 1,
+    "suffix_decoding_max_tree_depth": 3,
+    "suffix_decoding_max_cached_requests": 0,
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Who guesses, and how much.
+
+    method: "ngram" copies what followed the last tokens when they occurred before, in prompt or
+        output; "suffix" follows the longest such match, in finished requests too, by frequency.
+    num_speculative_tokens: at most so many guesses a row, up to 32.
+    adaptive: as many guesses as pay, by the time that steps take and by how many are right; False
+        is always as many as can be had.
+    prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
+        first. If only one of them is given, it is both.
+    suffix_decoding_max_tree_depth: how long a match is followed back.
+    suffix_decoding_max_cached_requests: how many finished requests are kept, besides the running
+        ones. Requests share only with those that have the same `cache_salt`.
+    suffix_decoding_max_spec_factor: at most so many guesses for each token of the match.
+    suffix_decoding_min_token_prob: guesses end where what was seen makes them less likely.
+
+    Raises `ValueError` for unknown names and values out of range.
+    """
+
+    method: str
+    num_speculative_tokens: int = 8
+    adaptive: bool = True
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 1000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+
+    @classmethod
+    def of(cls, options: "Mapping[str, Any] | SpeculativeConfig", config: Any) -> Any:
+        """What `EngineConfig` was given, checked together with the rest of it."""
+        if not isinstance(options, cls):
+            require(
+                isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
+                f"speculative_config={options!r} must be a dictionary such as "
+                f"{{'method': 'ngram', 'num_speculative_tokens': 4}}",
+            )
+            known = [field.name for field in fields(cls)]
+            unknown = sorted(set(options) - set(known))
+            require(
+                not unknown,
+                f"unknown option(s) {unknown} in speculative_config; known are {known}",
+            )
+            require(
+                "method" in options,
+                f"speculative_config has no 'method', which must be one of {METHODS}",
+            )
+            options = cls(**options)
+        require(
+            not config.logits_processors,
+            "speculative_config with logits_processors of the engine: they would see guesses as "
+            "if they had been generated; give them to single requests, which then do not guess",
+        )
+        return options
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_GUESSES)
+        check_bool("adaptive", self.adaptive)
+        for name, smallest in _SMALLEST.items():
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), smallest)
+        for name, most in (("max_spec_factor", None), ("min_token_prob", 1)):
+            name = f"suffix_decoding_{name}"
+            check_number(name, getattr(self, name), 0, most)
+        low, high = self.lookup
+        require(low <= high, f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}")
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The fewest and the most tokens that are looked up."""
+        given = self.prompt_lookup_min, self.prompt_lookup_max
+        low, high = given if given != (None, None) else (2, 4)
+        return low or high, high or low

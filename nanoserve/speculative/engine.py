@@ -1,0 +1,132 @@
+"""The loop, with several tokens a row."""
+
+from typing import Any, NamedTuple
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import Executor, StepResult
+from nanoserve.engine.llm_engine import LLMEngine, Step
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.outputs import RequestOutput, TokenLogprobs
+from nanoserve.speculative.proposer import make_proposer
+from nanoserve.speculative.scheduler import SpeculativeScheduler
+
+
+class SpeculativeEngine(LLMEngine):
+    """An engine whose steps may yield several tokens of a sequence.
+
+    They are handed on one by one, as if each had come in a step of its own: so a stop string ends
+    an output at the very token, and a stream gets every token, as it would without guesses.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        executor: Executor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, model_config, executor, *args, **kwargs)
+        proposer = make_proposer(config.speculative_config)
+        self.scheduler: SpeculativeScheduler = SpeculativeScheduler(
+            config, executor.num_kv_blocks, executor.max_model_len, proposer
+        )
+        if self.scheduler.goodput is not None:
+            self.observers.append(self._note_time)
+
+    def _launch(self, plan: Plan) -> Step:
+        step = super()._launch(plan)
+        if plan.guesses:
+            self.executor.expect({seq.slot: ids for seq, ids in plan.guesses.items()})
+        return step
+
+    def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
+        if not plan.guesses:
+            return super()._deliver(plan, result, now)
+        rows = split_by_row(plan, result)
+        outputs = super()._deliver(plan, _first_tokens(rows, result), now)
+        for number in range(1, max(len(row.token_ids) for row in rows)):
+            outputs += super()._deliver(*_further_tokens(rows, result, number), now)
+        self.scheduler.settle((row.row, row.token_ids) for row in rows if row.guesses)
+        self._count(plan, rows)
+        return outputs
+
+    def _count(self, plan: Plan, rows: list["GuessedRow"]) -> None:
+        for row in rows:
+            if row.guesses:
+                num_right = plan.num_right[row.row.seq] = max(0, len(row.token_ids) - 1)
+                self.scheduler.note_guesses(row.row.seq, row.guesses, num_right)
+                self._stats.num_drafts += 1
+                self._stats.num_draft_tokens += len(row.guesses)
+                self._stats.num_accepted_tokens += num_right
+
+    def _note_time(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        num_rows, num_guesses = len(plan.rows), sum(map(len, plan.guesses.values()))
+        if plan.num_tokens == num_rows + num_guesses and not plan.admitted and not plan.preempted:
+            seconds = times.schedule + times.pack + times.execute + times.update
+            self.scheduler.goodput.note_step(num_rows, num_guesses, seconds)
+
+
+class GuessedRow(NamedTuple):
+    """A row of a step that has guessed, and what it has got.
+
+    token_ids: up to the first one that was not guessed. error: why there is none. first_logprobs:
+    the row of its first token in the log-probabilities of the step, -1 if they were not asked for.
+    """
+
+    row: Row
+    guesses: list[int]
+    token_ids: list[int]
+    error: Exception | None
+    first_logprobs: int
+
+
+def split_by_row(plan: Plan, result: StepResult) -> list[GuessedRow]:
+    """What of a step's outputs counts.
+
+    An output means something if all guesses before it are what was sampled there. One without a
+    token (its logits are not finite, say) ends what its row has got; if that is nothing, its
+    request ends. Otherwise the next step comes to the same point, and no guess is before it.
+    """
+    rows: list[GuessedRow] = []
+    output = num_logprobs = 0
+    for row in plan.sampled:
+        guesses, token_ids = plan.guesses.get(row.seq, []), []
+        for index, new_ids in enumerate(result.token_ids[output : output + row.num_sampled]):
+            token_ids += new_ids
+            if index == len(guesses) or new_ids != [guesses[index]]:
+                break
+        error = None if token_ids else result.errors.get(output)
+        is_asked = row.seq.params.logprobs is not None
+        first_logprobs = num_logprobs if is_asked else -1
+        rows.append(GuessedRow(row, guesses, token_ids, error, first_logprobs))
+        output += row.num_sampled
+        num_logprobs += row.num_sampled if is_asked else 0
+    return rows
+
+
+def _first_tokens(rows: list[GuessedRow], result: StepResult) -> StepResult:
+    errors = {index: row.error for index, row in enumerate(rows) if row.error is not None}
+    new_ids = [row.token_ids[:1] for row in rows]
+    return StepResult(new_ids, _logprobs(rows, result, 0), errors, result.of_heads)
+
+
+def _further_tokens(
+    rows: list[GuessedRow], result: StepResult, number: int
+) -> tuple[Plan, StepResult]:
+    """As a step of the rows that have a token of this number, counted from 0."""
+    rows = [row for row in rows if len(row.token_ids) > number]
+    new_ids = [[row.token_ids[number]] for row in rows]
+    plan = Plan(budget=0, rows=[row.row for row in rows])
+    return plan, StepResult(new_ids, _logprobs(rows, result, number))
+
+
+def _logprobs(rows: list[GuessedRow], result: StepResult, number: int) -> TokenLogprobs | None:
+    if result.logprobs is None:
+        return None
+    chosen = [row.first_logprobs + number for row in rows if row.first_logprobs >= 0]
+    values = result.logprobs
+    return TokenLogprobs(values.token_ids[chosen], values.logprobs[chosen], values.ranks[chosen])

@@ -1,0 +1,64 @@
+"""Prompt lookup (Saxena 2023): what followed these tokens the last time may follow them again.
+
+It pays where output repeats input: summaries, corrections, code that is changed, records that are
+copied. A sequence has a table for each length of n-gram: where its latest occurrence ends. A token
+enters each table once, so a guess costs a few lookups, however long the text is.
+"""
+
+from nanoserve.engine.sequence import Sequence
+
+
+class NgramProposer:
+    """Looks for the last `longest` tokens first, then for fewer, down to `shortest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._indexes: dict[Sequence, NgramIndex] = {}
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        index = self._indexes.get(seq)
+        # After an exception a sequence may have fewer tokens than before.
+        if index is None or index.num_tokens > len(seq.token_ids):
+            index = self._indexes[seq] = NgramIndex(self._lengths)
+        start = index.find(seq.token_ids)
+        return continued(seq.token_ids, start, most) if start else []
+
+    def forget(self, seq: Sequence) -> None:
+        self._indexes.pop(seq, None)
+
+
+def continued(token_ids: list[int], start: int, count: int) -> list[int]:
+    """`count` tokens from `start` on, as if the text went on as it did there.
+
+    [1, 2, 1, 2] from 2 on, with count 5: [1, 2, 1, 2, 1].
+    """
+    guesses = token_ids[start : start + count]
+    period = len(guesses)  # from here on, what was guessed is copied
+    while len(guesses) < count:
+        guesses.append(guesses[len(guesses) - period])
+    return guesses
+
+
+class NgramIndex:
+    """Of one text that only grows: where each n-gram occurred last, but for those at its end."""
+
+    def __init__(self, lengths: range) -> None:
+        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lengths}
+        self.num_tokens = 0
+
+    def find(self, token_ids: list[int]) -> int:
+        """Where the latest earlier occurrence of the longest n-gram at the end ends; or 0."""
+        self._add(token_ids)
+        for n, ends in self._ends.items():
+            end = ends.get(tuple(token_ids[-n:]))
+            if end is not None:
+                return end
+        return 0
+
+    def _add(self, token_ids: list[int]) -> None:
+        """All n-grams that end before the last token: behind them a token is known."""
+        known, self.num_tokens = self.num_tokens, len(token_ids)
+        for n, ends in self._ends.items():
+            first = max(known, n)  # the first end that is new; the last one is not added yet
+            tails = (token_ids[first - n + i :] for i in range(n))
+            ends.update(zip(zip(*tails, strict=False), range(first, self.num_tokens), strict=False))

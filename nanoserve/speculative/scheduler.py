@@ -1,0 +1,143 @@
+"""A step's guesses, where there is room for them."""
+
+from collections.abc import Iterable
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.speculative.goodput import Goodput, Record
+from nanoserve.speculative.proposer import Proposer
+
+
+class SpeculativeScheduler(Scheduler):
+    """Plans a step as ever, and then adds guesses to rows that decode.
+
+    They take what is left: tokens of the budget, and free blocks that the prefix cache does not
+    have. So nobody is preempted or evicted for them, and nobody waits: a step that computes a
+    prompt has none. Blocks that only wrong guesses needed are given back when the step is over.
+
+    When the step is on its way, all guesses count as computed, as any token does, and as many
+    tokens as there can be are pending. `settle` takes back what was not right. Meanwhile the
+    sequence is left out: with `async_scheduling` its next step is planned when this one is over,
+    and no guess is made behind a token that is still pending.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_kv_blocks: int, max_model_len: int, proposer: Proposer
+    ) -> None:
+        super().__init__(config, num_kv_blocks, max_model_len)
+        self.proposer = proposer
+        self.goodput = Goodput() if config.speculative_config.adaptive else None
+        self._most = config.speculative_config.num_speculative_tokens
+        self._is_ahead = config.async_scheduling
+        self._records: dict[Sequence, Record] = {}
+
+    def schedule(self) -> Plan:
+        plan = super().schedule()
+        if plan.num_tokens == len(plan.rows) and not plan.admitted and not plan.preempted:
+            self._add_guesses(plan)
+        return plan
+
+    def settle(self, rows: Iterable[tuple[Row, list[int]]]) -> None:
+        """Of rows that have guessed, with the tokens that they have got: those joined just now."""
+        size = self.block_manager.block_size
+        for (seq, start, n, *_), new_ids in rows:
+            # Else it has ended, or was preempted while the step was under way.
+            if seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens == start + n:
+                seq.num_computed_tokens = start + len(new_ids)
+                if seq.num_computed_tokens // size > start // size:
+                    self.block_manager.register(seq, seq.num_computed_tokens)
+                self.block_manager.free(seq, keep=self.block_manager.blocks_needed(seq.num_tokens))
+
+    def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
+        record = self._records.get(seq)
+        if record is not None and self.goodput is not None:  # else it has ended
+            self.goodput.note_guesses(record, guesses, right)
+
+    def _plan_row(self, seq: Sequence, plan: Plan) -> None:
+        if seq.num_pending > 1 or (seq.num_pending and self._waits(seq)):
+            return
+        super()._plan_row(seq, plan)
+
+    def _waits(self, seq: Sequence) -> bool:
+        """Whether it had better wait for its pending token, to guess what comes behind it."""
+        record = self._records.get(seq)
+        if not self._may_guess(seq) or (record is not None and record.wait):
+            return False
+        return self.goodput is None or self.goodput.may_pay(len(self.running))
+
+    def _may_guess(self, seq: Sequence) -> bool:
+        # A processor of its own may count how often it is called.
+        return seq.params.num_speculative_tokens != 0 and not seq.params.logits_processors
+
+    def _add_guesses(self, plan: Plan) -> None:
+        num_rows = len(plan.rows)
+        if self.goodput is not None and not self.goodput.may_pay(num_rows):
+            return
+        proposed: list[tuple[int, Record, list[int]]] = []
+        for index, row in enumerate(plan.rows):
+            most = self._most_guesses(row)
+            if most > 0:
+                record = self._records.setdefault(row.seq, Record())
+                if record.wait:
+                    record.wait -= 1
+                    continue
+                record.compare(row.seq.token_ids)
+                guesses = self.proposer.propose(row.seq, most)[:most]
+                if guesses:
+                    proposed.append((index, record, guesses))
+                else:
+                    record.miss()
+        if not proposed:
+            return
+        if self.goodput is None:
+            counts = [len(guesses) for *_, guesses in proposed]
+        else:
+            counts = self.goodput.choose(num_rows, [rest for _, *rest in proposed])
+        for (index, record, guesses), count in zip(proposed, counts, strict=True):
+            row = plan.rows[index]
+            count = self._room_behind(row, min(count, plan.budget))
+            if not count:
+                record.keep(guesses, len(row.seq.token_ids))
+                continue
+            plan.guesses[row.seq] = guesses[:count]
+            plan.rows[index] = row._replace(
+                n=1 + count, num_outputs=1 + count, num_sampled=1 + count
+            )
+            plan.budget -= count
+        plan.put_single_tokens_first()
+
+    def _most_guesses(self, row: Row) -> int:
+        """Every token but the last one that it may have can follow a guess."""
+        seq = row.seq
+        if not row.num_sampled or seq.num_pending or row.start < seq.num_prompt_tokens:
+            return 0
+        if not self._may_guess(seq):
+            return 0
+        asked = seq.params.num_speculative_tokens
+        most = self._most if asked is None else min(self._most, asked)
+        return min(most, seq.max_num_tokens - seq.num_tokens - 1)
+
+    def _room_behind(self, row: Row, most: int) -> int:
+        """How many guesses have a place, if blocks are taken that nobody will miss."""
+        seq, pool = row.seq, self.block_manager
+        room = len(seq.block_table) * pool.block_size - row.start - 1
+        while room < most and self._has_spare_block():
+            self._grow(seq, 1 + room + 1)
+            room += pool.block_size
+        return min(room, most)
+
+    def _has_spare_block(self) -> bool:
+        block = self.block_manager.next_free_block()
+        if not block or self.block_manager.is_cached(block):
+            return False
+        # The next step, if it is planned before this one is over, may need a block for each.
+        is_scarce = self.block_manager.num_free_blocks <= len(self.running)
+        return not (self._is_ahead and (self.waiting or is_scarce))
+
+    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
+        super()._release(seq, status)
+        if status is SequenceStatus.FINISHED:
+            self._records.pop(seq, None)
+            self.proposer.forget(seq)

@@ -1,0 +1,136 @@
+"""Suffix decoding (Oliaro et al. 2024): the longest match, in finished requests too, by frequency.
+
+Agents ask the same thing with small changes, again and again, and what they get is long stretches
+of what others got. So outputs of finished requests are searched besides the sequence's own tokens.
+Of all places where the last tokens occurred, those count where the most tokens before agree; they
+vote for the next token, one after the other, and guesses end where they are too divided.
+
+The paper keeps a suffix tree. Here an index says where the last few tokens have occurred, a match
+is followed back from there, and only the latest places are looked at: a bound on time and memory.
+"""
+
+from collections import Counter, OrderedDict, deque
+
+from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.config import SpeculativeConfig
+
+_KEY = 3  # tokens that must agree
+_MOST_PLACES = 8  # of one key in one index
+_MOST_TOKENS = 100_000  # of finished requests, of one cache key
+_MOST_CACHE_KEYS = 16
+
+# A text, and the position behind an occurrence in it.
+Place = tuple[list[int], int]
+
+
+class SuffixProposer:
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._spec_factor = config.suffix_decoding_max_spec_factor
+        self._min_prob = config.suffix_decoding_min_token_prob
+        self._max_requests = config.suffix_decoding_max_cached_requests
+        self._own: dict[Sequence, PlaceIndex] = {}
+        # A guess that is right is quick, which tells what others got: those alone share an index
+        # that share a cache.
+        self._finished: OrderedDict[tuple[str, ...], FinishedTexts] = OrderedDict()
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        token_ids, own = seq.token_ids, self._own.get(seq)
+        if len(token_ids) < _KEY:
+            return []
+        if own is None or own.num_added > len(token_ids):
+            own = self._own[seq] = PlaceIndex()
+        # What ends with the last token is not there yet: nothing is known to follow it.
+        own.add(token_ids, len(token_ids) - 1)
+        key = tuple(token_ids[-_KEY:])
+        places = list(own.places.get(key, ()))
+        finished = self._finished.get(seq.cache_key)
+        if finished is not None:
+            places += finished.places(key)
+        if not places:
+            return []
+        lengths = [self._match_length(token_ids, place) for place in places]
+        longest = max(lengths)
+        best = [place for place, n in zip(places, lengths, strict=True) if n == longest]
+        return self._follow(best, token_ids, min(most, int(self._spec_factor * longest)))
+
+    def forget(self, seq: Sequence) -> None:
+        self._own.pop(seq, None)
+        if self._max_requests and seq.num_output_tokens > _KEY:
+            finished = self._finished.pop(seq.cache_key, None) or FinishedTexts(self._max_requests)
+            self._finished[seq.cache_key] = finished
+            finished.add(seq.output_token_ids)
+            if len(self._finished) > _MOST_CACHE_KEYS:
+                self._finished.popitem(last=False)
+
+    def _match_length(self, token_ids: list[int], place: Place) -> int:
+        text, end = place
+        length, most = _KEY, min(self._depth, end, len(token_ids))
+        while length < most and text[end - 1 - length] == token_ids[-1 - length]:
+            length += 1
+        return length
+
+    def _follow(self, places: list[Place], own: list[int], most: int) -> list[int]:
+        """What most places have next, while they agree enough."""
+        guesses: list[int] = []
+        probability = 1.0
+        while len(guesses) < most:
+            following = [_following(place, own, guesses) for place in places]
+            votes = Counter(token_id for token_id in following if token_id is not None)
+            if not votes:
+                break
+            ((token_id, count),) = votes.most_common(1)
+            probability *= count / len(places)
+            if probability < self._min_prob:
+                break
+            places = [p for p, t in zip(places, following, strict=True) if t == token_id]
+            guesses.append(token_id)
+        return guesses
+
+
+def _following(place: Place, own: list[int], guesses: list[int]) -> int | None:
+    """The token that comes there after as many as were guessed; None behind a text's end."""
+    text, end = place
+    end += len(guesses)
+    if end < len(text):
+        return text[end]
+    # Behind the end of the sequence itself come its guesses.
+    return guesses[end - len(text)] if text is own else None
+
+
+class PlaceIndex:
+    """Where each `_KEY` tokens have occurred lately."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, ...], deque[Place]] = {}
+        self.num_added = 0
+
+    def add(self, text: list[int], end: int) -> None:
+        """What ends at `end` or before, and was not added yet."""
+        for i in range(max(self.num_added + 1, _KEY), end + 1):
+            key = tuple(text[i - _KEY : i])
+            if key not in self.places:
+                self.places[key] = deque(maxlen=_MOST_PLACES)
+            self.places[key].append((text, i))
+        self.num_added = max(self.num_added, end)
+
+
+class FinishedTexts:
+    """The latest of them, in two halves: when the newer one is full, the older one goes."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._most_texts = max(1, max_requests // 2)
+        self._older, self._newer = PlaceIndex(), PlaceIndex()
+        self._num_texts = self._num_tokens = 0
+
+    def add(self, text: list[int]) -> None:
+        if self._num_texts == self._most_texts or self._num_tokens > _MOST_TOKENS // 2:
+            self._older, self._newer = self._newer, PlaceIndex()
+            self._num_texts = self._num_tokens = 0
+        self._num_texts += 1
+        self._num_tokens += len(text)
+        self._newer.num_added = 0  # of this text
+        self._newer.add(text, len(text) - 1)
+
+    def places(self, key: tuple[int, ...]) -> list[Place]:
+        return [*self._older.places.get(key, ()), *self._newer.places.get(key, ())]

@@ -1,0 +1,68 @@
+"""With guesses, whoever makes them, each request gets what it gets alone and without them."""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
+from proposers import Mixed, Oracle, Wrong
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM
+from nanoserve.speculative.config import SpeculativeConfig
+from nanoserve.speculative.proposer import make_proposer
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SUFFIX = {"method": "suffix"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("guessed")
+    make_qwen3(path, vocab_size=VOCAB_SIZE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> Iterator[LLM]:
+    with reference_engine(path) as llm:
+        yield llm
+
+
+def guessing_run(seed: int, path: Path, reference: LLM) -> ModelRun:
+    rng = random.Random(f"guesses of {seed}")
+    options = rng.choice([NGRAM, SUFFIX]) | {
+        "num_speculative_tokens": rng.choice([1, 2, 4, 8, 20]),
+        "adaptive": rng.random() < 0.2,
+    }
+    run = ModelRun(seed, path, reference, speculative_config=options)
+    scheduler = run.engine.scheduler
+    oracle, wrong = Oracle(reference), Wrong(VOCAB_SIZE)
+    others = [scheduler.proposer, make_proposer(SpeculativeConfig(**SUFFIX)), oracle]
+    mixed = Mixed(rng, VOCAB_SIZE, others)
+    scheduler.proposer = rng.choice([scheduler.proposer, oracle, wrong, mixed, mixed, mixed])
+    return run
+
+
+def test_every_request_gets_what_it_gets_without_guesses(
+    path: Path, reference: LLM, full_size: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="nanoserve")  # requests are made to fail
+    counts: Counter[str] = Counter()
+    for seed in range(100 if full_size else 8):
+        try:
+            run = guessing_run(seed, path, reference)
+            run.run()
+        except (Difference, RuntimeError) as error:
+            pytest.fail(f"seed {seed}, {run.options}: {error!r}")
+        counts += run.counts
+        stats = run.llm.stats
+        counts["guesses"] += stats.num_draft_tokens
+        counts["right ones"] += stats.num_accepted_tokens
+    print(dict(counts))
+    # The runs must be hard enough to mean something.
+    wanted = ["requests", "aborts", "aborts inside a step", "preemptions", "hit tokens", "streams"]
+    assert all(counts[name] for name in [*wanted, "guesses", "right ones"]), counts

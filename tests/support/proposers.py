@@ -1,0 +1,66 @@
+"""Who guesses in tests: right, wrong, at random, too much, past the end."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from nanoserve import LLM
+from nanoserve.engine.sequence import Sequence
+
+
+class Oracle:
+    """Knows what everybody gets: it asks an engine that does not guess."""
+
+    def __init__(self, reference: LLM) -> None:
+        self._reference = reference
+        self._answers: dict[Sequence, list[int]] = {}
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        if seq not in self._answers:
+            params = replace(seq.params, seed=seq.seed)
+            (output,) = self._reference.generate(seq.prompt_token_ids, params, use_tqdm=False)
+            self._answers[seq] = output.outputs[seq.index].token_ids
+        return self._answers[seq][seq.num_output_tokens :][:most]
+
+    def forget(self, seq: Sequence) -> None:
+        self._answers.pop(seq, None)
+
+
+class Wrong:
+    """Never the same token twice, and hardly ever the right one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        last = seq.token_ids[-1]
+        return [(last + 1 + i) % self._vocab_size for i in range(most)]
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+
+class Mixed:
+    """Each time as another one would, and sometimes longer than allowed."""
+
+    def __init__(self, rng: random.Random, vocab_size: int, proposers: list[Any]) -> None:
+        self._rng, self._vocab_size, self._proposers = rng, vocab_size, proposers
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        rng = self._rng
+        kind = rng.random()
+        if kind < 0.15:
+            return [rng.randrange(self._vocab_size) for _ in range(most + rng.randint(0, 5))]
+        if kind < 0.25:  # a stop token, and on from there
+            stops = sorted(seq.stop_token_ids) or [0]
+            return [rng.choice(stops) for _ in range(most)]
+        if kind < 0.35:
+            return []
+        guesses = rng.choice(self._proposers).propose(seq, most)
+        if guesses and kind < 0.7:  # right up to some point
+            guesses[rng.randrange(len(guesses))] = rng.randrange(self._vocab_size)
+        return guesses
+
+    def forget(self, seq: Sequence) -> None:
+        for proposer in self._proposers:
+            proposer.forget(seq)
