@@ -131,6 +131,7 @@ class EngineStats:
     num_drafts: int = 0  # rows with guesses, and how many of these there were, and were right
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # of the first guesses, the second ones, ...
 
     def count(self, num_computed_tokens: int, outputs: Iterable[RequestOutput]) -> None:
         """One more step, and what it has brought."""

@@ -71,7 +71,7 @@ class StepTotals:
     def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
         self.num_steps += 1
         self._num_computed += plan.num_tokens
-        self._num_output_tokens += len(plan.sampled)
+        self._num_output_tokens += len(plan.sampled) + sum(plan.num_right.values())
         self._step_seconds += times.schedule + times.pack + times.execute + times.update
         for row in plan.sampled:
             if row.start + row.n == row.seq.num_prompt_tokens:

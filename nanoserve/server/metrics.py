@@ -19,7 +19,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.server.histogram import Histogram
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ class Metrics:
             counter = self._counter(name, told)
             counter.add_metric([*self._labels.values()], value)
             yield counter
+        if self._engine.config.speculative_config is not None:
+            yield from self._speculation(stats)
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():
             told = name.replace("_", " ").capitalize() + "."
@@ -186,6 +188,25 @@ class Metrics:
         for reason, number in self._num_finished.items():
             counter.add_metric([*self._labels.values(), reason], number)
         return counter
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, told, value in (
+            ("num_drafts", "Rows with guesses.", stats.num_drafts),
+            ("num_draft_tokens", "Guesses that were computed.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Guesses that were right.", stats.num_accepted_tokens),
+        ):
+            counter = self._counter(f"spec_decode_{name}", told)
+            counter.add_metric([*self._labels.values()], value)
+            yield counter
+        name, told = "spec_decode_num_accepted_tokens_per_pos", "Right ones, by position."
+        counter = self._counter(name, told, "position")
+        for position, value in enumerate(stats.num_accepted_tokens_per_pos):
+            counter.add_metric([*self._labels.values(), str(position)], value)
+        yield counter
+        goodput = self._engine.scheduler.goodput
+        if goodput is not None:
+            told = "Tokens of decode steps, over those of plain steps in the same time."
+            yield self._gauge("spec_decode_gain", told, goodput.gain)
 
     def _cache_config(self, num_blocks: int) -> Metric:
         """A gauge that is always 1: what it tells is in its labels."""

@@ -1,5 +1,6 @@
 """The loop, with several tokens a row."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -9,7 +10,7 @@ from nanoserve.engine.executor import Executor, StepResult
 from nanoserve.engine.llm_engine import LLMEngine, Step
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.outputs import RequestOutput, TokenLogprobs
+from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from nanoserve.speculative.proposer import make_proposer
 from nanoserve.speculative.scheduler import SpeculativeScheduler
 
@@ -34,8 +35,13 @@ class SpeculativeEngine(LLMEngine):
         self.scheduler: SpeculativeScheduler = SpeculativeScheduler(
             config, executor.num_kv_blocks, executor.max_model_len, proposer
         )
+        self._accepted_at = [0] * config.speculative_config.num_speculative_tokens
         if self.scheduler.goodput is not None:
             self.observers.append(self._note_time)
+
+    @property
+    def stats(self) -> EngineStats:
+        return replace(super().stats, num_accepted_tokens_per_pos=tuple(self._accepted_at))
 
     def _launch(self, plan: Plan) -> Step:
         step = super()._launch(plan)
@@ -50,7 +56,7 @@ class SpeculativeEngine(LLMEngine):
         outputs = super()._deliver(plan, _first_tokens(rows, result), now)
         for number in range(1, max(len(row.token_ids) for row in rows)):
             outputs += super()._deliver(*_further_tokens(rows, result, number), now)
-        self.scheduler.settle((row.row, row.token_ids) for row in rows if row.guesses)
+        self.scheduler.settle(plan, [row.token_ids for row in rows])
         self._count(plan, rows)
         return outputs
 
@@ -62,12 +68,15 @@ class SpeculativeEngine(LLMEngine):
                 self._stats.num_drafts += 1
                 self._stats.num_draft_tokens += len(row.guesses)
                 self._stats.num_accepted_tokens += num_right
+                for position in range(num_right):
+                    self._accepted_at[position] += 1
 
     def _note_time(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
         num_rows, num_guesses = len(plan.rows), sum(map(len, plan.guesses.values()))
         if plan.num_tokens == num_rows + num_guesses and not plan.admitted and not plan.preempted:
             seconds = times.schedule + times.pack + times.execute + times.update
-            self.scheduler.goodput.note_step(num_rows, num_guesses, seconds)
+            num_right = sum(plan.num_right.values())
+            self.scheduler.goodput.note_step(num_rows, num_guesses, num_right, seconds)
 
 
 class GuessedRow(NamedTuple):

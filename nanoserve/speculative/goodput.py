@@ -77,7 +77,6 @@ class StepCosts:
 
     def note(self, num_rows: int, num_guesses: int, seconds: float) -> None:
         times = self._times.setdefault(_place(num_rows), {})
-        # A guess counts for its row: 8 guesses for 4 rows and 8 for 5 are not the same.
         place = times.setdefault(_place(num_guesses), deque(maxlen=_MOST_TIMES))
         place.append(seconds / num_rows)
 
@@ -87,12 +86,16 @@ class StepCosts:
         for place in [place for place in times if place]:
             del times[place]
 
+    def plain(self, num_rows: int) -> float | None:
+        """Seconds per row without guesses; None before that is known."""
+        times = self._times.get(_place(num_rows), {}).get(0, ())
+        return median_low(times) if len(times) >= _FEWEST_TIMES else None
+
     def curve(self, num_rows: int) -> list[tuple[int, float]] | None:
         """(guesses, time over that of a plain step), ascending; None before that is known."""
-        times = self._times.get(_place(num_rows), {})
-        if len(times.get(0, ())) < _FEWEST_TIMES:
+        plain, times = self.plain(num_rows), self._times.get(_place(num_rows), {})
+        if plain is None:
             return None
-        plain = median_low(times[0])
         points = [(0, 1.0)]
         for place in sorted(times):
             if place and len(times[place]) >= _FEWEST_TIMES:
@@ -120,12 +123,22 @@ class Goodput:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.share_right = 0.5  # of all guesses that were computed lately
+        self._num_tokens = self._num_plain_tokens = 0.0
         self._num_refused: dict[int, int] = {}  # by rows, lately
         self._num_since_plain = 0
 
-    def note_step(self, num_rows: int, num_guesses: int, seconds: float) -> None:
+    @property
+    def gain(self) -> float:
+        """Tokens of the steps that decoded, over those of plain steps in the same time."""
+        return self._num_tokens / self._num_plain_tokens if self._num_plain_tokens else 1.0
+
+    def note_step(self, num_rows: int, num_guesses: int, num_right: int, seconds: float) -> None:
         """What a step has taken that only decoded."""
         self.costs.note(num_rows, num_guesses, seconds)
+        plain = self.costs.plain(num_rows)
+        if plain is not None:
+            self._num_tokens += num_rows + num_right
+            self._num_plain_tokens += seconds / plain
         self._num_since_plain = self._num_since_plain + 1 if num_guesses else 0
 
     def note_guesses(self, record: Record, guesses: list[int], right: int) -> None:

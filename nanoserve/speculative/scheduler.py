@@ -1,7 +1,5 @@
 """A step's guesses, where there is room for them."""
 
-from collections.abc import Iterable
-
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
@@ -39,16 +37,16 @@ class SpeculativeScheduler(Scheduler):
             self._add_guesses(plan)
         return plan
 
-    def settle(self, rows: Iterable[tuple[Row, list[int]]]) -> None:
-        """Of rows that have guessed, with the tokens that they have got: those joined just now."""
-        size = self.block_manager.block_size
-        for (seq, start, n, *_), new_ids in rows:
+    def settle(self, plan: Plan, token_ids: list[list[int]]) -> None:
+        """Count what was right of a step's guesses. Its tokens, by row as in `update`, have joined."""
+        pool, running = self.block_manager, SequenceStatus.RUNNING
+        for (seq, start, n, *_), new_ids in zip(plan.sampled, token_ids, strict=True):
             # Else it has ended, or was preempted while the step was under way.
-            if seq.status is SequenceStatus.RUNNING and seq.num_computed_tokens == start + n:
+            is_here = seq.status is running and seq.num_computed_tokens == start + n
+            if seq in plan.guesses and is_here:
                 seq.num_computed_tokens = start + len(new_ids)
-                if seq.num_computed_tokens // size > start // size:
-                    self.block_manager.register(seq, seq.num_computed_tokens)
-                self.block_manager.free(seq, keep=self.block_manager.blocks_needed(seq.num_tokens))
+                plan.registered_blocks += pool.register(seq, seq.num_computed_tokens)
+                pool.free(seq, keep=pool.blocks_needed(seq.num_tokens))
 
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
         record = self._records.get(seq)

@@ -20,6 +20,9 @@ steps.forEach((step, i) => {
     sequences.set(arrival.seq, { ...arrival, outputs: [], ending: null });
   }
   for (const row of step.rows) {
+    for (const [token, text] of (row.guesses ?? []).slice(0, row.right)) {
+      sequences.get(row.seq).outputs.push({ step: i, token, text });
+    }
     if (row.yields) sequences.get(row.seq).outputs.push({ step: i, token: row.token, text: row.text });
   }
   for (const ended of step.aborted) sequences.get(ended.seq).ending = { ...ended, step: i - 1 };
@@ -74,9 +77,14 @@ function advance(state, step, before) {
       if (i >= row.hits) state.contents.set(block, { seq: row.seq, index: table.length + i });
     });
     state.tables.set(row.seq, table.concat(row.blocks));
-    state.computed.set(row.seq, row.computed + row.new);
+    state.computed.set(row.seq, row.computed + row.new - numWrong(row));
   }
   for (const block of step.published) state.cached.add(block);
+}
+
+// Guesses that were not right: their K and V mean nothing.
+function numWrong(row) {
+  return row.guesses ? row.guesses.length - row.right : 0;
 }
 
 // The sequences that hold each block.
@@ -269,7 +277,7 @@ function drawBatch(step) {
 
 function drawRow(row) {
   const made = colour(element("div", "row"), row.seq);
-  const end = row.computed + row.new;
+  const end = row.computed + row.new - (row.guesses ?? []).length;
   const what = row.kind === "decode" ? "decode" : `prefill ${row.new}`;
   const title = element("b", "", `#${row.seq} ${what}, context ${end}`);
   title.dataset.seq = row.seq;
@@ -285,6 +293,12 @@ function drawRow(row) {
       made.append(drawToken(row.seq, position));
     }
   }
+  (row.guesses ?? []).forEach(([token, text], i) => {
+    const kind = i < row.right ? "right" : "wrong";
+    const guess = element("span", `token guess ${kind}`, visible(token, text));
+    guess.title = `guessed, and ${kind}`;
+    made.append(guess);
+  });
   if (row.yields) {
     const yielded = element("span", "token yielded", `→ ${visible(row.token, row.text)}`);
     yielded.dataset.yielded = row.seq;

@@ -99,7 +99,7 @@ class TraceRecorder:
             self._tables.pop(seq, None)
         header = batch.header
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()
-        rows = [self._row(row, table) for row, table in zip(plan.rows, tables, strict=True)]
+        rows = [self._row(plan, row, table) for row, table in zip(plan.rows, tables, strict=True)]
         evicted = self._evict(block for row in rows for block in row["blocks"][row["hits"] :])
         self._cached.update(plan.registered_blocks)
         return {
@@ -173,7 +173,7 @@ class TraceRecorder:
             or seq in plan.admitted
         ]
 
-    def _row(self, row: Row, packed_table: list[int]) -> dict[str, Any]:
+    def _row(self, plan: Plan, row: Row, packed_table: list[int]) -> dict[str, Any]:
         """One sequence in a step.
 
         seq: its arrival number.
@@ -183,8 +183,10 @@ class TraceRecorder:
         hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
         blocks: what is new in its block table.
         yields: whether it has got a token, which is then `token`, with its `text`.
+        guesses: what was guessed behind its last token, each with its text; only if anything was.
+            The first `right` of them were right and have joined, before `token`.
         """
-        seq, computed, n = row.seq, row.start, row.n
+        seq, computed, n, guesses = row.seq, row.start, row.n, plan.guesses.get(row.seq, [])
         # A table reaches beyond a step that computes a chunk; one that has been given back does
         # not, because only a sequence that has caught up finishes.
         num_used = blocks_needed(computed + n, self._block_size)
@@ -194,17 +196,29 @@ class TraceRecorder:
         self._tables[seq] = table
         written = {
             "seq": seq.arrival,
-            "kind": "decode" if n == 1 and computed >= seq.num_prompt_tokens else "prefill",
+            "kind": "decode"
+            if n - len(guesses) == 1 and computed >= seq.num_prompt_tokens
+            else "prefill",
             "computed": computed,
             "new": n,
             "hits": computed // self._block_size if is_admitted else 0,
             "blocks": table[num_known:],
             "yields": bool(row.num_sampled),
         }
+        if guesses:
+            written |= self._guesses(row, guesses)
         if row.num_sampled:
-            written["token"] = _yielded(row)
+            written["token"] = _yielded(seq, computed + n - len(guesses))
             written["text"] = self._texts[seq].next(written["token"])
         return written
+
+    def _guesses(self, row: Row, guesses: list[int]) -> dict[str, Any]:
+        seq, texts = row.seq, self._texts[row.seq]
+        joined = seq.token_ids[row.start + row.n - len(guesses) :]
+        right = joined if _ended_by_token(seq) else joined[:-1]
+        told = [[token_id, texts.next(token_id)] for token_id in right]
+        told += [[token_id, texts.alone(token_id)] for token_id in guesses[len(right) :]]
+        return {"guesses": told, "right": len(right)}
 
     def _evict(self, taken: Iterable[int]) -> list[int]:
         """The cached blocks that were lost since the step before; `taken` are new in a table."""
@@ -244,20 +258,28 @@ class TokenTexts:
             return "\ufffd"
         return ""
 
+    def alone(self, token_id: int) -> str:
+        """Of a token that has not joined."""
+        return "" if self._backend is None else self._backend.decode([token_id], False)
 
-def _yielded(row: Row) -> int | None:
-    """The token that a sequence got in the step that is just over.
+
+def _yielded(seq: Sequence, num_tokens: int) -> int | None:
+    """The last token that a sequence got in the step that is just over; it had `num_tokens`.
 
     A token that ends a sequence does not join it. Then it is the stop token, or the model's EOS;
     None if the model has several of these.
     """
-    seq = row.seq
-    if len(seq.token_ids) > row.start + row.n:
+    if len(seq.token_ids) > num_tokens and not _ended_by_token(seq):
         return seq.token_ids[-1]
     if isinstance(seq.stop_reason, int):
         return seq.stop_reason
     eos_token_ids = seq.stop_token_ids.difference(seq.params.stop_token_ids or ())
     return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None
+
+
+def _ended_by_token(seq: Sequence) -> bool:
+    """By EOS or a stop token, which has not joined."""
+    return seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
 
 
 def _numbers(sequences: Iterable[Sequence]) -> list[int]:

@@ -1,6 +1,7 @@
 """The brain with guesses under the shadow-KV oracle: what was not right is never read."""
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
@@ -10,9 +11,11 @@ from shadow_kv import Corruption, ShadowRun, require
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.speculative.scheduler import SpeculativeScheduler
+
+GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 
 
 class Anything:
@@ -29,13 +32,7 @@ class Anything:
 
 
 class GuessingRun(ShadowRun):
-    options = {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 5,
-            "adaptive": False,
-        }
-    }
+    options: Mapping[str, Any] = {"speculative_config": GUESSES}
 
     def __init__(self, seed: int) -> None:
         def make(config: EngineConfig, *sizes: Any) -> SpeculativeScheduler:
@@ -60,8 +57,7 @@ class GuessingRun(ShadowRun):
         require(not any(pool.is_cached(slot // self.block_size) for slot in cached), "evicted")
         new_ids = [self._sampled(plan.guesses.get(row.seq, [])) for row in plan.sampled]
         self.scheduler.update(plan, new_ids)
-        rows = zip(plan.sampled, new_ids, strict=True)
-        self.scheduler.settle((row, ids) for row, ids in rows if row.seq in plan.guesses)
+        self.scheduler.settle(plan, new_ids)
         for seq in plan.guesses:
             if seq.status is SequenceStatus.RUNNING:
                 require(seq.num_computed_tokens == len(seq.token_ids) - 1, "what is computed")
@@ -124,11 +120,9 @@ def one_too_many_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that was sampled last, whose K and V nobody has computed."""
     settle = SpeculativeScheduler.settle
 
-    def settle_wrongly(self: SpeculativeScheduler, rows: Any) -> None:
-        settled = list(rows)
-        settle(self, settled)
-        for row, _ in settled:
-            seq = row.seq
+    def settle_wrongly(self: SpeculativeScheduler, plan: Plan, token_ids: Any) -> None:
+        settle(self, plan, token_ids)
+        for seq in plan.guesses:
             if seq.status is SequenceStatus.RUNNING and len(seq.token_ids) < seq.max_num_tokens:
                 seq.num_computed_tokens += 1
                 seq.token_ids.append(0)
