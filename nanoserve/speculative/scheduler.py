@@ -38,7 +38,7 @@ class SpeculativeScheduler(Scheduler):
         return plan
 
     def settle(self, plan: Plan, token_ids: list[list[int]]) -> None:
-        """Count what was right of a step's guesses. Its tokens, by row as in `update`, have joined."""
+        """Count what was right of a step's guesses; its tokens, as in `update`, have joined."""
         pool, running = self.block_manager, SequenceStatus.RUNNING
         for (seq, start, n, *_), new_ids in zip(plan.sampled, token_ids, strict=True):
             # Else it has ended, or was preempted while the step was under way.
