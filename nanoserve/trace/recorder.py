@@ -194,11 +194,10 @@ class TraceRecorder:
         is_admitted = seq not in self._tables
         num_known = 0 if is_admitted else len(self._tables[seq])
         self._tables[seq] = table
+        is_decode = n - len(guesses) == 1 and computed >= seq.num_prompt_tokens
         written = {
             "seq": seq.arrival,
-            "kind": "decode"
-            if n - len(guesses) == 1 and computed >= seq.num_prompt_tokens
-            else "prefill",
+            "kind": "decode" if is_decode else "prefill",
             "computed": computed,
             "new": n,
             "hits": computed // self._block_size if is_admitted else 0,
