@@ -128,10 +128,6 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of which found
-    num_drafts: int = 0  # rows with guesses, and how many of these there were, and were right
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # of the first guesses, the second ones, ...
 
     def count(self, num_computed_tokens: int, outputs: Iterable[RequestOutput]) -> None:
         """One more step, and what it has brought."""

@@ -19,12 +19,13 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.outputs import RequestOutput
 from nanoserve.server.histogram import Histogram
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
     from nanoserve.sampling_params import SamplingParams
+    from nanoserve.speculative.engine import SpeculativeStats
 
 # Seconds and tokens; vLLM's buckets.
 _FIRST_TOKEN = (
@@ -189,7 +190,7 @@ class Metrics:
             counter.add_metric([*self._labels.values(), reason], number)
         return counter
 
-    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+    def _speculation(self, stats: "SpeculativeStats") -> Iterator[Metric]:
         for name, told, value in (
             ("num_drafts", "Rows with guesses.", stats.num_drafts),
             ("num_draft_tokens", "Guesses that were computed.", stats.num_draft_tokens),

@@ -1,6 +1,6 @@
 """The loop, with several tokens a row."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -13,6 +13,16 @@ from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from nanoserve.speculative.proposer import make_proposer
 from nanoserve.speculative.scheduler import SpeculativeScheduler
+
+
+@dataclass
+class SpeculativeStats(EngineStats):
+    """And of guesses."""
+
+    num_drafts: int = 0  # rows with guesses
+    num_draft_tokens: int = 0  # guesses that were computed
+    num_accepted_tokens: int = 0  # of which right
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # the first guesses, the second ones, ...
 
 
 class SpeculativeEngine(LLMEngine):
@@ -35,12 +45,13 @@ class SpeculativeEngine(LLMEngine):
         self.scheduler: SpeculativeScheduler = SpeculativeScheduler(
             config, executor.num_kv_blocks, executor.max_model_len, proposer
         )
+        self._stats = SpeculativeStats()
         self._accepted_at = [0] * config.speculative_config.num_speculative_tokens
         if self.scheduler.goodput is not None:
             self.observers.append(self._note_time)
 
     @property
-    def stats(self) -> EngineStats:
+    def stats(self) -> SpeculativeStats:
         return replace(super().stats, num_accepted_tokens_per_pos=tuple(self._accepted_at))
 
     def _launch(self, plan: Plan) -> Step:
