@@ -27,9 +27,11 @@ def make_engine(model: str | Path, options: dict[str, Any]) -> LLMEngine:
 
         source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
         tokenizer = Tokenizer(source.folder, config.trust_remote_code)
-    checkpoint.fetch_weights()
-    executor = make_executor(config, model_config, checkpoint.folder)
     engine_class = LLMEngine
     if config.speculative_config is not None:
-        from nanoserve.speculative.engine import SpeculativeEngine as engine_class
+        from nanoserve.speculative.engine import prepare_engine
+
+        engine_class = prepare_engine(config, model_config)
+    checkpoint.fetch_weights()
+    executor = make_executor(config, model_config, checkpoint.folder)
     return engine_class(config, model_config, executor, tokenizer)

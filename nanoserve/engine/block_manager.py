@@ -60,6 +60,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         if prefix_cache_seed is None:
             prefix_cache_seed = secrets.randbits(64)
+        self._num_contents = 0
         self._root = chain_hash(str(prefix_cache_seed).encode(), np.empty(0))
         self.clear()
 
@@ -73,7 +74,6 @@ class BlockManager:
         # whose block has long been taken for something else is not mistaken for its successor.
         self._content_of: list[Content | None] = [None] * (self.num_blocks + 1)
         self._content_ids = [0] * (self.num_blocks + 1)
-        self._num_contents = 0
         # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
 
@@ -162,6 +162,10 @@ class BlockManager:
     def is_cached(self, block: int) -> bool:
         """Whether the prefix cache has `block`, in use or free."""
         return self._hash_of[block] is not None
+
+    def content_id(self, block: int) -> int:
+        """Number of the content that `block` was published with; never given to another."""
+        return self._content_ids[block]
 
     def next_free_block(self) -> int:
         """The one that would be given out next; 0 if there is none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanoserve.checks import check_bool, check_choice, check_int, check_number, require
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
 _MOST_GUESSES = 32  # of a row
 _SMALLEST = {
     "prompt_lookup_min": 1,
@@ -21,10 +21,13 @@ class SpeculativeConfig:
     """Who guesses, and how much.
 
     method: "ngram" copies what followed the last tokens when they occurred before, in prompt or
-        output; "suffix" follows the longest such match, in finished requests too, by frequency.
+        output; "suffix" follows the longest such match, in finished requests too, by frequency;
+        "draft_model" asks a smaller model of the same vocabulary, which draws with the same
+        noise.
     num_speculative_tokens: at most so many guesses a row, up to 32.
     adaptive: as many guesses as pay, by the time that steps take and by how many are right; False
         is always as many as can be had.
+    model, revision: of "draft_model", as `LLM` takes them. dtype, quantization: the draft's own.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
@@ -39,6 +42,10 @@ class SpeculativeConfig:
     method: str
     num_speculative_tokens: int = 8
     adaptive: bool = True
+    model: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -77,6 +84,11 @@ class SpeculativeConfig:
         check_choice("method", self.method, METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_GUESSES)
         check_bool("adaptive", self.adaptive)
+        require(
+            (self.model is not None) == (self.method == "draft_model"),
+            f"method={self.method!r} with model={self.model!r}: a model is what 'draft_model' "
+            f"needs, and the others do not",
+        )
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), smallest)

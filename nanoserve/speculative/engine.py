@@ -1,6 +1,8 @@
 """The loop, with several tokens a row."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -11,7 +13,7 @@ from nanoserve.engine.llm_engine import LLMEngine, Step
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
-from nanoserve.speculative.proposer import make_proposer
+from nanoserve.speculative.proposer import MakeProposer, prepare_proposer
 from nanoserve.speculative.scheduler import SpeculativeScheduler
 
 
@@ -38,13 +40,14 @@ class SpeculativeEngine(LLMEngine):
         model_config: ModelConfig,
         executor: Executor,
         *args: Any,
+        make_proposer: MakeProposer,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, model_config, executor, *args, **kwargs)
-        proposer = make_proposer(config.speculative_config)
         self.scheduler: SpeculativeScheduler = SpeculativeScheduler(
-            config, executor.num_kv_blocks, executor.max_model_len, proposer
+            config, executor.num_kv_blocks, executor.max_model_len
         )
+        self.scheduler.proposer = make_proposer(executor, self.scheduler)
         self._stats = SpeculativeStats()
         self._accepted_at = [0] * config.speculative_config.num_speculative_tokens
         if self.scheduler.goodput is not None:
@@ -71,6 +74,10 @@ class SpeculativeEngine(LLMEngine):
         self._count(plan, rows)
         return outputs
 
+    def _close(self) -> None:
+        super()._close()
+        self.scheduler.proposer.close()
+
     def _count(self, plan: Plan, rows: list["GuessedRow"]) -> None:
         for row in rows:
             if row.guesses:
@@ -88,6 +95,12 @@ class SpeculativeEngine(LLMEngine):
             seconds = times.schedule + times.pack + times.execute + times.update
             num_right = sum(plan.num_right.values())
             self.scheduler.goodput.note_step(num_rows, num_guesses, num_right, seconds)
+
+
+def prepare_engine(config: EngineConfig, model_config: ModelConfig) -> Callable[..., LLMEngine]:
+    """What makes the engine; raises `ValueError` if its proposer cannot be had."""
+    make_proposer = prepare_proposer(config, model_config)
+    return partial(SpeculativeEngine, make_proposer=make_proposer)
 
 
 class GuessedRow(NamedTuple):

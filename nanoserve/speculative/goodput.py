@@ -157,17 +157,20 @@ class Goodput:
         self._refuse(num_rows)
         return False
 
-    def choose(self, num_rows: int, proposed: list[tuple[Record, list[int]]]) -> list[int]:
-        """How many of each one's guesses to compute, in a step of `num_rows` sequences."""
+    def choose(self, num_rows: int, proposed: list[tuple[Record, int]]) -> list[int]:
+        """How many of its guesses each one gets to compute, in a step of `num_rows` sequences.
+
+        proposed: how many there are, or could be.
+        """
         counts = [0] * len(proposed)
         curve = self.costs.curve(num_rows)
         if curve is None:
             return counts
         # Each further guess is worth its probability. The most valuable ones first.
         worth: list[tuple[float, int]] = []
-        for index, (record, guesses) in enumerate(proposed):
+        for index, (record, num_guesses) in enumerate(proposed):
             probability, value = record.probability(self.share_right), 1.0
-            for _ in guesses:
+            for _ in range(num_guesses):
                 value *= probability
                 worth.append((value, index))
         worth.sort(reverse=True)
@@ -185,6 +188,7 @@ class Goodput:
         return counts
 
     def _refuse(self, num_rows: int) -> None:
+        self.share_right += 0.001 * (0.5 - self.share_right)  # a model is asked again, some day
         place = _place(num_rows)
         self._num_refused[place] = self._num_refused.get(place, 0) + 1
         if self._num_refused[place] >= _RETRY_AFTER:

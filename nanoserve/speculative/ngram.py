@@ -6,16 +6,17 @@ enters each table once, so a guess costs a few lookups, however long the text is
 """
 
 from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.proposer import TextProposer
 
 
-class NgramProposer:
+class NgramProposer(TextProposer):
     """Looks for the last `longest` tokens first, then for fewer, down to `shortest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
         self._indexes: dict[Sequence, NgramIndex] = {}
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         index = self._indexes.get(seq)
         # After an exception a sequence may have fewer tokens than before.
         if index is None or index.num_tokens > len(seq.token_ids):

@@ -1,29 +1,73 @@
 """Who guesses: the seam, and the choice by name."""
 
+from collections.abc import Callable
 from typing import Protocol
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.config import SpeculativeConfig
 
 
 class Proposer(Protocol):
     """It may guess anything: a wrong guess costs time, and nothing else."""
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """What may come after the tokens of `seq`, which are all known: at most so many guesses.
+    # Whether a guess costs computing, and a place in the KV cache. Then it is asked for no more
+    # guesses than will be verified, and each of them has its place before that.
+    is_model: bool
 
-        Called when a step is planned, so it must be quick.
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """For each sequence at most so many guesses of what comes after its tokens.
+
+        All of these are known. Called when a step is planned, which waits for it.
         """
+
+    def begin(self, seq: Sequence) -> None:
+        """It was admitted, for the first time or again, to blocks that it has now."""
 
     def forget(self, seq: Sequence) -> None:
         """It has ended, with the tokens that it has now."""
 
+    def close(self) -> None: ...
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
-    if config.method == "suffix":
+
+class TextProposer:
+    """One that looks at a sequence's tokens, and at nothing else of it."""
+
+    is_model = False
+
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self.guess(seq, most) for seq, most in asked]
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        raise NotImplementedError
+
+    def begin(self, seq: Sequence) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# Makes one for a scheduler, with the executor at its side.
+MakeProposer = Callable[[Executor, Scheduler], Proposer]
+
+
+def prepare_proposer(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
+    """Raises `ValueError` for what cannot be had, before any weight is read."""
+    speculative = config.speculative_config
+    if speculative.method == "suffix":
         from nanoserve.speculative.suffix import SuffixProposer
 
-        return SuffixProposer(config)
+        return lambda executor, scheduler: SuffixProposer(speculative)
+    if speculative.method == "draft_model":
+        from nanoserve.speculative.draft_model import prepare_draft_model
+
+        return prepare_draft_model(config, model_config)
     from nanoserve.speculative.ngram import NgramProposer
 
-    return NgramProposer(*config.lookup)
+    return lambda executor, scheduler: NgramProposer(*speculative.lookup)

@@ -1,11 +1,24 @@
 """A step's guesses, where there is room for them."""
 
+from dataclasses import dataclass, field
+
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.speculative.goodput import Goodput, Record
 from nanoserve.speculative.proposer import Proposer
+
+
+@dataclass
+class Asked:
+    """A row that may guess."""
+
+    index: int  # of the row in the plan
+    row: Row
+    record: Record
+    count: int  # of guesses: so many may be, and then are
+    guesses: list[int] = field(default_factory=list)
 
 
 class SpeculativeScheduler(Scheduler):
@@ -21,11 +34,10 @@ class SpeculativeScheduler(Scheduler):
     and no guess is made behind a token that is still pending.
     """
 
-    def __init__(
-        self, config: EngineConfig, num_kv_blocks: int, max_model_len: int, proposer: Proposer
-    ) -> None:
+    proposer: Proposer  # set before the first step: it may need the pool
+
+    def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
         super().__init__(config, num_kv_blocks, max_model_len)
-        self.proposer = proposer
         self.goodput = Goodput() if config.speculative_config.adaptive else None
         self._most = config.speculative_config.num_speculative_tokens
         self._is_ahead = config.async_scheduling
@@ -33,6 +45,8 @@ class SpeculativeScheduler(Scheduler):
 
     def schedule(self) -> Plan:
         plan = super().schedule()
+        for seq in plan.admitted:
+            self.proposer.begin(seq)
         if plan.num_tokens == len(plan.rows) and not plan.admitted and not plan.preempted:
             self._add_guesses(plan)
         return plan
@@ -73,46 +87,56 @@ class SpeculativeScheduler(Scheduler):
         num_rows = len(plan.rows)
         if self.goodput is not None and not self.goodput.may_pay(num_rows):
             return
-        proposed: list[tuple[int, Record, list[int]]] = []
-        for index, row in enumerate(plan.rows):
-            most = self._most_guesses(row)
-            if most > 0:
-                record = self._records.setdefault(row.seq, Record())
-                if record.wait:
-                    record.wait -= 1
-                    continue
-                record.compare(row.seq.token_ids)
-                guesses = self.proposer.propose(row.seq, most)[:most]
-                if guesses:
-                    proposed.append((index, record, guesses))
-                else:
-                    record.miss()
-        if not proposed:
+        asked = self._whom_to_ask(plan)
+        if not asked:
             return
-        if self.goodput is None:
-            counts = [len(guesses) for *_, guesses in proposed]
-        else:
-            counts = self.goodput.choose(num_rows, [rest for _, *rest in proposed])
-        for (index, record, guesses), count in zip(proposed, counts, strict=True):
-            row = plan.rows[index]
-            count = self._room_behind(row, min(count, plan.budget))
-            if not count:
-                record.keep(guesses, len(row.seq.token_ids))
-                continue
-            plan.guesses[row.seq] = guesses[:count]
-            plan.rows[index] = row._replace(
-                n=1 + count, num_outputs=1 + count, num_sampled=1 + count
-            )
-            plan.budget -= count
+        # What a model would guess has to be computed, so it is asked for no more than has room.
+        if not self.proposer.is_model:
+            self._propose(asked)
+        if self.goodput is not None:
+            counts = self.goodput.choose(num_rows, [(a.record, a.count) for a in asked])
+            for a, count in zip(asked, counts, strict=True):
+                a.count = count
+        for a in asked:
+            a.count = self._room_behind(a.row, min(a.count, plan.budget))
+            plan.budget -= a.count
+        if self.proposer.is_model:
+            self._propose([a for a in asked if a.count])
+        for a in asked:
+            if a.count:
+                n = 1 + a.count
+                plan.rows[a.index] = a.row._replace(n=n, num_outputs=n, num_sampled=n)
+                plan.guesses[a.row.seq] = a.guesses[: a.count]
+            elif a.guesses:
+                a.record.keep(a.guesses, len(a.row.seq.token_ids))
         plan.put_single_tokens_first()
 
-    def _most_guesses(self, row: Row) -> int:
+    def _whom_to_ask(self, plan: Plan) -> list[Asked]:
+        asked: list[Asked] = []
+        for index, row in enumerate(plan.rows):
+            seq = row.seq
+            if not self._may_guess(seq) or row.start < seq.num_prompt_tokens:
+                continue
+            record = self._records.setdefault(seq, Record())
+            if record.wait:
+                record.wait -= 1
+            elif row.num_sampled and not seq.num_pending:
+                record.compare(seq.token_ids)
+                most = self._most_guesses(seq)
+                if most > 0:
+                    asked.append(Asked(index, row, record, most))
+        return asked
+
+    def _propose(self, asked: list[Asked]) -> None:
+        proposed = self.proposer.propose([(a.row.seq, a.count) for a in asked])
+        for a, guesses in zip(asked, proposed, strict=True):
+            a.guesses = guesses[: a.count]
+            a.count = len(a.guesses)
+            if not guesses:
+                a.record.miss()
+
+    def _most_guesses(self, seq: Sequence) -> int:
         """Every token but the last one that it may have can follow a guess."""
-        seq = row.seq
-        if not row.num_sampled or seq.num_pending or row.start < seq.num_prompt_tokens:
-            return 0
-        if not self._may_guess(seq):
-            return 0
         asked = seq.params.num_speculative_tokens
         most = self._most if asked is None else min(self._most, asked)
         return min(most, seq.max_num_tokens - seq.num_tokens - 1)

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.config import SpeculativeConfig
+from nanoserve.speculative.proposer import TextProposer
 
 _KEY = 3  # tokens that must agree
 _MOST_PLACES = 8  # of one key in one index
@@ -23,7 +24,7 @@ _MOST_CACHE_KEYS = 16
 Place = tuple[list[int], int]
 
 
-class SuffixProposer:
+class SuffixProposer(TextProposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._depth = config.suffix_decoding_max_tree_depth
         self._spec_factor = config.suffix_decoding_max_spec_factor
@@ -34,7 +35,7 @@ class SuffixProposer:
         # that share a cache.
         self._finished: OrderedDict[tuple[str, ...], FinishedTexts] = OrderedDict()
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         token_ids, own = seq.token_ids, self._own.get(seq)
         if len(token_ids) < _KEY:
             return []

@@ -13,7 +13,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM
 from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.speculative.proposer import make_proposer
+from nanoserve.speculative.suffix import SuffixProposer
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix"}
@@ -27,34 +27,44 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("another")
+    make_qwen3(path, vocab_size=VOCAB_SIZE, seed=1, num_hidden_layers=1)
+    return path
+
+
+@pytest.fixture(scope="module")
 def reference(path: Path) -> Iterator[LLM]:
     with reference_engine(path) as llm:
         yield llm
 
 
-def guessing_run(seed: int, path: Path, reference: LLM) -> ModelRun:
+def guessing_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun:
+    """`other` is another model, whose guesses are wrong."""
     rng = random.Random(f"guesses of {seed}")
-    options = rng.choice([NGRAM, SUFFIX]) | {
+    draft = {"method": "draft_model", "model": str(rng.choice([path, other])), "dtype": "float32"}
+    options = rng.choice([NGRAM, SUFFIX, draft]) | {
         "num_speculative_tokens": rng.choice([1, 2, 4, 8, 20]),
         "adaptive": rng.random() < 0.2,
     }
     run = ModelRun(seed, path, reference, speculative_config=options)
     scheduler = run.engine.scheduler
     oracle, wrong = Oracle(reference), Wrong(VOCAB_SIZE)
-    others = [scheduler.proposer, make_proposer(SpeculativeConfig(**SUFFIX)), oracle]
+    others = [scheduler.proposer, SuffixProposer(SpeculativeConfig(**SUFFIX)), oracle]
     mixed = Mixed(rng, VOCAB_SIZE, others)
-    scheduler.proposer = rng.choice([scheduler.proposer, oracle, wrong, mixed, mixed, mixed])
+    if not scheduler.proposer.is_model:
+        scheduler.proposer = rng.choice([scheduler.proposer, oracle, wrong, mixed, mixed, mixed])
     return run
 
 
 def test_every_request_gets_what_it_gets_without_guesses(
-    path: Path, reference: LLM, full_size: bool, caplog: pytest.LogCaptureFixture
+    path: Path, other: Path, reference: LLM, full_size: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="nanoserve")  # requests are made to fail
     counts: Counter[str] = Counter()
     for seed in range(100 if full_size else 8):
         try:
-            run = guessing_run(seed, path, reference)
+            run = guessing_run(seed, path, other, reference)
             run.run()
         except (Difference, RuntimeError) as error:
             pytest.fail(f"seed {seed}, {run.options}: {error!r}")

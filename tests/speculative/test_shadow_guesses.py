@@ -13,22 +13,20 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.speculative.proposer import TextProposer
 from nanoserve.speculative.scheduler import SpeculativeScheduler
 
 GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 
 
-class Anything:
+class Anything(TextProposer):
     """Guesses at random, from a vocabulary in which that is often right."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"guesses of {seed}")
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         return [self._rng.randrange(2) for _ in range(self._rng.randint(0, most + 1))]
-
-    def forget(self, seq: Sequence) -> None:
-        pass
 
 
 class GuessingRun(ShadowRun):
@@ -36,7 +34,9 @@ class GuessingRun(ShadowRun):
 
     def __init__(self, seed: int) -> None:
         def make(config: EngineConfig, *sizes: Any) -> SpeculativeScheduler:
-            return SpeculativeScheduler(config, *sizes, Anything(seed))
+            scheduler = SpeculativeScheduler(config, *sizes)
+            scheduler.proposer = Anything(seed)
+            return scheduler
 
         super().__init__(seed, make)
         self.num_right = self.num_wrong = 0

@@ -6,16 +6,17 @@ from typing import Any
 
 from nanoserve import LLM
 from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.proposer import TextProposer
 
 
-class Oracle:
+class Oracle(TextProposer):
     """Knows what everybody gets: it asks an engine that does not guess."""
 
     def __init__(self, reference: LLM) -> None:
         self._reference = reference
         self._answers: dict[Sequence, list[int]] = {}
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         if seq not in self._answers:
             params = replace(seq.params, seed=seq.seed)
             (output,) = self._reference.generate(seq.prompt_token_ids, params, use_tqdm=False)
@@ -26,27 +27,24 @@ class Oracle:
         self._answers.pop(seq, None)
 
 
-class Wrong:
+class Wrong(TextProposer):
     """Never the same token twice, and hardly ever the right one."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         last = seq.token_ids[-1]
         return [(last + 1 + i) % self._vocab_size for i in range(most)]
 
-    def forget(self, seq: Sequence) -> None:
-        pass
 
-
-class Mixed:
+class Mixed(TextProposer):
     """Each time as another one would, and sometimes longer than allowed."""
 
     def __init__(self, rng: random.Random, vocab_size: int, proposers: list[Any]) -> None:
         self._rng, self._vocab_size, self._proposers = rng, vocab_size, proposers
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         rng = self._rng
         kind = rng.random()
         if kind < 0.15:
@@ -56,7 +54,7 @@ class Mixed:
             return [rng.choice(stops) for _ in range(most)]
         if kind < 0.35:
             return []
-        guesses = rng.choice(self._proposers).propose(seq, most)
+        guesses = rng.choice(self._proposers).guess(seq, most)
         if guesses and kind < 0.7:  # right up to some point
             guesses[rng.randrange(len(guesses))] = rng.randrange(self._vocab_size)
         return guesses

@@ -1,0 +1,189 @@
+"""A smaller model guesses (Leviathan et al. 2023; Chen et al. 2023).
+
+It draws with the noise of the very position, as the target will. So both choose the same token
+wherever they agree enough: of probabilities p and q at least (1 - TV) / (1 + TV) of the time, where
+TV is half of the sum of |p - q| (Daliri, Musco, Suresh 2024).
+
+It is a second runner on rank 0's device with a KV cache of its own, and **the target's block
+tables**: its K and V of a token lie in its cache where the target's lie in the target's. So it has
+no pool to keep, and nothing is allocated, freed or preempted twice. What it has not computed yet (a
+prompt, or tokens that came without its guesses) it computes when it is asked next, and where blocks
+are shared it shares them, too, as far as it has filled them itself.
+
+A guess becomes the draft's own next input without a wait: that is a step ahead, which a runner can.
+"""
+
+from dataclasses import replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.checkpoint.checkpoint import Checkpoint
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor, SlotChange
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
+from nanoserve.models.registry import supported_architectures
+from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.speculative.proposer import MakeProposer
+    from nanoserve.worker.model_runner import ModelRunner
+
+
+def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "MakeProposer":
+    """Raises `ValueError` if the draft cannot be read, or has another vocabulary."""
+    asked = config.speculative_config
+    own = replace(
+        config,
+        model=asked.model,
+        dtype=asked.dtype,
+        quantization=asked.quantization,
+        quantization_group_size=None,
+        kv_cache_dtype="auto",
+        speculative_config=None,
+        tensor_parallel_size=1,
+        async_scheduling=True,  # a guess is an input before it is known here
+        trace=None,
+        capture_sampling=False,
+    )
+    checkpoint = Checkpoint.find(asked.model, own, asked.revision)
+    draft = checkpoint.model_config(supported_architectures())
+    require(
+        draft.vocab_size == target.vocab_size,
+        f"the draft {asked.model} has a vocabulary of {draft.vocab_size} tokens, and the model one "
+        f"of {target.vocab_size}: they must be the same",
+    )
+    checkpoint.fetch_weights()
+
+    def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
+        from nanoserve.layers.tensor_parallel import TensorParallel
+        from nanoserve.worker.device import make_runner
+
+        sized = replace(
+            own,
+            num_kv_blocks=executor.num_kv_blocks,
+            kv_cache_memory_bytes=None,
+            max_model_len=min(executor.max_model_len, draft.max_position_embeddings),
+        )
+        runner = make_runner(sized, draft, checkpoint.folder, TensorParallel())
+        return DraftModelProposer(runner, scheduler)
+
+    return make
+
+
+class DraftModelProposer:
+    is_model = True
+
+    def __init__(self, runner: "ModelRunner", scheduler: Scheduler) -> None:
+        self._runner, self._pool = runner, scheduler.block_manager
+        self._block_tables = scheduler.block_tables
+        self._budget = runner.layout.max_num_tokens
+        # Of each sequence: how many of its tokens have K and V in the draft's cache, and which
+        # guesses behind them.
+        self._computed: dict[Sequence, tuple[int, list[int]]] = {}
+        self._in_slot: dict[int, Sequence] = {}
+        # The contents of blocks that the draft has filled itself, by block.
+        self._filled: dict[int, int] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        num_blocks = 0
+        while num_blocks < seq.num_registered_blocks and self._has(seq.block_table[num_blocks]):
+            num_blocks += 1
+        self._computed[seq] = (num_blocks * self._pool.block_size, [])
+
+    def forget(self, seq: Sequence) -> None:
+        self._computed.pop(seq, None)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        longest = self._runner.max_model_len
+        counts = {seq: min(most, longest - len(seq.token_ids)) for seq, most in asked}
+        counts = {seq: count for seq, count in counts.items() if count > 0}
+        guesses: dict[Sequence, list[int]] = {seq: [] for seq in counts}
+        # The first guess follows the tokens that it has not computed, the others one by one.
+        handles = [self._run(self._catch_up(list(counts)))] if counts else []
+        for number in range(1, max(counts.values(), default=0)):
+            rows = [
+                Row(seq, len(seq.token_ids) + number - 1, 1, 1, 1)
+                for seq, count in counts.items()
+                if count > number
+            ]
+            handles.append(self._run(rows))
+        for rows, handle in handles:
+            result = self._runner.collect(handle)
+            for row, new_ids in zip(rows, result.token_ids, strict=True):
+                guesses[row.seq] += new_ids
+        for seq, own in guesses.items():
+            # The last guess was nobody's input.
+            self._computed[seq] = (len(seq.token_ids), own[:-1])
+            self._note_filled(seq)
+        return [guesses.get(seq, []) for seq, _ in asked]
+
+    def _catch_up(self, sequences: list[Sequence]) -> list[Row]:
+        """Compute what is missing but for the last rows, which are returned."""
+        starts = {seq: self._num_right(seq) for seq in sequences}
+        while sum(len(seq.token_ids) - start for seq, start in starts.items()) > self._budget:
+            rows, left = [], self._budget
+            for seq, start in starts.items():
+                n = min(left, len(seq.token_ids) - 1 - start)
+                if n:
+                    rows.append(Row(seq, start, n, 0, 0))
+                    starts[seq] += n
+                    left -= n
+            self._run(rows)
+        return [Row(seq, start, len(seq.token_ids) - start, 1, 1) for seq, start in starts.items()]
+
+    def _num_right(self, seq: Sequence) -> int:
+        """Of its tokens, how many are computed: those that were known, and the guesses that came.
+
+        Not the last one: what follows it is to be guessed.
+        """
+        num_known, guesses = self._computed.get(seq, (0, []))
+        came = zip(guesses, seq.token_ids[num_known:], strict=False)
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], came))
+        return min(num_known + num_right, len(seq.token_ids) - 1)
+
+    def _run(self, rows: list[Row]) -> tuple[list[Row], Any]:
+        plan = Plan(budget=0, rows=list(rows))
+        plan.put_single_tokens_first()
+        batch = self._runner.next_batch()
+        batch.pack(plan, self._block_tables, self._pool.block_size)
+        handle = self._runner.forward(batch, self._changes(plan))
+        self._runner.sample(handle)
+        return plan.sampled, handle
+
+    def _changes(self, plan: Plan) -> list[SlotChange]:
+        changes = []
+        for row in plan.rows:
+            seq = row.seq
+            if self._in_slot.get(seq.slot) is not seq:
+                self._in_slot[seq.slot] = seq
+                change = SlotChange.of(seq, with_tokens=False)
+                changes.append(replace(change, params=_simplified(seq.params)))
+        return changes
+
+    def _has(self, block: int) -> bool:
+        return self._filled.get(block) == self._pool.content_id(block)
+
+    def _note_filled(self, seq: Sequence) -> None:
+        """Blocks that others may find in the prefix cache, the last ones first."""
+        computed = self._num_right(seq) // self._pool.block_size
+        for block in reversed(seq.block_table[: min(computed, seq.num_registered_blocks)]):
+            if self._has(block):
+                break
+            self._filled[block] = self._pool.content_id(block)
+
+
+def _simplified(params: SamplingParams) -> SamplingParams:
+    """Temperature and filters. What depends on the tokens before is the target's to know."""
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )

@@ -1,0 +1,171 @@
+"""A draft model beside the target, on the target's block tables.
+
+If it is the target's own checkpoint, every guess must be right, in float32: it has the same noise,
+and if its K and V are those of the tokens that came, the same logits. One that is wrong shows that
+something was missing in its cache, or written over.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.draft_model import DraftModelProposer
+
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    make_qwen3(path, vocab_size=VOCAB_SIZE)
+    return path
+
+
+def life(path: Path, seed: int) -> dict[str, int]:
+    """Requests that come and go in a tiny pool, with shared beginnings, and some plain steps."""
+    rng = random.Random(seed)
+    block_size = rng.choice([2, 4, 8])
+    blocks = 96 // block_size
+    options = {
+        "block_size": block_size,
+        "num_kv_blocks": blocks + rng.choice([0, 3, blocks]),
+        "max_model_len": 96,
+        "max_num_seqs": rng.choice([1, 2, 4]),
+        "max_num_batched_tokens": rng.choice([8, 32, 200]),
+        "async_scheduling": rng.random() < 0.3,
+        "attention_backend": rng.choice(["torch", "numba"]),
+    }
+    draft = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
+    with LLM(
+        path,
+        skip_tokenizer_init=True,
+        speculative_config=draft | {"adaptive": False},
+        **options,
+    ) as llm:
+        engine, beginning = llm.engine, [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+        for number in range(8):
+            prompt = beginning[: rng.randint(0, 40)]
+            prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
+            params = SamplingParams(
+                temperature=rng.choice([0, 0.8]),
+                top_p=rng.choice([1, 0.9]),
+                seed=number,
+                max_tokens=rng.randint(5, 30),
+                ignore_eos=True,
+            )
+            engine.add_request(str(number), prompt, params)
+            for _ in range(rng.randint(0, 6)):
+                engine.step()
+                check_invariants(engine.scheduler)
+            if rng.random() < 0.1:
+                engine.abort_request(str(rng.randint(0, number)))
+            # Now and then nobody guesses for a while, and the draft falls behind.
+            engine.scheduler._most = rng.choice([0, 4, 4, 4])
+        engine.scheduler._most = 4
+        while engine.has_unfinished_requests():
+            engine.step()
+        stats = llm.stats
+    return {
+        "guesses": stats.num_draft_tokens,
+        "wrong": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "preempted": stats.num_preemptions,
+        "hits": stats.prefix_cache_hits,
+    }
+
+
+def lives(path: Path, seeds: range) -> dict[str, int]:
+    runs = [life(path, seed) for seed in seeds]
+    return {name: sum(run[name] for run in runs) for name in runs[0]}
+
+
+def test_a_draft_that_is_the_target_is_always_right(path: Path, full_size: bool) -> None:
+    found = lives(path, range(40 if full_size else 10))
+    print(found)
+    assert found["wrong"] == 0
+    assert found["guesses"] > 500 and found["preempted"] and found["hits"], found
+
+
+def last_guess_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was nobody's input: its K and V are missing when all guesses are right."""
+    propose = DraftModelProposer.propose
+
+    def propose_and_note(self: Any, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        proposed = propose(self, asked)
+        for (seq, _), own in zip(asked, proposed, strict=True):
+            if own:
+                self._computed[seq] = (len(seq.token_ids), own)
+        return proposed
+
+    monkeypatch.setattr(DraftModelProposer, "propose", propose_and_note)
+
+
+def cached_prefixes_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are, by the target."""
+    monkeypatch.setattr(DraftModelProposer, "_has", lambda self, block: True)
+
+
+def preempted_ones_keep_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = DraftModelProposer.begin
+
+    def begin_once(self: Any, seq: Sequence) -> None:
+        if seq not in self._computed:
+            begin(self, seq)
+
+    monkeypatch.setattr(DraftModelProposer, "begin", begin_once)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        last_guess_counts_as_computed,
+        cached_prefixes_count_as_computed,
+        preempted_ones_keep_what_they_had,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_planted_bug_makes_it_wrong(
+    plant: Callable[[pytest.MonkeyPatch], None], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert any(life(path, seed)["wrong"] for seed in range(40))
+
+
+def test_a_draft_of_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
+    make_qwen3(tmp_path, vocab_size=100)
+    draft = {"method": "draft_model", "model": str(tmp_path)}
+    with pytest.raises(ValueError, match="vocabulary of 100 tokens, and the model one of 512"):
+        LLM(path, skip_tokenizer_init=True, speculative_config=draft)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "draft_model"}, "method='draft_model' with model=None"),
+        ({"method": "ngram", "model": "x"}, "method='ngram' with model='x'"),
+        ({"method": "draft_model", "model": "/no/such/folder"}, "/no/such/folder"),
+    ],
+)
+def test_a_draft_that_is_not_there_is_refused(
+    options: dict[str, Any], message: str, path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(path, skip_tokenizer_init=True, speculative_config=options)
+
+
+def test_a_shorter_draft_guesses_as_far_as_it_reaches(path: Path, tmp_path: Path) -> None:
+    make_qwen3(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=32)
+    draft = {"method": "draft_model", "model": str(tmp_path), "adaptive": False}
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(path, skip_tokenizer_init=True, max_model_len=96) as llm:
+        (plain,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    with LLM(path, skip_tokenizer_init=True, max_model_len=96, speculative_config=draft) as llm:
+        (guessed,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert 0 < llm.stats.num_draft_tokens <= 32
+    assert guessed.outputs[0].token_ids == plain.outputs[0].token_ids
