@@ -1,0 +1,128 @@
+"""How often guesses are right, and what is generated, on distributions that are known.
+
+The model's logits are nought and `logit_bias` says what is likely, so each token is drawn from the
+same p. The proposer draws from a q of its own, with the noise of the position or with another one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.speculative.proposer import TextProposer
+
+VOCAB_SIZE = 64
+TOKENS = 8  # that have any probability
+NUM_DRAWN = 20_000
+# The value that chi-square of 7 degrees of freedom exceeds once in a million times.
+CHI_SQUARE_7 = 40.5
+
+SHARP = [0.6, 0.2, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01]
+FLAT = [1 / 8] * 8
+TURNED = SHARP[::-1]
+NEAR = [0.55, 0.25, 0.08, 0.06, 0.02, 0.02, 0.01, 0.01]
+
+
+class Drawn(TextProposer):
+    """Draws guesses from q, with the noise that the target will have; or with that of another seed."""
+
+    def __init__(self, q: list[float], further: int = 0) -> None:
+        self._logits = torch.full((1, VOCAB_SIZE), -torch.inf)
+        self._logits[0, :TOKENS] = torch.tensor(q).log()
+        self._noise, self._further = Noise(VOCAB_SIZE, torch.device("cpu")), further
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        positions = np.arange(len(seq.token_ids), len(seq.token_ids) + most)
+        seeds = np.full(most, seq.seed + self._further, dtype=np.uint64)
+        logits = self._logits.repeat(most, 1)
+        keys = row_keys(seeds, positions, np.zeros(most, dtype=np.uint32))
+        self._noise.subtract_log_exponential(logits, keys)
+        return logits.argmax(dim=1).tolist()
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tmp_path_factory.mktemp("nought")
+    make_qwen3(path, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(path, skip_tokenizer_init=True, speculative_config=guesses) as llm:
+        model = llm.engine.executor.model
+        model.compute_logits = lambda hidden: torch.zeros(len(hidden), VOCAB_SIZE)
+        yield llm
+
+
+def draw(llm: LLM, p: list[float], proposer: Any) -> tuple[Counter[int], float]:
+    """What was generated, and the share of guesses that were right of those that counted."""
+    llm.engine.scheduler.proposer = proposer
+    judged: Counter[bool] = Counter()
+
+    def judge(plan: Plan, *_: Any) -> None:
+        for seq, guesses in plan.guesses.items():
+            judged[True] += plan.num_right[seq]
+            judged[False] += plan.num_right[seq] < len(guesses)  # what follows is not judged
+
+    bias = {token_id: float(np.log(value)) for token_id, value in enumerate(p)}
+    params = [
+        SamplingParams(
+            temperature=1,
+            seed=seed,
+            max_tokens=100,
+            ignore_eos=True,
+            logit_bias=bias,
+            allowed_token_ids=list(bias),
+        )
+        for seed in range(NUM_DRAWN // 100)
+    ]
+    prompts = [[seed % VOCAB_SIZE] for seed in range(len(params))]
+    llm.engine.observers.append(judge)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.observers.remove(judge)
+    drawn = Counter(token_id for output in outputs for token_id in output.outputs[0].token_ids)
+    return drawn, judged[True] / judged.total()
+
+
+def total_variation(p: list[float], q: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [(SHARP, SHARP), (SHARP, NEAR), (SHARP, FLAT), (FLAT, SHARP), (SHARP, TURNED)],
+    ids=["itself", "near", "flat", "sharp", "turned"],
+)
+def test_what_is_drawn_follows_the_target_and_guesses_are_right_as_often_as_they_can(
+    llm: LLM, p: list[float], q: list[float]
+) -> None:
+    drawn, coupled = draw(llm, p, Drawn(q))
+    _, apart = draw(llm, p, Drawn(q, further=12345))
+    tv, independent = total_variation(p, q), float(np.dot(p, q))
+    print(
+        f"TV {tv:.3f}: the optimum is {1 - tv:.3f}, same noise {coupled:.3f} (at least "
+        f"{(1 - tv) / (1 + tv):.3f}), other noise {apart:.3f} (expected {independent:.3f})"
+    )
+    total = drawn.total()
+    chi_square = sum((drawn[i] - total * p[i]) ** 2 / (total * p[i]) for i in range(TOKENS))
+    assert chi_square < CHI_SQUARE_7, drawn
+    spread = 4 * (0.25 / (NUM_DRAWN / 4)) ** 0.5  # four standard deviations of the least certain
+    assert (1 - tv) / (1 + tv) - spread < coupled < 1 - tv + spread
+    assert abs(apart - independent) < spread
+    assert coupled >= apart - spread
+
+
+def test_a_chi_square_sees_the_bias_of_a_rule_that_reuses_noise(llm: LLM) -> None:
+    """A guess that is kept because it is likely enough, and not because it was drawn, shifts p."""
+    rng = np.random.default_rng(0)
+    p, q = np.array(SHARP), np.array(FLAT)
+    noise = rng.exponential(size=(NUM_DRAWN, TOKENS))
+    guessed, sampled = (noise / q).argmin(axis=1), (noise / p).argmin(axis=1)
+    is_kept = rng.random(NUM_DRAWN) < p[guessed] / q[guessed]
+    drawn = np.bincount(np.where(is_kept, guessed, sampled), minlength=TOKENS)
+    assert ((drawn - NUM_DRAWN * p) ** 2 / (NUM_DRAWN * p)).sum() > 10 * CHI_SQUARE_7
