@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from numba import config, get_num_threads, set_num_threads
 from torch import Tensor
@@ -12,9 +13,16 @@ from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import ELEMENTS, address
 
+# Tokens of a row that the kernel takes: one, and as many guesses as speculation may check.
+FEW = 16
+_NO_ROWS = torch.empty(0, dtype=torch.int32), torch.empty(0, 3, dtype=torch.int32)
+
 
 class NumbaAttention(AttentionBackend):
-    """A kernel of its own for rows of one token; torch, as in `TorchAttention`, for longer ones."""
+    """A kernel of its own for rows of few tokens; torch, as in `TorchAttention`, for longer ones.
+
+    It reads the K and V of a row once for all its tokens, and where they lie.
+    """
 
     def __init__(self) -> None:
         num_threads = torch.get_num_threads()
@@ -27,13 +35,15 @@ class NumbaAttention(AttentionBackend):
     ) -> Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
-        rows = metadata.num_decode_rows
-        if rows:
-            tables = metadata.block_tables
+        num_single, tables = metadata.num_decode_rows, metadata.block_tables
+        few, longer = _NO_ROWS if num_single == len(q) else _few_and_longer(metadata)
+        num_few = len(few)
+        if num_single or num_few:
             cache, scales = self._codes_and_scales(kv_cache)
+            starts, lens = metadata.cu_seqlens_q, metadata.context_lens
             attend_decode(
-                (*map(address, (q, out, tables, metadata.context_lens, cache)), scales),
-                (rows, layer.num_heads, tables.shape[1], *cache.shape[1:]),
+                (*map(address, (q, out, starts, few, tables, lens, cache)), scales),
+                (num_single, num_few, len(q), layer.num_heads, *tables.shape, *cache.shape[1:]),
                 layer.scale,
                 layer.sliding_window or 2**31 - 1,
                 layer.soft_cap or 0.0,
@@ -42,11 +52,8 @@ class NumbaAttention(AttentionBackend):
                 ELEMENTS[q.dtype],
                 ELEMENTS[cache.dtype],
             )
-        if rows < q.shape[0]:  # there are longer rows, too
-            chunks = range(rows, metadata.num_rows)
-            attend = self._attend_rows
-            parts = [attend(layer, q, kv_cache, metadata, row, row + 1) for row in chunks]
-            torch.cat(parts, out=out[rows:])
+        for row, start, end in longer.tolist():
+            out[start:end] = self._attend_rows(layer, q, kv_cache, metadata, row, row + 1)
         return out
 
     # What another kind of cache has other answers to.
@@ -55,3 +62,17 @@ class NumbaAttention(AttentionBackend):
     def _codes_and_scales(self, kv_cache: Any) -> tuple[Tensor, int]:
         """What K and V are kept as, and the address of their scales if they have any."""
         return kv_cache, 0
+
+
+def _few_and_longer(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
+    """Behind the rows of one token, int32: those of few, [num_few]; of each that is longer [row,
+    its first token, the next row's]."""
+    if "numba" not in metadata.scratch:
+        first, starts = metadata.num_decode_rows, metadata.cu_seqlens_q.numpy()
+        is_few = np.diff(starts[first:]) <= FEW
+        few, longer = (np.flatnonzero(rows) + first for rows in (is_few, ~is_few))
+        longer = np.stack([longer, starts[longer], starts[longer + 1]], axis=1)
+        metadata.scratch["numba"] = tuple(
+            torch.from_numpy(rows.astype(np.int32)) for rows in (few, longer)
+        )
+    return metadata.scratch["numba"]

@@ -30,34 +30,48 @@ def _walking(inner):
     """`inner`, which is `scores_of` or `add_values`, for all heads, block by block."""
 
     @njit(**_INNER)
-    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, first, length, elements):
-        """With tokens [first, length). heads [num_heads, head_dim]: queries, or sums; of_tokens
-        [num_heads, length]: scores, or weights."""
+    def walk(heads, of_tokens, cache, scales, blocks, kv_heads, seen, elements):
+        """heads [num_heads, head_dim]: queries, or sums; of_tokens [num_heads, length]: scores, or
+        weights; seen [num_heads, 2]: each with the tokens from one up to another, and no others."""
         block_size, head_dim = cache.shape[2:]
-        group = len(heads) // (kv_heads[1] - kv_heads[0])
+        share = len(heads) // (kv_heads[1] - kv_heads[0])  # heads that share a KV head
         head_bytes, token_bytes = heads.strides[0], of_tokens.strides[0]
-        for i in range(first // block_size, (length + block_size - 1) // block_size):
+        for i in range(seen[0, 0] // block_size, (seen[-1, 1] + block_size - 1) // block_size):
             start = i * block_size
-            low, high = max(first - start, 0), min(length - start, block_size)
+            low, high = _within(seen[0], start, block_size)
+            # Of several tokens, one may see something of this block that another does not.
+            is_same = _within(seen[-1], start, block_size) == (low, high)
             for kv_head in range(kv_heads[0], kv_heads[1]):
-                own = cache[blocks[i], kv_head, low:high].ctypes.data
-                own_scales = scales[blocks[i], kv_head, low:high].ctypes.data
-                soon = _following(cache, blocks, i, kv_head, kv_heads, length).ctypes.data
-                given = own, own_scales, high - low, head_dim, soon
-                head, end = (kv_head - kv_heads[0]) * group, (kv_head - kv_heads[0] + 1) * group
+                own = cache[blocks[i], kv_head].ctypes.data
+                own_scales = scales[blocks[i], kv_head].ctypes.data
+                soon = _following(cache, blocks, i, kv_head, kv_heads, seen[-1, 1]).ctypes.data
+                head, end = (kv_head - kv_heads[0]) * share, (kv_head - kv_heads[0] + 1) * share
                 while head < end:
-                    head_at = heads.ctypes.data + head * head_bytes, head_bytes
-                    at = of_tokens[head, start + low :].ctypes.data, token_bytes
-                    if head + 2 <= end:
-                        inner(2, elements, head_at, at, given)
-                    else:
-                        inner(1, elements, head_at, at, given)
-                    head += 2
+                    is_pair = head + 2 <= end
+                    if not is_same:
+                        low, high = _within(seen[head], start, block_size)
+                        is_pair = is_pair and seen[head + 1, 1] == seen[head, 1]
+                    if low < high:
+                        head_at = heads.ctypes.data + head * head_bytes, head_bytes
+                        at = of_tokens[head, start + low :].ctypes.data, token_bytes
+                        here = own + low * cache.strides[2], own_scales + low * scales.strides[2]
+                        given = *here, high - low, head_dim, soon
+                        if is_pair:
+                            inner(2, elements, head_at, at, given)
+                        else:
+                            inner(1, elements, head_at, at, given)
+                    head += 2 if is_pair else 1
 
     return walk
 
 
 _find_scores, _add_values = _walking(scores_of), _walking(add_values)
+
+
+@njit(inline="always", **_INNER)
+def _within(seen, start, block_size):
+    """What is seen of the block from `start` on: from where, and to where."""
+    return max(seen[0] - start, 0), min(seen[1] - start, block_size)
 
 
 @njit(**_INNER)
@@ -76,12 +90,18 @@ def _for_scores(q, scale, element):
 @overload(_for_scores)
 def _floats_or_codes(q, scale, element):
     if not fixed_point.is_for(q.dtype, element):
-        return lambda q, scale, element: (_floats(q), np.full(len(q), scale))
+
+        def floats(q, scale, element):
+            queries = _floats(q)
+            return queries, np.full(len(queries), scale)
+
+        return floats
 
     def codes(q, scale, element):
         queries = _floats(q)
-        codes, factors = np.empty(q.shape, dtype=np.int16), np.empty(len(q), dtype=np.float32)
-        for head in range(len(q)):
+        codes = np.empty(queries.shape, dtype=np.int16)
+        factors = np.empty(len(queries), dtype=np.float32)
+        for head in range(len(queries)):
             factors[head] = scale * quantize_head(queries[head], _LARGEST, codes[head])
         return codes, factors
 
@@ -90,11 +110,15 @@ def _floats_or_codes(q, scale, element):
 
 @njit(**_INNER)
 def _floats(q):
-    queries = np.empty(q.shape, dtype=np.float32)
-    for head in range(len(q)):
-        for d in range(q.shape[1]):
-            queries[head, d] = to_float(q[head, d])
-    return queries
+    """[num_heads, head_dim]: those that share a KV head are neighbours, whichever their token."""
+    n, num_kv_heads, group, head_dim = q.shape
+    queries = np.empty((num_kv_heads, n, group, head_dim), dtype=np.float32)
+    for kv_head in range(num_kv_heads):
+        for token in range(n):
+            for head in range(group):
+                for d in range(head_dim):
+                    queries[kv_head, token, head, d] = to_float(q[token, kv_head, head, d])
+    return queries.reshape(num_kv_heads * n * group, head_dim)
 
 
 @njit(**_INNER)
@@ -124,20 +148,32 @@ def _ordered(bits):
 
 @njit(**_INNER)
 def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element):
-    """Of one row, the heads q, out [num_heads, head_dim] that belong to a range of KV heads."""
+    """Of a row's last n tokens, the heads q, out [n, num_kv_heads, group, head_dim] that belong to
+    a range of KV heads.
+
+    A head takes no part in what its token does not see: behind that may be NaN, or what belongs to
+    a wrong guess. So it finds, bit for bit, what it would find if its token were a row.
+    """
     scale, window, soft_cap = options
-    first = max(0, length - window)
+    n, num_kv_heads, group, head_dim = q.shape
     queries, factors = _for_scores(q, scale, element)
-    weights = np.empty((len(q), length), dtype=np.float32)
-    sums = np.zeros(q.shape, dtype=np.float32)
-    place = blocks, kv_heads, first, length, (q[0, 0], element)
+    seen = np.empty((len(queries), 2), dtype=np.intp)
+    for head in range(len(queries)):
+        seen[head, 1] = length - (n - 1) + head // group % n
+        seen[head, 0] = max(0, seen[head, 1] - window)
+    weights = np.empty((len(queries), length), dtype=np.float32)
+    sums = np.zeros(queries.shape, dtype=np.float32)
+    place = blocks, kv_heads, seen, (q[0, 0, 0, 0], element)
     _find_scores(queries, weights, cache[0], scales[0], *place)
-    for head in range(len(q)):
-        _softmax(weights[head, first:], factors[head], soft_cap)
+    for head in range(len(queries)):
+        _softmax(weights[head, seen[head, 0] : seen[head, 1]], factors[head], soft_cap)
     _add_values(sums, weights, cache[1], scales[1], *place)
-    for head in range(len(q)):
-        for d in range(q.shape[1]):
-            store(out[head], d, sums[head, d])
+    found = sums.reshape(num_kv_heads, n, group, head_dim)
+    for token in range(n):
+        for kv_head in range(num_kv_heads):
+            for head in range(group):
+                for d in range(head_dim):
+                    store(out[token, kv_head, head], d, found[kv_head, token, head, d])
 
 
 def _made(sources):
@@ -147,30 +183,39 @@ def _made(sources):
     def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
         """For the cache see `AttentionBackend`; what has which shape is said at the top.
 
+        The rows are the first `num_single`, which have one token, and those that `few` lists. All
+        take the same code: nothing is compiled when the first row of several tokens comes.
+
         A cache of codes has scales, see `nanoserve.attention.quantized_kv`; the address of others'
         is 0. A scale is that of a whole head, so it is multiplied into a score, or a weight.
         """
         _ = sources
-        num_rows, num_heads, columns, num_blocks, num_kv_heads, block_size, head_dim = sizes
-        q_at, out_at, tables_at, lens_at, cache_at, scales_at = addresses
-        q = array_at(q_at, (num_rows, num_heads, head_dim), element)
-        out = array_at(out_at, (num_rows, num_heads, head_dim), element)
+        num_single, num_few, num_tokens, num_heads, num_rows, columns = sizes[:6]
+        num_blocks, num_kv_heads, block_size, head_dim = sizes[6:]
+        q_at, out_at, starts_at, few_at, tables_at, lens_at, cache_at, scales_at = addresses
+        by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        q, out = array_at(q_at, by_token, element), array_at(out_at, by_token, element)
+        starts = array_at(starts_at, (num_rows + 1,), np.int32(0))
+        few = array_at(few_at, (num_few,), np.int32(0))
         block_tables = array_at(tables_at, (num_rows, columns), np.int32(0))
         context_lens = array_at(lens_at, (num_rows,), np.int32(0))
         shape = (2, num_blocks, num_kv_heads, block_size)
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
         options = np.float32(scale), window, np.float32(soft_cap)
-        heads, kv_heads = num_heads // parts, num_kv_heads // parts  # of a task
-        for task in prange(parts * num_rows):  # neighbours go to one thread
-            part, row = task // num_rows, task % num_rows
+        kv_heads, num_taken = num_kv_heads // parts, num_single + num_few  # of a task; in all
+        for task in prange(parts * num_taken):  # neighbours go to one thread
+            part, row = task // num_taken, task % num_taken
+            if row >= num_single:
+                row = few[row - num_single]
+            first, end = part * kv_heads, (part + 1) * kv_heads
             _attend_row(
-                q[row, part * heads : (part + 1) * heads],
-                out[row, part * heads : (part + 1) * heads],
+                q[starts[row] : starts[row + 1], first:end],
+                out[starts[row] : starts[row + 1], first:end],
                 cache,
                 scales,
                 block_tables[row],
-                (part * kv_heads, (part + 1) * kv_heads),
+                (first, end),
                 context_lens[row],
                 options,
                 cache_element,
