@@ -32,7 +32,7 @@ NEAR = [0.55, 0.25, 0.08, 0.06, 0.02, 0.02, 0.01, 0.01]
 
 
 class Drawn(TextProposer):
-    """Draws guesses from q, with the noise that the target will have; or with that of another seed."""
+    """Draws guesses from q, with the noise that the target has, or that of a further seed."""
 
     def __init__(self, q: list[float], further: int = 0) -> None:
         self._logits = torch.full((1, VOCAB_SIZE), -torch.inf)
