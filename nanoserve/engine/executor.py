@@ -51,12 +51,14 @@ class StepResult:
     logprobs: a row for each of those entries whose request asked for them.
     errors: by index of such an entry, what its request ends with; it has got no tokens.
     of_heads: by name of a head, what it made of its outputs.
+    hidden: a tensor on rank 0's device, the hidden state of each of those entries.
     """
 
     token_ids: list[list[int]]
     logprobs: TokenLogprobs | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
     of_heads: dict[str, Any] = field(default_factory=dict)
+    hidden: Any = None
 
 
 class Executor(Protocol):

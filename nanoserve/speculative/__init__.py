@@ -10,6 +10,6 @@ right if it is what the sampler draws there: not more, and not less. What comes 
 have come out without guessing, token for token, greedy or at random, whoever guesses. The K and V
 of a wrong guess lie behind what counts as computed, and are overwritten before anybody reads them.
 
-`config`: what can be asked for. `ngram`, `suffix`: who guesses. `goodput`: how many guesses pay.
-`scheduler`, `engine`: a step's guesses, from the plan to the tokens. Nothing here imports torch.
+`config`: what can be asked for. `ngram`, `suffix`, `draft_model`, `head_proposer`: who guesses.
+`goodput`: how many guesses pay. `scheduler`, `engine`: a step's guesses, from the plan to the tokens.
 """

@@ -6,7 +6,8 @@ from typing import Any
 
 from nanoserve.checks import check_bool, check_choice, check_int, check_number, require
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "hidden_head")
+_WITH_MODEL = ("draft_model", "hidden_head")
 _MOST_GUESSES = 32  # of a row
 _SMALLEST = {
     "prompt_lookup_min": 1,
@@ -23,11 +24,12 @@ class SpeculativeConfig:
     method: "ngram" copies what followed the last tokens when they occurred before, in prompt or
         output; "suffix" follows the longest such match, in finished requests too, by frequency;
         "draft_model" asks a smaller model of the same vocabulary, which draws with the same
-        noise.
+        noise; "hidden_head" asks a small network that goes on from the model's own hidden states.
     num_speculative_tokens: at most so many guesses a row, up to 32.
     adaptive: as many guesses as pay, by the time that steps take and by how many are right; False
         is always as many as can be had.
-    model, revision: of "draft_model", as `LLM` takes them. dtype, quantization: the draft's own.
+    model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
+    revision, dtype, quantization: of "draft_model", its own.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
@@ -85,9 +87,9 @@ class SpeculativeConfig:
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_GUESSES)
         check_bool("adaptive", self.adaptive)
         require(
-            (self.model is not None) == (self.method == "draft_model"),
-            f"method={self.method!r} with model={self.model!r}: a model is what 'draft_model' "
-            f"needs, and the others do not",
+            (self.model is not None) == (self.method in _WITH_MODEL),
+            f"method={self.method!r} with model={self.model!r}: a model is what {_WITH_MODEL} "
+            f"need, and the others do not",
         )
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) is not None:

@@ -75,7 +75,7 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "MakePropo
 
 
 class DraftModelProposer:
-    is_model = True
+    is_model, needs_hidden = True, False
 
     def __init__(self, runner: "ModelRunner", scheduler: Scheduler) -> None:
         self._runner, self._pool = runner, scheduler.block_manager
@@ -93,6 +93,9 @@ class DraftModelProposer:
         while num_blocks < seq.num_registered_blocks and self._has(seq.block_table[num_blocks]):
             num_blocks += 1
         self._computed[seq] = (num_blocks * self._pool.block_size, [])
+
+    def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
+        pass
 
     def forget(self, seq: Sequence) -> None:
         self._computed.pop(seq, None)

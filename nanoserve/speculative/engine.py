@@ -1,6 +1,6 @@
 """The loop, with several tokens a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, StepResult
 from nanoserve.engine.llm_engine import LLMEngine, Step
 from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from nanoserve.speculative.proposer import MakeProposer, prepare_proposer
@@ -65,14 +66,27 @@ class SpeculativeEngine(LLMEngine):
 
     def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
         if not plan.guesses:
-            return super()._deliver(plan, result, now)
+            outputs = super()._deliver(plan, result, now)
+            if self.scheduler.proposer.needs_hidden:
+                last = ((row.seq, output) for output, row in enumerate(plan.sampled))
+                self._learn(last, result.hidden)
+            return outputs
         rows = split_by_row(plan, result)
         outputs = super()._deliver(plan, _first_tokens(rows, result), now)
         for number in range(1, max(len(row.token_ids) for row in rows)):
             outputs += super()._deliver(*_further_tokens(rows, result, number), now)
         self.scheduler.settle(plan, [row.token_ids for row in rows])
         self._count(plan, rows)
+        if self.scheduler.proposer.needs_hidden:
+            last = ((row.row.seq, row.first_output + len(row.token_ids) - 1) for row in rows)
+            self._learn(last, result.hidden)
         return outputs
+
+    def _learn(self, outputs: Iterable[tuple[Sequence, int]], hidden: Any) -> None:
+        """outputs: of each sequence, the one that its last token came of."""
+        for seq, output in outputs:
+            if seq.status is SequenceStatus.RUNNING:
+                self.scheduler.proposer.learn(seq, hidden, output)
 
     def _close(self) -> None:
         super()._close()
@@ -106,11 +120,13 @@ def prepare_engine(config: EngineConfig, model_config: ModelConfig) -> Callable[
 class GuessedRow(NamedTuple):
     """A row of a step that has guessed, and what it has got.
 
-    token_ids: up to the first one that was not guessed. error: why there is none. first_logprobs:
-    the row of its first token in the log-probabilities of the step, -1 if they were not asked for.
+    first_output: its first one among those of the step. token_ids: up to the first one that was not
+    guessed. error: why there is none. first_logprobs: the row of its first token in the step's
+    log-probabilities, -1 if they were not asked for.
     """
 
     row: Row
+    first_output: int
     guesses: list[int]
     token_ids: list[int]
     error: Exception | None
@@ -135,7 +151,7 @@ def split_by_row(plan: Plan, result: StepResult) -> list[GuessedRow]:
         error = None if token_ids else result.errors.get(output)
         is_asked = row.seq.params.logprobs is not None
         first_logprobs = num_logprobs if is_asked else -1
-        rows.append(GuessedRow(row, guesses, token_ids, error, first_logprobs))
+        rows.append(GuessedRow(row, output, guesses, token_ids, error, first_logprobs))
         output += row.num_sampled
         num_logprobs += row.num_sampled if is_asked else 0
     return rows

@@ -1,7 +1,7 @@
 """Who guesses: the seam, and the choice by name."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -16,6 +16,7 @@ class Proposer(Protocol):
     # Whether a guess costs computing, and a place in the KV cache. Then it is asked for no more
     # guesses than will be verified, and each of them has its place before that.
     is_model: bool
+    needs_hidden: bool  # whether it is to `learn`
 
     def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
         """For each sequence at most so many guesses of what comes after its tokens.
@@ -26,6 +27,9 @@ class Proposer(Protocol):
     def begin(self, seq: Sequence) -> None:
         """It was admitted, for the first time or again, to blocks that it has now."""
 
+    def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
+        """The last token of `seq` came of this row of the target's hidden states."""
+
     def forget(self, seq: Sequence) -> None:
         """It has ended, with the tokens that it has now."""
 
@@ -35,7 +39,7 @@ class Proposer(Protocol):
 class TextProposer:
     """One that looks at a sequence's tokens, and at nothing else of it."""
 
-    is_model = False
+    is_model = needs_hidden = False
 
     def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
         return [self.guess(seq, most) for seq, most in asked]
@@ -44,6 +48,9 @@ class TextProposer:
         raise NotImplementedError
 
     def begin(self, seq: Sequence) -> None:
+        pass
+
+    def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
         pass
 
     def forget(self, seq: Sequence) -> None:
@@ -68,6 +75,10 @@ def prepare_proposer(config: EngineConfig, model_config: ModelConfig) -> MakePro
         from nanoserve.speculative.draft_model import prepare_draft_model
 
         return prepare_draft_model(config, model_config)
+    if speculative.method == "hidden_head":
+        from nanoserve.speculative.head_proposer import prepare_hidden_head
+
+        return prepare_hidden_head(config, model_config)
     from nanoserve.speculative.ngram import NgramProposer
 
     return lambda executor, scheduler: NgramProposer(*speculative.lookup)

@@ -27,6 +27,7 @@ class Handle:
     batch: Batch
     header: BatchHeader
     tensors: BatchTensors
+    hidden: torch.Tensor | None = None  # [num_sampled, hidden_size]
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size], on rank 0
     of_heads: dict[str, Any] = field(default_factory=dict)
     sampled: Sampled | None = None
@@ -99,7 +100,8 @@ class ModelRunner:
                 handle.of_heads = self.heads.run(batch, header, tensors, hidden, compute_logits)
             if header.num_sampled:  # else every row is a chunk in the middle of its prompt
                 rows = tensors.output_rows[: header.num_sampled]
-                handle.logits = self.model.compute_logits(hidden[rows])
+                handle.hidden = hidden[rows]
+                handle.logits = self.model.compute_logits(handle.hidden)
         return handle
 
     def expect(self, guesses: dict[int, list[int]]) -> None:
@@ -145,7 +147,7 @@ class ModelRunner:
         for row, state in sampled.states:
             state.extend(new_ids[row])
         logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        return StepResult(new_ids, logprobs, errors, of_heads)
+        return StepResult(new_ids, logprobs, errors, of_heads, handle.hidden)
 
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""

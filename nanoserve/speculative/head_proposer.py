@@ -1,0 +1,98 @@
+"""Guesses of a head on the target's hidden states: see `nanoserve.speculative.hidden_head`.
+
+It has no cache. What it needs of a sequence is the hidden state that its last token came of, which
+the step that is just over has left on the device. It chooses with the target's own sampler, so with
+the settings, the penalties and the noise that the target will have there.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.hidden_head import HiddenHead
+
+if TYPE_CHECKING:
+    from nanoserve.speculative.proposer import MakeProposer
+    from nanoserve.worker.model_runner import ModelRunner
+
+_BUNDLED = {"tiny-qwen3": Path(__file__).parents[1] / "tiny_qwen3" / "head.safetensors"}
+
+
+def prepare_hidden_head(config: EngineConfig, target: ModelConfig) -> "MakeProposer":
+    """Raises `ValueError` for a file that is no head, or one of another model's size."""
+    require(
+        config.tensor_parallel_size == 1 and not config.capture_sampling,
+        f"method='hidden_head' with tensor_parallel_size={config.tensor_parallel_size}, "
+        f"capture_sampling={config.capture_sampling}: no rank has the whole embedding, and no "
+        f"graph keeps hidden states; take 'ngram', 'suffix' or 'draft_model'",
+    )
+    name = config.speculative_config.model
+    path = _BUNDLED.get(name, Path(name))
+    require(path.is_file(), f"the head {name!r} is no file, and not one of {[*_BUNDLED]}")
+    head = HiddenHead.load(path, getattr(torch, target.dtype), "cpu")
+    size = head.down_proj.out_features
+    require(
+        size == target.hidden_size,
+        f"the head {name!r} is for hidden states of {size} numbers, and the model's have "
+        f"{target.hidden_size}",
+    )
+
+    def make(executor: Executor, scheduler: Scheduler) -> HeadProposer:
+        return HeadProposer(head.to(executor.context.device), executor)
+
+    return make
+
+
+class HeadProposer:
+    is_model = needs_hidden = True
+
+    def __init__(self, head: HiddenHead, runner: "ModelRunner") -> None:
+        self._head, self._runner = head, runner
+        # A row of a step's hidden states, and how many tokens the sequence had when it was known.
+        self._known: dict[Sequence, tuple[torch.Tensor, int, int]] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        pass
+
+    def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
+        self._known[seq] = (hidden, row, len(seq.token_ids))
+
+    def forget(self, seq: Sequence) -> None:
+        self._known.pop(seq, None)
+
+    def close(self) -> None:
+        self._known.clear()
+
+    @torch.inference_mode()
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+        # After an exception its tokens may have been taken back.
+        able = [seq for seq, _ in asked if self._num_tokens(seq) == len(seq.token_ids)]
+        if not able:
+            return [[] for _ in asked]
+        runner, num_guesses = self._runner, max(count for _, count in asked)
+        slots = np.array([seq.slot for seq in able])
+        positions = np.array([len(seq.token_ids) for seq in able])
+        guesses: list[torch.Tensor] = []
+        with runner.device.guard():
+            state = torch.stack([self._known[seq][0][self._known[seq][1]] for seq in able])
+            last = [seq.token_ids[-1] for seq in able]
+            token_ids = torch.tensor(last, dtype=torch.int32, device=state.device)
+            for number in range(num_guesses):
+                state, hidden = self._head(state, runner.model.model.embed(token_ids))
+                logits = runner.model.compute_logits(hidden)
+                sampled = runner.sampler.sample(logits, slots, positions + number)
+                guesses.append(sampled.token_ids.clamp(min=0))  # also what is no token is a guess
+                token_ids = guesses[-1].int()
+            rows = dict(zip(able, torch.stack(guesses, dim=1).tolist(), strict=True))
+        return [rows.get(seq, [])[:count] for seq, count in asked]
+
+    def _num_tokens(self, seq: Sequence) -> int:
+        return self._known[seq][2] if seq in self._known else -1
