@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
 from proposers import Mixed, Oracle, Wrong
-from tiny_checkpoints import make_qwen3
+from tiny_checkpoints import TINY_QWEN3, make_qwen3
 
 from nanoserve import LLM
 from nanoserve.speculative.config import SpeculativeConfig
+from nanoserve.speculative.hidden_head import HiddenHead
 from nanoserve.speculative.suffix import SuffixProposer
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -30,6 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("another")
     make_qwen3(path, vocab_size=VOCAB_SIZE, seed=1, num_hidden_layers=1)
+    HiddenHead(TINY_QWEN3["hidden_size"], 32).save(path / "head.safetensors")
     return path
 
 
@@ -43,7 +45,8 @@ def guessing_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun
     """`other` is another model, whose guesses are wrong."""
     rng = random.Random(f"guesses of {seed}")
     draft = {"method": "draft_model", "model": str(rng.choice([path, other])), "dtype": "float32"}
-    options = rng.choice([NGRAM, SUFFIX, draft]) | {
+    head = {"method": "hidden_head", "model": str(other / "head.safetensors")}
+    options = rng.choice([NGRAM, SUFFIX, draft, head]) | {
         "num_speculative_tokens": rng.choice([1, 2, 4, 8, 20]),
         "adaptive": rng.random() < 0.2,
     }

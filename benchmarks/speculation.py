@@ -1,0 +1,158 @@
+"""What guessing brings, and where it costs: against off, over sequences and kinds of text.
+
+    python benchmarks/speculation.py                            tiny-qwen3's shape, as Markdown
+    python benchmarks/speculation.py --shape qwen3-0.6b-8l --streams 1,4 --rounds 3
+
+The model computes all it would, and what comes out is scripted: its tokens are replaced, sampled as
+they are, by those of a text, in every engine alike. So any shape can be measured, without weights,
+on texts of known kinds:
+
+    copy     a page of this repository's documentation is the prompt, and it is said once more, with
+             a word in fifty another one
+    chat     the documentation goes on: it repeats itself as prose and lists do
+    random   nothing ever comes again but by chance
+
+An engine that guesses and one that does not take turns, in one process; each round has another text.
+Only decoding is timed: from the step after which all sequences have their first token. The first
+round is for learning what steps take, and left out. A cell is the median of the rounds' ratios.
+"""
+
+import random
+import statistics
+import tempfile
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.bench.hardware import describe
+from nanoserve.bench.shapes import SHAPES
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.tokenizer import Tokenizer
+
+TEXTS = ("copy", "chat", "random")
+_ROOT = Path(__file__).parents[1]
+
+
+class Script:
+    """Puts texts in the place of what an engine samples."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine, self._texts = llm.engine, {}
+        runner = getattr(llm.engine.executor, "runner", llm.engine.executor)
+        self._sample, runner.sampler.sample = runner.sampler.sample, self._replace
+
+    def add(self, request_id: str, prompt: list[int], answer: list[int]) -> None:
+        self._texts[request_id] = prompt + answer
+
+    def _replace(self, logits: Any, slots: Any, positions: Any, tensors: Any = None) -> Any:
+        sampled = self._sample(logits, slots, positions, tensors)
+        texts = {seq.slot: self._texts[seq.request_id] for seq in self._engine.scheduler.running}
+        pairs = zip(slots.tolist(), positions.tolist(), strict=True)
+        # Behind a wrong guess, positions may lie beyond the text.
+        token_ids = [texts[slot][min(position, len(texts[slot]) - 1)] for slot, position in pairs]
+        return sampled._replace(token_ids=torch.tensor(token_ids, device=logits.device))
+
+
+def documentation() -> list[int]:
+    """In tokens of the bundled model."""
+    tokenizer = Tokenizer(bundled_checkpoint("tiny-qwen3"))
+    files = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("index.md"))]
+    return [i for file in files for i in tokenizer.encode(file.read_text(encoding="utf-8"))]
+
+
+def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> Any:
+    """(prompt, answer) of one request."""
+    start, length = rng.randrange(len(words) - 2 * args.prompt), args.tokens
+    prompt = words[start : start + args.prompt]
+    if text == "random":
+        return [rng.randrange(5, 2000) for _ in prompt], [
+            rng.randrange(5, 2000) for _ in range(length)
+        ]
+    if text == "chat":
+        return prompt, words[start + args.prompt : start + args.prompt + length]
+    answer = [t if rng.random() > 0.02 else rng.randrange(5, 2000) for t in prompt]
+    return prompt, (answer * (1 + length // len(answer)))[:length]
+
+
+def decode_rate(llm: LLM, scripts: list[Any], played: Script) -> float:
+    """Tokens per second, when all have begun."""
+    engine = llm.engine
+    for number, (prompt, answer) in enumerate(scripts):
+        played.add(str(number), prompt, answer)
+        params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+        engine.add_request(str(number), prompt, params)
+    sequences = [r.sequences[0] for r in engine.output_processor.requests.values()]
+    while not all(seq.num_output_tokens for seq in sequences):
+        engine.step()
+    before, began = sum(seq.num_output_tokens for seq in sequences), engine.clock()
+    while engine.has_unfinished_requests():
+        engine.step()
+    return (sum(len(answer) for _, answer in scripts) - before) / (engine.clock() - began)
+
+
+def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> str:
+    """One row of the table."""
+    rng, words = random.Random(f"{text} {num_streams}"), args.words
+    ratios: list[float] = []
+    rates: list[list[float]] = [[], []]
+    before = engines[1][0].stats
+    for number in range(args.rounds + 1):
+        scripts = [script(text, words, args, rng) for _ in range(num_streams)]
+        order = (0, 1) if number % 2 else (1, 0)
+        rate = [0.0, 0.0]
+        for which in order:
+            rate[which] = decode_rate(engines[which][0], scripts, engines[which][1])
+        if number:
+            ratios.append(rate[1] / rate[0])
+            rates[0].append(rate[0])
+            rates[1].append(rate[1])
+    after = engines[1][0].stats
+    guesses = after.num_draft_tokens - before.num_draft_tokens
+    right = after.num_accepted_tokens - before.num_accepted_tokens
+    off, on = (statistics.median(values) for values in rates)
+    low, ratio, high = min(ratios), statistics.median(ratios), max(ratios)
+    return (
+        f"| {text} | {num_streams} | {off:.0f} | {on:.0f} | **{ratio:.2f}** | {low:.2f} - "
+        f"{high:.2f} | {right} of {guesses} |"
+    )
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
+    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix"))
+    parser.add_argument("--guesses", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--streams", default="1,4,16,64")
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    parser.add_argument("--tokens", type=int, default=200, help="of output")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    args.words = documentation()
+    streams = [int(number) for number in args.streams.split(",")]
+    guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"max_model_len": args.prompt + args.tokens + 8}
+        if args.shape == "tiny-qwen3":
+            model = "tiny-qwen3"
+        else:
+            from nanoserve.bench.shapes import write_shape
+
+            model = write_shape(args.shape, Path(folder))
+            options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
+        options |= {"max_num_seqs": max(streams), "enable_prefix_caching": False}
+        print(f"{describe()}\n\n{args.shape}, {guesses}, {args.rounds} rounds\n")
+        print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
+        print("|---|---|---|---|---|---|---|")
+        with LLM(model, **options) as off, LLM(model, speculative_config=guesses, **options) as on:
+            engines = [(llm, Script(llm)) for llm in (off, on)]
+            for text in args.texts.split(","):
+                for num_streams in streams:
+                    print(cell(args, engines, text, num_streams), flush=True)
+
+
+if __name__ == "__main__":
+    main()

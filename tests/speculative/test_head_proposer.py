@@ -1,0 +1,90 @@
+"""A head on the target's hidden states, in an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.speculative.head_proposer import HeadProposer
+from nanoserve.speculative.hidden_head import HiddenHead
+
+HIDDEN_SIZE = 192  # of the bundled model
+QUESTIONS = ["What is a KV cache?", "Why is decoding slow?", "What is a block table?"]
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    HiddenHead(HIDDEN_SIZE, 8).save(tmp_path / "head.safetensors")
+    return tmp_path / "head.safetensors"
+
+
+def engine(path: Path | str, **options: Any) -> LLM:
+    guesses = {"method": "hidden_head", "model": str(path), "num_speculative_tokens": 3}
+    guesses |= {"adaptive": False}
+    return LLM("tiny-qwen3", dtype="float32", speculative_config=guesses, **options)
+
+
+def test_it_is_given_the_state_that_the_last_token_came_of(
+    head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happened before: a prompt, plain steps, right guesses and wrong ones."""
+    num_checked = 0
+    propose = HeadProposer.propose
+
+    def checked(self: HeadProposer, asked: Any) -> Any:
+        nonlocal num_checked
+        for seq, _ in asked:
+            hidden, row, _ = self._known[seq]
+            logits = self._runner.model.compute_logits(hidden[row : row + 1])
+            assert logits.argmax() == seq.token_ids[-1]
+            num_checked += 1
+        # The first of them right, if one knew it: here some are, by chance and by design.
+        return [[seq.token_ids[-1], 7, 7] for seq, _ in asked] or propose(self, asked)
+
+    monkeypatch.setattr(HeadProposer, "propose", checked)
+    messages = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    with engine(head) as llm, torch.inference_mode():
+        llm.chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert num_checked > 60
+
+
+def test_its_answers_are_those_without_it(head: Path) -> None:
+    messages = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    params = [
+        SamplingParams(temperature=0, max_tokens=50),
+        SamplingParams(temperature=1, seed=5, max_tokens=50, repetition_penalty=1.2, logprobs=1),
+        SamplingParams(temperature=0.7, seed=6, max_tokens=50, top_p=0.9, min_tokens=20),
+    ]
+    with LLM("tiny-qwen3", dtype="float32") as llm:
+        expected = [o.outputs[0] for o in llm.chat(messages, params, use_tqdm=False)]
+    with engine(head, max_num_seqs=2) as llm:
+        found = [o.outputs[0] for o in llm.chat(messages, params, use_tqdm=False)]
+        assert llm.stats.num_draft_tokens > 60
+    for a, b in zip(found, expected, strict=True):
+        assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "no rank has the whole embedding"),
+        ({"capture_sampling": True}, "no graph keeps hidden states"),
+    ],
+)
+def test_what_it_cannot_go_with_is_refused(
+    options: dict[str, Any], message: str, head: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(head, **options)
+
+
+def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
+    HiddenHead(64, 8).save(tmp_path / "head.safetensors")
+    with pytest.raises(
+        ValueError, match=f"hidden states of 64 numbers, and the model's have {HIDDEN_SIZE}"
+    ):
+        engine(tmp_path / "head.safetensors")
+    with pytest.raises(ValueError, match="is no file, and not one of"):
+        engine(tmp_path / "no.safetensors")
