@@ -1,0 +1,102 @@
+"""A head that guesses on from the target's own hidden state: no second model, no second KV cache.
+
+The hidden state at position t has given token t + 1. From these two the head makes a stand-in for
+the hidden state at t + 1, from which the target's LM head makes logits: the first guess, token
+t + 2. Whoever calls chooses it, greedily or with the noise of its position, and comes back with
+its embedding for the next. The idea is that of EAGLE (Li et al. 2024, arXiv 2401.15077); that the
+state is all there is, with no attention to what came before, is that of the Recurrent Drafter
+(Cheng et al. 2024, arXiv 2403.09919).
+
+    state = hidden                               # [num_rows, hidden_size]
+    for _ in range(num_guesses):
+        state, guessed = head(state, embed(token_ids))
+        token_ids = choose(lm_head(guessed))     # [num_rows]
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nanoserve.checkpoint.weight_files import open_weights
+from nanoserve.checks import check_int, json_object, require
+
+_SHAPE = "shape"  # the key in the file's metadata
+_MAX_SIZE = 1 << 20  # of either dimension: a file may say anything
+
+
+class HiddenHead(nn.Module):
+    """One step is a SwiGLU block on [state, embedding], whose result is the next state.
+
+    The state is not added to it, as it is in a layer: the next token's has little of this one's,
+    and a head that has to take it away first learns more slowly.
+
+    `hidden_size` is the target's. Embedding and LM head are the target's too, so that the weights
+    are few: 5 x hidden_size x intermediate_size, and three norms.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        # Hidden states and embeddings are of different sizes; each is brought to size 1.
+        self.state_norm = nn.RMSNorm(hidden_size, eps)
+        self.embedding_norm = nn.RMSNorm(hidden_size, eps)
+        self.gate_up_proj = nn.Linear(2 * hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        # The LM head expects what the target's last norm gives it: training starts from that one.
+        self.norm = nn.RMSNorm(hidden_size, eps)
+
+    def forward(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """One position on: (the next state, what the LM head reads), both as `state`.
+
+        state: [num_rows, hidden_size], at first the target's hidden states as its LM head reads
+        them. embedding: the same shape, of the tokens that came of them.
+        """
+        both = torch.cat((self.state_norm(state), self.embedding_norm(embedding)), dim=-1)
+        gate, up = self.gate_up_proj(both).chunk(2, dim=-1)
+        state = self.down_proj(F.silu(gate) * up)
+        return state, self.norm(state)
+
+    def unroll(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """All steps where the tokens are known: what the LM head reads for each guess.
+
+        hidden: [num_rows, hidden_size]; embeddings and result: [num_rows, num_guesses,
+        hidden_size]. A guess counts only if all before it were right, so one judges (and trains) a
+        guess behind the tokens that did come.
+        """
+        guessed = []
+        for embedding in embeddings.unbind(dim=1):
+            hidden, for_lm_head = self(hidden, embedding)
+            guessed.append(for_lm_head)
+        return torch.stack(guessed, dim=1)
+
+    def save(self, path: Path) -> None:
+        """Weights in bfloat16, with their shape beside them."""
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
+        intermediate_size, hidden_size = self.down_proj.weight.shape[::-1]
+        shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
+        save_file(weights, path, {"format": "pt", _SHAPE: shape})
+        # The file comes out readable by its owner alone; a package is read by everybody.
+        path.chmod(0o644)
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype, device: torch.device | str) -> "HiddenHead":
+        """The head of a file that `save` wrote, to be asked, not trained.
+
+        Raises `ValueError` for a file that is none.
+        """
+        with open_weights(path) as file:
+            metadata = file.metadata() or {}
+            require(_SHAPE in metadata, f"{path} does not say the shape of a head")
+            told = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
+            names = ("hidden_size", "intermediate_size")
+            sizes = [check_int(f"{path}: {name}", told.get(name), 1, _MAX_SIZE) for name in names]
+            with torch.device("meta"):  # what the file is too small for takes no memory
+                head = cls(*sizes)
+            expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            require(found == expected, f"{path} has {found}, but a head of its shape {expected}")
+            weights = {name: file.get_tensor(name).to(device, dtype) for name in expected}
+        head.load_state_dict(weights, assign=True)
+        return head.requires_grad_(False).eval()
