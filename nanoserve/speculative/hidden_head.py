@@ -76,7 +76,8 @@ class HiddenHead(nn.Module):
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
         intermediate_size, hidden_size = self.down_proj.weight.shape[::-1]
         shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
-        save_file(weights, path, {"format": "pt", _SHAPE: shape})
+        # A single key: several would come out in any order, and the same head as other bytes.
+        save_file(weights, path, {_SHAPE: shape})
         # The file comes out readable by its owner alone; a package is read by everybody.
         path.chmod(0o644)
 
