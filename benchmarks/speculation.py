@@ -17,6 +17,7 @@ Only decoding is timed: from the step after which all sequences have their first
 round is for learning what steps take, and left out. A cell is the median of the rounds' ratios.
 """
 
+import json
 import random
 import statistics
 import tempfile
@@ -136,15 +137,15 @@ def main() -> None:
     guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"max_model_len": args.prompt + args.tokens + 8}
-        if args.shape == "tiny-qwen3":
-            model = "tiny-qwen3"
-        else:
-            from nanoserve.bench.shapes import write_shape
-
-            model = write_shape(args.shape, Path(folder))
+        model = "tiny-qwen3"
+        if args.shape != model:
+            model = folder
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
         options |= {"max_num_seqs": max(streams), "enable_prefix_caching": False}
-        print(f"{describe()}\n\n{args.shape}, {guesses}, {args.rounds} rounds\n")
+        print(
+            f"{describe('cpu')}, torch {torch.__version__}\n\n{args.shape}, {guesses}, {args.rounds} rounds\n"
+        )
         print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
         print("|---|---|---|---|---|---|---|")
         with LLM(model, **options) as off, LLM(model, speculative_config=guesses, **options) as on:

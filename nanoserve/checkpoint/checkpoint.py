@@ -13,6 +13,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 
+_BUNDLED = {"tiny-qwen3": "checkpoint", "tiny-qwen3-draft": "draft"}
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -72,7 +74,8 @@ def _local_folder(name: str | Path) -> Path | None:
 def bundled_checkpoint(name: str) -> Path | None:
     """The folder of a checkpoint that ships with the package, or None if no such one does.
 
-    name: "tiny-qwen3" is the only one; a path is never taken for a bundled name.
+    name: "tiny-qwen3", and "tiny-qwen3-draft", which guesses for it; a path is never taken for a
+    bundled name.
     """
-    folder = Path(__file__).parents[1] / "tiny_qwen3" / "checkpoint"
-    return folder if name == "tiny-qwen3" and (folder / "config.json").is_file() else None
+    folder = Path(__file__).parents[1] / "tiny_qwen3" / _BUNDLED.get(name, "")
+    return folder if name in _BUNDLED and (folder / "config.json").is_file() else None

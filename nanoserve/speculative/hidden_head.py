@@ -30,8 +30,7 @@ _MAX_SIZE = 1 << 20  # of either dimension: a file may say anything
 class HiddenHead(nn.Module):
     """One step is a SwiGLU block on [state, embedding], whose result is the next state.
 
-    The state is not added to it, as it is in a layer: the next token's has little of this one's,
-    and a head that has to take it away first learns more slowly.
+    A layer would add the state to it; trained alike, a head that does was no better.
 
     `hidden_size` is the target's. Embedding and LM head are the target's too, so that the weights
     are few: 5 x hidden_size x intermediate_size, and three norms.
@@ -76,7 +75,8 @@ class HiddenHead(nn.Module):
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
         intermediate_size, hidden_size = self.down_proj.weight.shape[::-1]
         shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
-        save_file(weights, path, {"format": "pt", _SHAPE: shape})
+        # A single key: several would come out in any order, and the same head as other bytes.
+        save_file(weights, path, {_SHAPE: shape})
         # The file comes out readable by its owner alone; a package is read by everybody.
         path.chmod(0o644)
 

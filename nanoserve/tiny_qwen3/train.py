@@ -14,13 +14,15 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -34,6 +36,8 @@ from nanoserve.tiny_qwen3.corpus import (
 from nanoserve.tiny_qwen3.evaluate import Generate, as_table, evaluate, misses_as_text
 from nanoserve.tiny_qwen3.model_card import model_card
 from nanoserve.tiny_qwen3.phrasings import SYSTEM_MESSAGES
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 QUESTION = TURN_START + "user\n{question}" + TURN_END + "\n" + TURN_START + "assistant\n"
@@ -188,8 +192,11 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train_model(model: Qwen3ForCausalLM, packer: RowPacker, recipe: Recipe) -> None:
-    """Run all steps, in place, and print the loss and the speed now and then."""
+def train_model(model: nn.Module, loss_of: Loss, packer: RowPacker, recipe: Recipe) -> None:
+    """Run all steps, in place, and print the loss and the speed now and then.
+
+    loss_of: (token ids, learn flags) of one batch of the packer -> what `model` shall make small.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
     )
@@ -197,7 +204,7 @@ def train_model(model: Qwen3ForCausalLM, packer: RowPacker, recipe: Recipe) -> N
     recent = 0.0
     for step, (ids, learned) in enumerate(islice(packer.batches(recipe), recipe.steps)):
         optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
-        loss = answer_loss(model, ids, learned)
+        loss = loss_of(ids, learned)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -298,7 +305,7 @@ def main() -> None:
     packer = RowPacker(tokenizer, recipe)
     model = build_model(recipe, tokenizer)
     start = time.perf_counter()
-    train_model(model, packer, recipe)
+    train_model(model, partial(answer_loss, model), packer, recipe)
     minutes = (time.perf_counter() - start) / 60
     save(model, tokenizer, args.output)
     # Judge what is shipped: the weights as rounded to bf16, computed in float32.
