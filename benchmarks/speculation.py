@@ -12,9 +12,10 @@ on texts of known kinds:
     chat     the documentation goes on: it repeats itself as prose and lists do
     random   nothing ever comes again but by chance
 
-An engine that guesses and one that does not take turns, in one process; each round has another text.
-Only decoding is timed: from the step after which all sequences have their first token. The first
-round is for learning what steps take, and left out. A cell is the median of the rounds' ratios.
+An engine that guesses and one that does not take turns, in one process; each round has another
+text. Only decoding is timed: from the step after which all sequences have their first token. The
+first round is for learning what steps take, and left out. A cell is the median of the rounds'
+ratios.
 """
 
 import json
@@ -143,9 +144,8 @@ def main() -> None:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
         options |= {"max_num_seqs": max(streams), "enable_prefix_caching": False}
-        print(
-            f"{describe('cpu')}, torch {torch.__version__}\n\n{args.shape}, {guesses}, {args.rounds} rounds\n"
-        )
+        print(f"{describe('cpu')}, torch {torch.__version__}\n")
+        print(f"{args.shape}, {guesses}, {args.rounds} rounds\n")
         print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
         print("|---|---|---|---|---|---|---|")
         with LLM(model, **options) as off, LLM(model, speculative_config=guesses, **options) as on:

@@ -228,8 +228,7 @@ class LLMEngine:
     def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
         """Give the sequences of a step their tokens; what there is to hand out of that."""
         joined = self.scheduler.update(plan, result.token_ids)
-        finish = self.scheduler.finish
-        return self.output_processor.process(plan, result, joined, finish, now)
+        return self.output_processor.process(plan, result, joined, self.scheduler.finish, now)
 
     def _abort(self, request_id: str, is_late: bool = False) -> RequestOutput | None:
         request = self.output_processor.requests.get(request_id)
