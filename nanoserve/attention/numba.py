@@ -13,9 +13,8 @@ from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import ELEMENTS, address
 
-# Tokens of a row that the kernel takes: one, and as many guesses as speculation may check.
+# Tokens of a row that the kernel takes: its last one, and guesses that are checked with it.
 FEW = 16
-_NO_ROWS = torch.empty(0, dtype=torch.int32), torch.empty(0, 3, dtype=torch.int32)
 
 
 class NumbaAttention(AttentionBackend):
@@ -35,15 +34,19 @@ class NumbaAttention(AttentionBackend):
     ) -> Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
-        num_single, tables = metadata.num_decode_rows, metadata.block_tables
-        few, longer = _NO_ROWS if num_single == len(q) else _few_and_longer(metadata)
-        num_few = len(few)
+        num_tokens, num_single = q.shape[0], metadata.num_decode_rows
+        few_at, num_few, longer = 0, 0, []
+        if num_single < num_tokens:
+            few, rows = _few_and_longer(metadata)
+            few_at, num_few, longer = address(few), len(few), rows.tolist()
         if num_single or num_few:
             cache, scales = self._codes_and_scales(kv_cache)
-            starts, lens = metadata.cu_seqlens_q, metadata.context_lens
+            starts, tables = metadata.cu_seqlens_q, metadata.block_tables
+            tensors = q, out, starts, tables, metadata.context_lens, cache
+            sizes = *tables.shape, *cache.shape[1:]
             attend_decode(
-                (*map(address, (q, out, starts, few, tables, lens, cache)), scales),
-                (num_single, num_few, len(q), layer.num_heads, *tables.shape, *cache.shape[1:]),
+                (*map(address, tensors), scales, few_at),
+                (num_single, num_few, num_tokens, layer.num_heads, *sizes),
                 layer.scale,
                 layer.sliding_window or 2**31 - 1,
                 layer.soft_cap or 0.0,
@@ -52,7 +55,7 @@ class NumbaAttention(AttentionBackend):
                 ELEMENTS[q.dtype],
                 ELEMENTS[cache.dtype],
             )
-        for row, start, end in longer.tolist():
+        for row, start, end in longer:
             out[start:end] = self._attend_rows(layer, q, kv_cache, metadata, row, row + 1)
         return out
 

@@ -9,7 +9,7 @@ from nanoserve.kernels_cpu.values import address
 
 
 class QuantizedNumbaAttention(NumbaAttention):
-    """The kernel for rows of one token reads codes where they lie: half the bytes of 16 bits."""
+    """The kernel for rows of few tokens reads codes where they lie: half the bytes of 16 bits."""
 
     _attend_rows = staticmethod(attend_quantized_rows)
 

@@ -6,6 +6,9 @@ operator that reads a paged cache: it must gather the blocks into a copy first. 
 and a range of KV heads. It walks over the row's blocks where they lie; the heads of a block are
 neighbours in memory, so a block is one long run. The processor fetches ahead within a page of
 memory only, so a task also asks for what comes next while it computes.
+
+A row may have a few tokens: its last one, and guesses of those to come. All their heads that share
+a KV head go over a block of it one after the other, so that memory gives it once.
 """
 
 import math
@@ -192,7 +195,7 @@ def _made(sources):
         _ = sources
         num_single, num_few, num_tokens, num_heads, num_rows, columns = sizes[:6]
         num_blocks, num_kv_heads, block_size, head_dim = sizes[6:]
-        q_at, out_at, starts_at, few_at, tables_at, lens_at, cache_at, scales_at = addresses
+        q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, few_at = addresses
         by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
         q, out = array_at(q_at, by_token, element), array_at(out_at, by_token, element)
         starts = array_at(starts_at, (num_rows + 1,), np.int32(0))
