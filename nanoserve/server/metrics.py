@@ -206,7 +206,7 @@ class Metrics:
         yield counter
         goodput = self._engine.scheduler.goodput
         if goodput is not None:
-            told = "Tokens of decode steps, over those of plain steps in the same time."
+            told = "Tokens of steps that guessed, over those of plain steps in the same time."
             yield self._gauge("spec_decode_gain", told, goodput.gain)
 
     def _cache_config(self, num_blocks: int) -> Metric:

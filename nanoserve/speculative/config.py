@@ -104,5 +104,5 @@ class SpeculativeConfig:
     def lookup(self) -> tuple[int, int]:
         """The fewest and the most tokens that are looked up."""
         given = self.prompt_lookup_min, self.prompt_lookup_max
-        low, high = given if given != (None, None) else (2, 4)
+        low, high = given if given != (None, None) else (3, 4)
         return low or high, high or low

@@ -15,7 +15,7 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from nanoserve.speculative.proposer import MakeProposer, prepare_proposer
-from nanoserve.speculative.scheduler import SpeculativeScheduler
+from nanoserve.speculative.scheduler import AheadScheduler, SpeculativeScheduler
 
 
 @dataclass
@@ -45,7 +45,8 @@ class SpeculativeEngine(LLMEngine):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, model_config, executor, *args, **kwargs)
-        self.scheduler: SpeculativeScheduler = SpeculativeScheduler(
+        scheduler_class = AheadScheduler if config.async_scheduling else SpeculativeScheduler
+        self.scheduler: SpeculativeScheduler = scheduler_class(
             config, executor.num_kv_blocks, executor.max_model_len
         )
         self.scheduler.proposer = make_proposer(executor, self.scheduler)

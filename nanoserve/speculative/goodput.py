@@ -10,19 +10,23 @@ proposer is asked now and then what it would have guessed: that costs no step.
 """
 
 from collections import deque
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median_low
 
 _FEWEST_TIMES = 3  # of a kind of step, before what it takes is believed
 _MOST_TIMES = 15  # of which the median counts: neighbours and page faults disturb single steps
-_PRIOR_SLOPE = 0.05  # of a step's time for each further token: low, so that it is tried and seen
-_MOST_CONSIDERED = 4  # guesses of a row, all of them right: whether any can pay
+# What guesses are hoped to cost, of a step's time: low, so that they are tried, and seen.
+_PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further one
+_MOST_NEW = 16  # steps after which costs are found anew
 _FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
 _RETRY_AFTER = 2000  # steps that were refused: what was slow may have been a neighbour
-_MOST_WAIT = 16  # steps between two questions
+_PRIOR = 0.5  # of a guess to be right, before anything is known
+_FADING = 0.98  # a step
+_BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
+_MEMORY = 0.95  # a row
+_MOST_WAIT = 32  # steps
 
 
 @dataclass
@@ -32,128 +36,159 @@ class Record:
     num_right: float = 0.0
     num_tried: float = 0.0
     num_misses: int = 0  # since the last time that a first guess was right
-    wait: int = 0  # steps before the proposer is asked again
-    unverified: list[int] = field(default_factory=list)  # guesses that were not computed,
-    num_tokens: int = 0  # and the tokens before them
+    ask_at: int = 0  # the step in which the proposer is asked again
+    unverified: list[int] = field(default_factory=list)  # a guess that was not computed,
+    num_tokens: int = 0  # and the tokens before it
 
-    def probability(self, prior: float) -> float:
-        """Of a guess to be right, if those before it are."""
-        return (self.num_right + prior) / (self.num_tried + 1)
+    def likelihood(self) -> float:
+        """Of a guess to be right, if those before it are, by this sequence alone."""
+        return (self.num_right + _PRIOR) / (self.num_tried + 1)
 
-    def note(self, guesses: AbstractSequence[int], right: int) -> None:
-        """The first `right` of `guesses` were right."""
-        tried = right + (right < len(guesses))
-        self.num_right = 0.8 * self.num_right + right
-        self.num_tried = 0.8 * self.num_tried + tried
-        if right:
-            self.num_misses = self.wait = 0
+    def note(self, num_guesses: int, num_right: int, step: int) -> None:
+        """The first `num_right` of so many were right."""
+        self.num_right = 0.8 * self.num_right + num_right
+        self.num_tried = 0.8 * self.num_tried + num_right + (num_right < num_guesses)
+        if num_right:
+            self.num_misses = self.ask_at = 0
         else:
-            self.miss()
+            self.miss(step)
 
-    def miss(self) -> None:
+    def miss(self, step: int) -> None:
         """Nothing was guessed, or nothing right: ask less often."""
         self.num_misses += 1
-        self.wait = min(2 ** (self.num_misses // 2) - 1, _MOST_WAIT)
+        wait = min(2**self.num_misses, _MOST_WAIT)
+        # Long waits of several sequences end together, so that most steps ask nobody.
+        self.ask_at = step + wait if wait < _MOST_WAIT else _MOST_WAIT * (step // _MOST_WAIT + 1)
+
+    def fade(self) -> None:
+        """What was seen counts less: so what was bad is tried again, some day."""
+        self.num_right *= _FADING
+        self.num_tried *= _FADING
 
     def keep(self, guesses: list[int], num_tokens: int) -> None:
-        """They are not computed; the tokens to come will tell."""
+        """They are not computed; the next token will tell of the first."""
         self.unverified, self.num_tokens = guesses[:1], num_tokens
-
-    def compare(self, token_ids: list[int]) -> None:
-        """With the tokens that have come since."""
-        if self.unverified and len(token_ids) > self.num_tokens:
-            self.note(self.unverified, int(token_ids[self.num_tokens] == self.unverified[0]))
-        self.unverified = []
 
 
 class StepCosts:
-    """Seconds per row of steps that only decode, by how many rows and how many guesses.
+    """What steps take that only decode, for about so many rows, by how many guesses there are."""
 
-    Numbers that are alike share a place, four to an octave from 8 on.
-    """
+    def __init__(self, num_rows: int, most_guesses: int) -> None:
+        self._num_rows, self._most_guesses = num_rows, most_guesses
+        # Seconds per row. Numbers that are alike share a place, four to an octave from 8 on.
+        self._times: dict[int, deque[float]] = {}
+        self.plain: float | None = None  # without guesses; None before that is known
+        self.relative: list[float] = []  # over that, of 0 ... `most_guesses` guesses
+        self.can_pay = False  # whether guesses would, were they all right
+        self._num_new = 0  # since these were found
 
-    def __init__(self) -> None:
-        self._times: dict[int, dict[int, deque[float]]] = {}  # by rows, and by guesses
+    def note(self, num_guesses: int, seconds_per_row: float) -> None:
+        place = _place(num_guesses)
+        if place not in self._times:  # the first time is slow for other reasons, too
+            self._times[place] = deque(maxlen=_MOST_TIMES)
+            return
+        self._times[place].append(seconds_per_row)
+        self._num_new += 1
+        if self._num_new >= _MOST_NEW and len(self._times.get(0, ())) >= _FEWEST_TIMES:
+            self._find(self._times[0])
 
-    def note(self, num_rows: int, num_guesses: int, seconds: float) -> None:
-        times = self._times.setdefault(_place(num_rows), {})
-        place = times.setdefault(_place(num_guesses), deque(maxlen=_MOST_TIMES))
-        place.append(seconds / num_rows)
-
-    def retry(self, num_rows: int) -> None:
+    def retry(self) -> None:
         """Forget what guesses cost, not what plain steps do."""
-        times = self._times.get(_place(num_rows), {})
-        for place in [place for place in times if place]:
-            del times[place]
+        self._times = {place: times for place, times in self._times.items() if not place}
+        self._find(self._times[0])
 
-    def plain(self, num_rows: int) -> float | None:
-        """Seconds per row without guesses; None before that is known."""
-        times = self._times.get(_place(num_rows), {}).get(0, ())
-        return median_low(times) if len(times) >= _FEWEST_TIMES else None
-
-    def curve(self, num_rows: int) -> list[tuple[int, float]] | None:
-        """(guesses, time over that of a plain step), ascending; None before that is known."""
-        plain, times = self.plain(num_rows), self._times.get(_place(num_rows), {})
-        if plain is None:
-            return None
-        points = [(0, 1.0)]
-        for place in sorted(times):
-            if place and len(times[place]) >= _FEWEST_TIMES:
+    def _find(self, plain: deque[float]) -> None:
+        self.plain, self._num_new = median_low(plain), 0
+        points: list[tuple[int, float]] = []
+        highest = 1.0
+        for place in sorted(self._times):
+            times = self._times[place]
+            if place and times:
                 # More work does not take less time: what says so is noise.
-                ratio = max(median_low(times[place]) / plain, points[-1][1])
-                points.append((_smallest(place), ratio))
-        return points
+                found = min(times) if len(times) < _FEWEST_TIMES else median_low(times)
+                highest = max(found / self.plain, highest)
+                points.append((_smallest(place), highest))
+        self.relative = _on_lines(points, self._most_guesses)
+        gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
+        self.can_pay = max(gains) >= _FEWEST_GAIN
 
 
-def costs_of(curve: list[tuple[int, float]], most: int) -> list[float]:
-    """Of 0 ... `most` guesses: on straight lines between what is known; beyond it, on the line
-    that is hoped for."""
-    costs = [1.0]
-    for (low, low_cost), (high, high_cost) in pairwise(curve):
+def _on_lines(points: list[tuple[int, float]], most: int) -> list[float]:
+    """Of 0 ... `most` guesses, from what is known of some numbers of them.
+
+    The first guess of a step costs more than a further one, because rows of several tokens go
+    another way; nothing else is taken for granted. Between two points costs lie on a line, beyond
+    the last two on the same one, and otherwise on the line that is hoped for.
+    """
+    points = points or [(1, 1 + _PRIOR_JUMP)]
+    first, first_cost = points[0]
+    costs = [1.0, *(max(1.0, first_cost - _PRIOR_SLOPE * (first - n)) for n in range(1, first + 1))]
+    slope = _PRIOR_SLOPE
+    for (low, low_cost), (high, high_cost) in pairwise(points):
         slope = (high_cost - low_cost) / (high - low)
-        costs += [low_cost + slope * n for n in range(1, min(high, most) - low + 1)]
-    last, last_cost = curve[-1]
-    costs += [last_cost + _PRIOR_SLOPE * n for n in range(1, most - last + 1)]
-    return costs
+        costs += [low_cost + slope * n for n in range(1, high - low + 1)]
+    costs += [costs[-1] + slope * n for n in range(1, most + 2 - len(costs))]
+    return costs[: most + 1]
 
 
 class Goodput:
     """Chooses how many of the guesses that were proposed are computed in a step."""
 
-    def __init__(self) -> None:
-        self.costs = StepCosts()
-        self.share_right = 0.5  # of all guesses that were computed lately
-        self._num_tokens = self._num_plain_tokens = 0.0
-        self._num_refused: dict[int, int] = {}  # by rows, lately
+    def __init__(self, most_guesses: int) -> None:
+        """most_guesses: of a row."""
+        self._most_guesses = most_guesses
+        # By how likely they seemed, in tenths: how many were right, and judged. Whoever goes by
+        # recent luck expects too much.
+        self._right = [_BELIEF * (tenth + 0.5) / 10 for tenth in range(10)]
+        self._judged = [_BELIEF] * 10
+        self._costs: dict[int, StepCosts] = {}  # by rows, those that are alike together
+        self._num_refused: dict[int, int] = {}  # steps, lately
         self._num_since_plain = 0
+        self._num_tokens = self._num_plain_tokens = 0.0
 
     @property
     def gain(self) -> float:
-        """Tokens of the steps that decoded, over those of plain steps in the same time."""
+        """Tokens of the steps that guessed, over those of plain steps in the same time."""
         return self._num_tokens / self._num_plain_tokens if self._num_plain_tokens else 1.0
+
+    def costs(self, num_rows: int) -> StepCosts:
+        place = _place(num_rows)
+        if place not in self._costs:
+            most = num_rows * self._most_guesses
+            self._costs[place] = StepCosts(num_rows, most)
+        return self._costs[place]
 
     def note_step(self, num_rows: int, num_guesses: int, num_right: int, seconds: float) -> None:
         """What a step has taken that only decoded."""
-        self.costs.note(num_rows, num_guesses, seconds)
-        plain = self.costs.plain(num_rows)
-        if plain is not None:
+        costs = self.costs(num_rows)
+        costs.note(num_guesses, seconds / num_rows)
+        if num_guesses and costs.plain is not None:
             self._num_tokens += num_rows + num_right
-            self._num_plain_tokens += seconds / plain
+            self._num_plain_tokens += seconds / costs.plain
         self._num_since_plain = self._num_since_plain + 1 if num_guesses else 0
 
-    def note_guesses(self, record: Record, guesses: list[int], right: int) -> None:
-        record.note(guesses, right)
-        tried = right + (right < len(guesses))
-        self.share_right += 0.02 * (right - self.share_right * tried)
+    def probability(self, record: Record) -> float:
+        """Of a guess to be right, as it was with others that seemed as likely."""
+        tenth = int(9.999 * record.likelihood())
+        return self._right[tenth] / self._judged[tenth]
+
+    def note_guesses(self, record: Record, num_guesses: int, num_right: int, step: int) -> None:
+        tenth, judged = int(9.999 * record.likelihood()), num_right + (num_right < num_guesses)
+        self._right[tenth] = _MEMORY * self._right[tenth] + num_right
+        self._judged[tenth] = _MEMORY * self._judged[tenth] + judged
+        record.note(num_guesses, num_right, step)
+
+    def compare(self, record: Record, token_ids: list[int], step: int) -> None:
+        """A guess that was not computed, with the token that has come there since."""
+        if record.unverified and len(token_ids) > record.num_tokens:
+            right = int(token_ids[record.num_tokens] == record.unverified[0])
+            self.note_guesses(record, 1, right, step)
+        record.unverified = []
 
     def may_pay(self, num_rows: int) -> bool:
-        """Whether guesses would, were they all right; if not, nobody need be asked for any."""
-        curve = self.costs.curve(num_rows)
-        if curve is None or self._num_since_plain >= _PLAIN_EVERY:
-            return False
-        costs = costs_of(curve, _MOST_CONSIDERED * num_rows)
-        if any((num_rows + n) >= _FEWEST_GAIN * num_rows * c for n, c in enumerate(costs) if n):
-            return True
+        """Whether anybody need be asked for guesses."""
+        if self.costs(num_rows).can_pay:
+            return self._num_since_plain < _PLAIN_EVERY
         self._refuse(num_rows)
         return False
 
@@ -162,25 +197,21 @@ class Goodput:
 
         proposed: how many there are, or could be.
         """
-        counts = [0] * len(proposed)
-        curve = self.costs.curve(num_rows)
-        if curve is None:
-            return counts
         # Each further guess is worth its probability. The most valuable ones first.
         worth: list[tuple[float, int]] = []
         for index, (record, num_guesses) in enumerate(proposed):
-            probability, value = record.probability(self.share_right), 1.0
+            probability, value = self.probability(record), 1.0
             for _ in range(num_guesses):
                 value *= probability
                 worth.append((value, index))
         worth.sort(reverse=True)
-        costs = costs_of(curve, len(worth))
         total, best, num_best = float(num_rows), _FEWEST_GAIN * num_rows, 0
-        for number, (value, _) in enumerate(worth, 1):
+        relative = self.costs(num_rows).relative
+        for number, ((value, _), cost) in enumerate(zip(worth, relative[1:], strict=False), 1):
             total += value
-            goodput = total / costs[number]
-            if goodput > best:
-                best, num_best = goodput, number
+            if total > best * cost:
+                best, num_best = total / cost, number
+        counts = [0] * len(proposed)
         for _, index in worth[:num_best]:
             counts[index] += 1
         if not num_best:
@@ -188,12 +219,12 @@ class Goodput:
         return counts
 
     def _refuse(self, num_rows: int) -> None:
-        self.share_right += 0.001 * (0.5 - self.share_right)  # a model is asked again, some day
         place = _place(num_rows)
         self._num_refused[place] = self._num_refused.get(place, 0) + 1
         if self._num_refused[place] >= _RETRY_AFTER:
             self._num_refused[place] = 0
-            self.costs.retry(num_rows)
+            if self.costs(num_rows).plain is not None:
+                self.costs(num_rows).retry()
 
 
 def _place(number: int) -> int:

@@ -9,6 +9,8 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.speculative.goodput import Goodput, Record
 from nanoserve.speculative.proposer import Proposer
 
+_LATEST = 16  # steps until somebody looks whether anybody is to be asked
+
 
 @dataclass
 class Asked:
@@ -29,24 +31,26 @@ class SpeculativeScheduler(Scheduler):
     prompt has none. Blocks that only wrong guesses needed are given back when the step is over.
 
     When the step is on its way, all guesses count as computed, as any token does, and as many
-    tokens as there can be are pending. `settle` takes back what was not right. Meanwhile the
-    sequence is left out: with `async_scheduling` its next step is planned when this one is over,
-    and no guess is made behind a token that is still pending.
+    tokens as there can be are pending. `settle` takes back what was not right.
     """
 
     proposer: Proposer  # set before the first step: it may need the pool
 
     def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
         super().__init__(config, num_kv_blocks, max_model_len)
-        self.goodput = Goodput() if config.speculative_config.adaptive else None
         self._most = config.speculative_config.num_speculative_tokens
+        self.goodput = Goodput(self._most) if config.speculative_config.adaptive else None
         self._is_ahead = config.async_scheduling
         self._records: dict[Sequence, Record] = {}
+        self._step = 0
+        self._ask_at = 0  # nobody is to be asked in a step before
 
     def schedule(self) -> Plan:
         plan = super().schedule()
+        self._step += 1
         for seq in plan.admitted:
             self.proposer.begin(seq)
+            self._ask_at = 0
         if plan.num_tokens == len(plan.rows) and not plan.admitted and not plan.preempted:
             self._add_guesses(plan)
         return plan
@@ -65,19 +69,8 @@ class SpeculativeScheduler(Scheduler):
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
         record = self._records.get(seq)
         if record is not None and self.goodput is not None:  # else it has ended
-            self.goodput.note_guesses(record, guesses, right)
-
-    def _plan_row(self, seq: Sequence, plan: Plan) -> None:
-        if seq.num_pending > 1 or (seq.num_pending and self._waits(seq)):
-            return
-        super()._plan_row(seq, plan)
-
-    def _waits(self, seq: Sequence) -> bool:
-        """Whether it had better wait for its pending token, to guess what comes behind it."""
-        record = self._records.get(seq)
-        if not self._may_guess(seq) or (record is not None and record.wait):
-            return False
-        return self.goodput is None or self.goodput.may_pay(len(self.running))
+            self.goodput.note_guesses(record, len(guesses), right, self._step)
+            self._ask_at = min(self._ask_at, record.ask_at)
 
     def _may_guess(self, seq: Sequence) -> bool:
         # A processor of its own may count how often it is called.
@@ -86,6 +79,8 @@ class SpeculativeScheduler(Scheduler):
     def _add_guesses(self, plan: Plan) -> None:
         num_rows = len(plan.rows)
         if self.goodput is not None and not self.goodput.may_pay(num_rows):
+            return
+        if self._step < self._ask_at:
             return
         asked = self._whom_to_ask(plan)
         if not asked:
@@ -103,28 +98,37 @@ class SpeculativeScheduler(Scheduler):
         if self.proposer.is_model:
             self._propose([a for a in asked if a.count])
         for a in asked:
+            self._ask_at = min(self._ask_at, a.record.ask_at)
             if a.count:
                 n = 1 + a.count
                 plan.rows[a.index] = a.row._replace(n=n, num_outputs=n, num_sampled=n)
                 plan.guesses[a.row.seq] = a.guesses[: a.count]
             elif a.guesses:
                 a.record.keep(a.guesses, len(a.row.seq.token_ids))
+            else:
+                a.record.fade()
         plan.put_single_tokens_first()
 
     def _whom_to_ask(self, plan: Plan) -> list[Asked]:
         asked: list[Asked] = []
+        self._ask_at = self._step + _LATEST
         for index, row in enumerate(plan.rows):
             seq = row.seq
             if not self._may_guess(seq) or row.start < seq.num_prompt_tokens:
                 continue
-            record = self._records.setdefault(seq, Record())
-            if record.wait:
-                record.wait -= 1
+            record = self._records.get(seq)
+            if record is None:
+                record = self._records[seq] = Record()
+            if record.ask_at > self._step:
+                self._ask_at = min(self._ask_at, record.ask_at)
             elif row.num_sampled and not seq.num_pending:
-                record.compare(seq.token_ids)
+                if self.goodput is not None:
+                    self.goodput.compare(record, seq.token_ids, self._step)
                 most = self._most_guesses(seq)
                 if most > 0:
                     asked.append(Asked(index, row, record, most))
+            else:
+                self._ask_at = 0
         return asked
 
     def _propose(self, asked: list[Asked]) -> None:
@@ -133,7 +137,7 @@ class SpeculativeScheduler(Scheduler):
             a.guesses = guesses[: a.count]
             a.count = len(a.guesses)
             if not guesses:
-                a.record.miss()
+                a.record.miss(self._step)
 
     def _most_guesses(self, seq: Sequence) -> int:
         """Every token but the last one that it may have can follow a guess."""
@@ -163,3 +167,23 @@ class SpeculativeScheduler(Scheduler):
         if status is SequenceStatus.FINISHED:
             self._records.pop(seq, None)
             self.proposer.forget(seq)
+
+
+class AheadScheduler(SpeculativeScheduler):
+    """With `async_scheduling`: a sequence that guesses is left out of the step ahead.
+
+    Its next step is planned when this one is over, and so is the one in which it begins to guess:
+    no guess is made behind a token that is still pending.
+    """
+
+    def _plan_row(self, seq: Sequence, plan: Plan) -> None:
+        if seq.num_pending > 1 or (seq.num_pending and self._waits(seq)):
+            return
+        super()._plan_row(seq, plan)
+
+    def _waits(self, seq: Sequence) -> bool:
+        """Whether it had better wait for its pending token, to guess what comes behind it."""
+        record = self._records.get(seq)
+        if not self._may_guess(seq) or (record is not None and record.ask_at > self._step):
+            return False
+        return self.goodput is None or self.goodput.may_pay(len(self.running))
