@@ -13,9 +13,9 @@ on texts of known kinds:
     random   nothing ever comes again but by chance
 
 An engine that guesses and one that does not take turns, in one process; each round has another
-text. Only decoding is timed: from the step after which all sequences have their first token. The
-first round is for learning what steps take, and left out. A cell is the median of the rounds'
-ratios.
+text. Timed are the steps in which all sequences decode: from the one after which all have their
+first token to the one in which the first of them ends. The first round is for learning what steps
+take, and left out. A cell is the median of the rounds' ratios.
 """
 
 import json
@@ -80,7 +80,7 @@ def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> 
 
 
 def decode_rate(llm: LLM, scripts: list[Any], played: Script) -> float:
-    """Tokens per second, when all have begun."""
+    """Tokens per second while all decode."""
     engine = llm.engine
     for number, (prompt, answer) in enumerate(scripts):
         played.add(str(number), prompt, answer)
@@ -90,9 +90,13 @@ def decode_rate(llm: LLM, scripts: list[Any], played: Script) -> float:
     while not all(seq.num_output_tokens for seq in sequences):
         engine.step()
     before, began = sum(seq.num_output_tokens for seq in sequences), engine.clock()
-    while engine.has_unfinished_requests():
+    while not any(seq.finished for seq in sequences):
         engine.step()
-    return (sum(len(answer) for _, answer in scripts) - before) / (engine.clock() - began)
+    seconds = engine.clock() - began
+    num_tokens = sum(seq.num_output_tokens for seq in sequences) - before
+    for number in range(len(scripts)):
+        engine.abort_request(str(number))
+    return num_tokens / seconds
 
 
 def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> str:

@@ -17,6 +17,8 @@ from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
 from nanoserve.speculative.proposer import MakeProposer, prepare_proposer
 from nanoserve.speculative.scheduler import AheadScheduler, SpeculativeScheduler
 
+_PLAIN_SHARE = 4  # one in so many plain steps is timed
+
 
 @dataclass
 class SpeculativeStats(EngineStats):
@@ -105,6 +107,8 @@ class SpeculativeEngine(LLMEngine):
                     self._accepted_at[position] += 1
 
     def _note_time(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+        if not plan.guesses and batch.step % _PLAIN_SHARE:
+            return  # there are enough of them
         num_rows, num_guesses = len(plan.rows), sum(map(len, plan.guesses.values()))
         if plan.num_tokens == num_rows + num_guesses and not plan.admitted and not plan.preempted:
             seconds = times.schedule + times.pack + times.execute + times.update

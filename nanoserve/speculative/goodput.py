@@ -11,7 +11,7 @@ proposer is asked now and then what it would have guessed: that costs no step.
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median_low
 
 _FEWEST_TIMES = 3  # of a kind of step, before what it takes is believed
@@ -21,12 +21,13 @@ _PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further
 _MOST_NEW = 16  # steps after which costs are found anew
 _FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
-_RETRY_AFTER = 2000  # steps that were refused: what was slow may have been a neighbour
+_RETRY_AFTER = 200  # refusals: what was slow may have been a neighbour
 _PRIOR = 0.5  # of a guess to be right, before anything is known
 _FADING = 0.98  # a step
 _BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
 _MEMORY = 0.95  # a row
 _MOST_WAIT = 32  # steps
+_REFUSED_WAIT = 8  # steps, where guesses were good and did not pay
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Record:
     num_tried: float = 0.0
     num_misses: int = 0  # since the last time that a first guess was right
     ask_at: int = 0  # the step in which the proposer is asked again
-    unverified: list[int] = field(default_factory=list)  # a guess that was not computed,
-    num_tokens: int = 0  # and the tokens before it
+    unverified: list[int] = field(default_factory=list)  # guesses that were not computed,
+    num_tokens: int = 0  # and how many tokens were before them
 
     def likelihood(self) -> float:
         """Of a guess to be right, if those before it are, by this sequence alone."""
@@ -65,9 +66,10 @@ class Record:
         self.num_right *= _FADING
         self.num_tried *= _FADING
 
-    def keep(self, guesses: list[int], num_tokens: int) -> None:
-        """They are not computed; the next token will tell of the first."""
-        self.unverified, self.num_tokens = guesses[:1], num_tokens
+    def keep(self, guesses: list[int], num_tokens: int, step: int) -> None:
+        """They are not computed; the tokens to come will tell, in time."""
+        self.unverified, self.num_tokens = guesses, num_tokens
+        self.ask_at = _REFUSED_WAIT * (step // _REFUSED_WAIT + 1)
 
 
 class StepCosts:
@@ -151,6 +153,11 @@ class Goodput:
         """Tokens of the steps that guessed, over those of plain steps in the same time."""
         return self._num_tokens / self._num_plain_tokens if self._num_plain_tokens else 1.0
 
+    @property
+    def is_plain_due(self) -> bool:
+        """Whether a step without guesses is wanted, to see what it takes."""
+        return self._num_since_plain >= _PLAIN_EVERY
+
     def costs(self, num_rows: int) -> StepCosts:
         place = _place(num_rows)
         if place not in self._costs:
@@ -179,16 +186,18 @@ class Goodput:
         record.note(num_guesses, num_right, step)
 
     def compare(self, record: Record, token_ids: list[int], step: int) -> None:
-        """A guess that was not computed, with the token that has come there since."""
-        if record.unverified and len(token_ids) > record.num_tokens:
-            right = int(token_ids[record.num_tokens] == record.unverified[0])
-            self.note_guesses(record, 1, right, step)
+        """Guesses that were not computed, with the tokens that have come there since."""
+        came = token_ids[record.num_tokens : record.num_tokens + len(record.unverified)]
+        if record.unverified and came:
+            pairs = zip(record.unverified, came, strict=False)
+            num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self.note_guesses(record, len(came), num_right, step)
         record.unverified = []
 
     def may_pay(self, num_rows: int) -> bool:
         """Whether anybody need be asked for guesses."""
         if self.costs(num_rows).can_pay:
-            return self._num_since_plain < _PLAIN_EVERY
+            return True
         self._refuse(num_rows)
         return False
 

@@ -48,10 +48,13 @@ class SpeculativeScheduler(Scheduler):
     def schedule(self) -> Plan:
         plan = super().schedule()
         self._step += 1
-        for seq in plan.admitted:
-            self.proposer.begin(seq)
+        if plan.admitted:
             self._ask_at = 0
-        if plan.num_tokens == len(plan.rows) and not plan.admitted and not plan.preempted:
+            for seq in plan.admitted:
+                self.proposer.begin(seq)
+        elif (
+            self._step >= self._ask_at and not plan.preempted and plan.num_tokens == len(plan.rows)
+        ):
             self._add_guesses(plan)
         return plan
 
@@ -78,9 +81,10 @@ class SpeculativeScheduler(Scheduler):
 
     def _add_guesses(self, plan: Plan) -> None:
         num_rows = len(plan.rows)
-        if self.goodput is not None and not self.goodput.may_pay(num_rows):
+        if self.goodput is not None and self.goodput.is_plain_due:
             return
-        if self._step < self._ask_at:
+        if self.goodput is not None and not self.goodput.may_pay(num_rows):
+            self._ask_at = self._step + _LATEST
             return
         asked = self._whom_to_ask(plan)
         if not asked:
@@ -98,15 +102,15 @@ class SpeculativeScheduler(Scheduler):
         if self.proposer.is_model:
             self._propose([a for a in asked if a.count])
         for a in asked:
-            self._ask_at = min(self._ask_at, a.record.ask_at)
             if a.count:
                 n = 1 + a.count
                 plan.rows[a.index] = a.row._replace(n=n, num_outputs=n, num_sampled=n)
                 plan.guesses[a.row.seq] = a.guesses[: a.count]
             elif a.guesses:
-                a.record.keep(a.guesses, len(a.row.seq.token_ids))
+                a.record.keep(a.guesses, len(a.row.seq.token_ids), self._step)
             else:
                 a.record.fade()
+            self._ask_at = min(self._ask_at, a.record.ask_at)
         plan.put_single_tokens_first()
 
     def _whom_to_ask(self, plan: Plan) -> list[Asked]:
