@@ -13,6 +13,7 @@ are shared it shares them, too, as far as it has filled them itself.
 A guess becomes the draft's own next input without a wait: that is a step ahead, which a runner can.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,12 @@ from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.speculative.proposer import MakeProposer
     from nanoserve.worker.model_runner import ModelRunner
 
 
-def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "MakeProposer":
+def prepare_draft_model(
+    config: EngineConfig, target: ModelConfig
+) -> "Callable[[Executor, Scheduler], DraftModelProposer]":
     """Raises `ValueError` if the draft cannot be read, or has another vocabulary."""
     asked = config.speculative_config
     own = replace(

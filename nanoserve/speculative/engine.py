@@ -14,7 +14,7 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput, TokenLogprobs
-from nanoserve.speculative.proposer import MakeProposer, prepare_proposer
+from nanoserve.speculative.methods import MakeProposer, prepare_proposer
 from nanoserve.speculative.scheduler import AheadScheduler, SpeculativeScheduler
 
 _PLAIN_SHARE = 4  # one in so many plain steps is timed

@@ -5,6 +5,7 @@ the step that is just over has left on the device. It chooses with the target's 
 the settings, the penalties and the noise that the target will have there.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,14 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.hidden_head import HiddenHead
 
 if TYPE_CHECKING:
-    from nanoserve.speculative.proposer import MakeProposer
     from nanoserve.worker.model_runner import ModelRunner
 
 _BUNDLED = {"tiny-qwen3": Path(__file__).parents[1] / "tiny_qwen3" / "head.safetensors"}
 
 
-def prepare_hidden_head(config: EngineConfig, target: ModelConfig) -> "MakeProposer":
+def prepare_hidden_head(
+    config: EngineConfig, target: ModelConfig
+) -> "Callable[[Executor, Scheduler], HeadProposer]":
     """Raises `ValueError` for a file that is no head, or one of another model's size."""
     require(
         config.tensor_parallel_size == 1 and not config.capture_sampling,

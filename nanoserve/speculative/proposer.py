@@ -1,12 +1,7 @@
-"""Who guesses: the seam, and the choice by name."""
+"""Who guesses: the seam."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import Executor
-from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
 
@@ -58,27 +53,3 @@ class TextProposer:
 
     def close(self) -> None:
         pass
-
-
-# Makes one for a scheduler, with the executor at its side.
-MakeProposer = Callable[[Executor, Scheduler], Proposer]
-
-
-def prepare_proposer(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Raises `ValueError` for what cannot be had, before any weight is read."""
-    speculative = config.speculative_config
-    if speculative.method == "suffix":
-        from nanoserve.speculative.suffix import SuffixProposer
-
-        return lambda executor, scheduler: SuffixProposer(speculative)
-    if speculative.method == "draft_model":
-        from nanoserve.speculative.draft_model import prepare_draft_model
-
-        return prepare_draft_model(config, model_config)
-    if speculative.method == "hidden_head":
-        from nanoserve.speculative.head_proposer import prepare_hidden_head
-
-        return prepare_hidden_head(config, model_config)
-    from nanoserve.speculative.ngram import NgramProposer
-
-    return lambda executor, scheduler: NgramProposer(*speculative.lookup)

@@ -48,13 +48,13 @@ class SpeculativeScheduler(Scheduler):
     def schedule(self) -> Plan:
         plan = super().schedule()
         self._step += 1
-        if plan.admitted:
+        for seq in plan.admitted:
             self._ask_at = 0
-            for seq in plan.admitted:
-                self.proposer.begin(seq)
-        elif (
-            self._step >= self._ask_at and not plan.preempted and plan.num_tokens == len(plan.rows)
-        ):
+            self.proposer.begin(seq)
+        is_time = self._step >= self._ask_at or self.goodput is None
+        # Who computes a prompt is not kept waiting by guesses.
+        is_free = not plan.admitted and not plan.preempted
+        if is_time and is_free and plan.num_tokens == len(plan.rows):
             self._add_guesses(plan)
         return plan
 
@@ -106,7 +106,7 @@ class SpeculativeScheduler(Scheduler):
                 n = 1 + a.count
                 plan.rows[a.index] = a.row._replace(n=n, num_outputs=n, num_sampled=n)
                 plan.guesses[a.row.seq] = a.guesses[: a.count]
-            elif a.guesses:
+            elif self.goodput is not None and a.guesses:
                 a.record.keep(a.guesses, len(a.row.seq.token_ids), self._step)
             else:
                 a.record.fade()
@@ -118,7 +118,10 @@ class SpeculativeScheduler(Scheduler):
         self._ask_at = self._step + _LATEST
         for index, row in enumerate(plan.rows):
             seq = row.seq
-            if not self._may_guess(seq) or row.start < seq.num_prompt_tokens:
+            if not self._may_guess(seq):
+                continue
+            if row.start < seq.num_prompt_tokens:
+                self._ask_at = 0  # it will be soon
                 continue
             record = self._records.get(seq)
             if record is None:
@@ -140,7 +143,7 @@ class SpeculativeScheduler(Scheduler):
         for a, guesses in zip(asked, proposed, strict=True):
             a.guesses = guesses[: a.count]
             a.count = len(a.guesses)
-            if not guesses:
+            if not guesses and self.goodput is not None:
                 a.record.miss(self._step)
 
     def _most_guesses(self, seq: Sequence) -> int:
