@@ -45,17 +45,15 @@ class Record:
         """Of a guess to be right, if those before it are, by this sequence alone."""
         return (self.num_right + _PRIOR) / (self.num_tried + 1)
 
-    def note(self, num_guesses: int, num_right: int, step: int) -> None:
+    def note(self, num_guesses: int, num_right: int) -> None:
         """The first `num_right` of so many were right."""
         self.num_right = 0.8 * self.num_right + num_right
         self.num_tried = 0.8 * self.num_tried + num_right + (num_right < num_guesses)
         if num_right:
             self.num_misses = self.ask_at = 0
-        else:
-            self.miss(step)
 
     def miss(self, step: int) -> None:
-        """Nothing was guessed, or nothing right: ask less often."""
+        """Nothing was guessed: ask less often."""
         self.num_misses += 1
         wait = min(2**self.num_misses, _MOST_WAIT)
         # Long waits of several sequences end together, so that most steps ask nobody.
@@ -90,7 +88,8 @@ class StepCosts:
             self._times[place] = deque(maxlen=_MOST_TIMES)
             return
         self._times[place].append(seconds_per_row)
-        self._num_new += 1
+        # What is little known is looked at once more after each time.
+        self._num_new += 1 if len(self._times[place]) > _FEWEST_TIMES else _MOST_NEW
         if self._num_new >= _MOST_NEW and len(self._times.get(0, ())) >= _FEWEST_TIMES:
             self._find(self._times[0])
 
@@ -107,25 +106,26 @@ class StepCosts:
             times = self._times[place]
             if place and times:
                 # More work does not take less time: what says so is noise.
-                found = min(times) if len(times) < _FEWEST_TIMES else median_low(times)
-                highest = max(found / self.plain, highest)
+                highest = max(median_low(times) / self.plain, highest)
                 points.append((_smallest(place), highest))
-        self.relative = _on_lines(points, self._most_guesses)
+        # Twice of what is known at most: so a large number is come to by small ones.
+        most = min(self._most_guesses, 2 * points[-1][0] if points else max(2, self._num_rows // 4))
+        self.relative = _on_lines(points, self._num_rows, most)
         gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
         self.can_pay = max(gains) >= _FEWEST_GAIN
 
 
-def _on_lines(points: list[tuple[int, float]], most: int) -> list[float]:
+def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list[float]:
     """Of 0 ... `most` guesses, from what is known of some numbers of them.
 
     The first guess of a step costs more than a further one, because rows of several tokens go
     another way; nothing else is taken for granted. Between two points costs lie on a line, beyond
     the last two on the same one, and otherwise on the line that is hoped for.
     """
-    points = points or [(1, 1 + _PRIOR_JUMP)]
+    slope = _PRIOR_SLOPE / num_rows
+    points = points or [(1, 1 + _PRIOR_JUMP / num_rows)]
     first, first_cost = points[0]
-    costs = [1.0, *(max(1.0, first_cost - _PRIOR_SLOPE * (first - n)) for n in range(1, first + 1))]
-    slope = _PRIOR_SLOPE
+    costs = [1.0, *(max(1.0, first_cost - slope * (first - n)) for n in range(1, first + 1))]
     for (low, low_cost), (high, high_cost) in pairwise(points):
         slope = (high_cost - low_cost) / (high - low)
         costs += [low_cost + slope * n for n in range(1, high - low + 1)]
@@ -179,19 +179,19 @@ class Goodput:
         tenth = int(9.999 * record.likelihood())
         return self._right[tenth] / self._judged[tenth]
 
-    def note_guesses(self, record: Record, num_guesses: int, num_right: int, step: int) -> None:
+    def note_guesses(self, record: Record, num_guesses: int, num_right: int) -> None:
         tenth, judged = int(9.999 * record.likelihood()), num_right + (num_right < num_guesses)
         self._right[tenth] = _MEMORY * self._right[tenth] + num_right
         self._judged[tenth] = _MEMORY * self._judged[tenth] + judged
-        record.note(num_guesses, num_right, step)
+        record.note(num_guesses, num_right)
 
-    def compare(self, record: Record, token_ids: list[int], step: int) -> None:
+    def compare(self, record: Record, token_ids: list[int]) -> None:
         """Guesses that were not computed, with the tokens that have come there since."""
         came = token_ids[record.num_tokens : record.num_tokens + len(record.unverified)]
         if record.unverified and came:
             pairs = zip(record.unverified, came, strict=False)
             num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.note_guesses(record, len(came), num_right, step)
+            self.note_guesses(record, len(came), num_right)
         record.unverified = []
 
     def may_pay(self, num_rows: int) -> bool:

@@ -72,7 +72,7 @@ class SpeculativeScheduler(Scheduler):
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
         record = self._records.get(seq)
         if record is not None and self.goodput is not None:  # else it has ended
-            self.goodput.note_guesses(record, len(guesses), right, self._step)
+            self.goodput.note_guesses(record, len(guesses), right)
             self._ask_at = min(self._ask_at, record.ask_at)
 
     def _may_guess(self, seq: Sequence) -> bool:
@@ -130,7 +130,7 @@ class SpeculativeScheduler(Scheduler):
                 self._ask_at = min(self._ask_at, record.ask_at)
             elif row.num_sampled and not seq.num_pending:
                 if self.goodput is not None:
-                    self.goodput.compare(record, seq.token_ids, self._step)
+                    self.goodput.compare(record, seq.token_ids)
                 most = self._most_guesses(seq)
                 if most > 0:
                     asked.append(Asked(index, row, record, most))
