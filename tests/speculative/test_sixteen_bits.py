@@ -63,7 +63,7 @@ def test_where_tokens_differ_they_nearly_tied(method: dict[str, Any], full_size:
     gaps = first_differences(plain, guessed)
     print(f"{method['method']}: {num_right} right guesses, {len(gaps)} of {count} answers differ")
     assert max(gaps, default=0) < NEAR_TIE
-    assert num_right > 10 * count
+    assert num_right > 5 * count
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
