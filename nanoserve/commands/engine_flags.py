@@ -1,7 +1,14 @@
 """`EngineConfig` on the command line: its fields are the flags, under vLLM's names."""
 
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Collection
+import json
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    Namespace,
+)
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields
 from pathlib import Path
 from types import UnionType
@@ -10,6 +17,7 @@ from typing import Any, get_args
 from nanoserve.config import EngineConfig
 
 _IN_PROGRAMS_ONLY = ("model", "logits_processors")
+_AS_JSON = ("speculative_config",)
 
 
 def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
@@ -48,7 +56,16 @@ def _options() -> list[Field[Any]]:
     return [field for field in fields(EngineConfig) if field.name not in _IN_PROGRAMS_ONLY]
 
 
-def _kind(field: Field[Any]) -> type:
-    """Of a flag's value: the first one that is not None."""
+def _kind(field: Field[Any]) -> Callable[[str], Any]:
+    """What a flag's value is made with: the first type that is not None."""
+    if field.name in _AS_JSON:
+        return _from_json
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     return str if kinds[0] is Path else kinds[0]
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON: {error}") from error

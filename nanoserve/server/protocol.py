@@ -19,6 +19,7 @@ _SAME = (
     *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "bad_words", "ignore_eos"),
     *("include_stop_str_in_output", "max_tokens", "min_tokens", "prompt_logprobs"),
     *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
+    "num_speculative_tokens",
 )
 # What cannot be honoured, and at which values it asks for nothing. The last are vLLM's.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -105,6 +106,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None

@@ -135,6 +135,7 @@ def test_every_option_of_the_engine_is_a_flag() -> None:
 
     given = ["--max_model_len", "99", "--no-enable-prefix-caching", "--async-scheduling"]
     given += ["--gpu-memory-utilization=0.5", "--trace", "a_b.jsonl"]
+    given += ["--speculative-config", '{"method": "ngram"}']
     args = _parser().parse_args(with_dashes(given))
     assert engine_options(args) == {
         "max_model_len": 99,
@@ -142,6 +143,7 @@ def test_every_option_of_the_engine_is_a_flag() -> None:
         "async_scheduling": True,
         "gpu_memory_utilization": 0.5,
         "trace": "a_b.jsonl",
+        "speculative_config": {"method": "ngram"},
     }
 
 

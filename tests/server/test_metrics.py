@@ -147,3 +147,33 @@ def test_a_histogram_is_prometheus_own() -> None:
     for bound, count in buckets:
         assert registry.get_sample_value("h_bucket", {"le": bound}) == count
     assert bisect_left(bounds, 0.1) == 0  # a value on a border belongs below it
+
+
+def test_guesses_are_counted_under_vllms_names() -> None:
+    guesses = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
+
+    async def ask_twice(llm: AsyncLLM) -> None:
+        for number in range(2):  # the second answer is the first one's
+            params = SamplingParams(temperature=0, max_tokens=30)
+            async for _ in llm.generate("What is a KV cache?", params, str(number)):
+                pass
+
+    llm = AsyncLLM("tiny-qwen3", dtype="float32", speculative_config=guesses)
+    metrics = Metrics(llm.engine, "tiny")
+    llm.engine.observers.append(metrics)
+    try:
+        asyncio.run(ask_twice(llm))
+        values, stats = read(metrics), llm.engine.stats
+    finally:
+        llm.shutdown()
+
+    def one(name: str) -> float:
+        (value,) = values[f"vllm:spec_decode_{name}_total"].values()
+        return value
+
+    assert one("num_drafts") == stats.num_drafts > 2
+    assert one("num_draft_tokens") == stats.num_draft_tokens
+    assert one("num_accepted_tokens") == stats.num_accepted_tokens > 5
+    per_position = values["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert per_position == {(str(i),): n for i, n in enumerate(stats.num_accepted_tokens_per_pos)}
+    assert values["vllm:generation_tokens_total"] == {(): stats.num_output_tokens}
