@@ -9,6 +9,7 @@ Zero is an answer, and the most common one. A sequence that does not guess is a 
 proposer is asked now and then what it would have guessed: that costs no step.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -21,7 +22,7 @@ _PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further
 _MOST_NEW = 16  # steps after which costs are found anew
 _FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
-_RETRY_AFTER = 200  # refusals: what was slow may have been a neighbour
+_PATIENCE, _LONG = 16, 4000  # steps
 _PRIOR = 0.5  # of a guess to be right, before anything is known
 _FADING = 0.98  # a step
 _BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
@@ -80,12 +81,19 @@ class StepCosts:
         self.plain: float | None = None  # without guesses; None before that is known
         self.relative: list[float] = []  # over that, of 0 ... `most_guesses` guesses
         self.can_pay = False  # whether guesses would, were they all right
-        self._num_new = 0  # since these were found
+        self._num_noted = self._num_new = 0  # and since these were found
+        # What was seen once or twice was perhaps somebody else's fault: when it is forgotten, and
+        # how long it then lasts. Twice as long each time.
+        self._forget_at: dict[int, int] = {}
+        self._patience: dict[int, int] = {}
 
     def note(self, num_guesses: int, seconds_per_row: float) -> None:
         place = _place(num_guesses)
+        self._num_noted += 1
         if place not in self._times:  # the first time is slow for other reasons, too
             self._times[place] = deque(maxlen=_MOST_TIMES)
+            self._patience[place] = 2 * self._patience.get(place, _PATIENCE)
+            self._forget_at[place] = self._num_noted + self._patience[place]
             return
         self._times[place].append(seconds_per_row)
         # What is little known is looked at once more after each time.
@@ -93,26 +101,29 @@ class StepCosts:
         if self._num_new >= _MOST_NEW and len(self._times.get(0, ())) >= _FEWEST_TIMES:
             self._find(self._times[0])
 
-    def retry(self) -> None:
-        """Forget what guesses cost, not what plain steps do."""
-        self._times = {place: times for place, times in self._times.items() if not place}
-        self._find(self._times[0])
-
     def _find(self, plain: deque[float]) -> None:
         self.plain, self._num_new = median_low(plain), 0
         points: list[tuple[int, float]] = []
-        highest = 1.0
-        for place in sorted(self._times):
+        lowest = math.inf
+        for place in sorted(self._times, reverse=True):
+            if place and self._is_to_forget(place):
+                del self._times[place]
+                continue
             times = self._times[place]
             if place and times:
                 # More work does not take less time: what says so is noise.
-                highest = max(median_low(times) / self.plain, highest)
-                points.append((_smallest(place), highest))
+                found = min(times) if len(times) < _FEWEST_TIMES else median_low(times)
+                lowest = min(max(1.0, found / self.plain), lowest)
+                points.insert(0, (_smallest(place), lowest))
         # Twice of what is known at most: so a large number is come to by small ones.
         most = min(self._most_guesses, 2 * points[-1][0] if points else max(2, self._num_rows // 4))
         self.relative = _on_lines(points, self._num_rows, most)
         gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
         self.can_pay = max(gains) >= _FEWEST_GAIN
+
+    def _is_to_forget(self, place: int) -> bool:
+        since = self._num_noted - self._forget_at[place]
+        return since >= (0 if len(self._times[place]) < _FEWEST_TIMES else _LONG)
 
 
 def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list[float]:
@@ -144,7 +155,6 @@ class Goodput:
         self._right = [_BELIEF * (tenth + 0.5) / 10 for tenth in range(10)]
         self._judged = [_BELIEF] * 10
         self._costs: dict[int, StepCosts] = {}  # by rows, those that are alike together
-        self._num_refused: dict[int, int] = {}  # steps, lately
         self._num_since_plain = 0
         self._num_tokens = self._num_plain_tokens = 0.0
 
@@ -196,10 +206,7 @@ class Goodput:
 
     def may_pay(self, num_rows: int) -> bool:
         """Whether anybody need be asked for guesses."""
-        if self.costs(num_rows).can_pay:
-            return True
-        self._refuse(num_rows)
-        return False
+        return self.costs(num_rows).can_pay
 
     def choose(self, num_rows: int, proposed: list[tuple[Record, int]]) -> list[int]:
         """How many of its guesses each one gets to compute, in a step of `num_rows` sequences.
@@ -223,17 +230,7 @@ class Goodput:
         counts = [0] * len(proposed)
         for _, index in worth[:num_best]:
             counts[index] += 1
-        if not num_best:
-            self._refuse(num_rows)
         return counts
-
-    def _refuse(self, num_rows: int) -> None:
-        place = _place(num_rows)
-        self._num_refused[place] = self._num_refused.get(place, 0) + 1
-        if self._num_refused[place] >= _RETRY_AFTER:
-            self._num_refused[place] = 0
-            if self.costs(num_rows).plain is not None:
-                self.costs(num_rows).retry()
 
 
 def _place(number: int) -> int:
