@@ -5,6 +5,7 @@ device buffer is a second tensor: what is not copied there is not seen. So bucke
 buffers, sampling settings and the sizing of the pool are tested end to end.
 """
 
+import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
 from packed_batches import make_plan, make_sequence
+from proposers import Mixed, Oracle, Wrong
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
@@ -28,6 +30,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.speculative.engine import prepare_engine
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.cuda_runner import make_cuda_runner
@@ -566,3 +569,36 @@ def test_an_explicit_pool_is_not_profiled(checkpoint: Path) -> None:
     assert runner.num_kv_blocks == 2**20 // 8192 - 1 and "reset" not in cuda.events
     with pytest.raises(ValueError, match=str(GIB)):
         make_runner(checkpoint, cuda, num_kv_blocks=GIB, max_num_seqs=2)
+
+
+GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("capture", [False, True])
+def test_guessing_requests_get_what_the_cpu_answers(
+    ahead: bool, capture: bool, checkpoint: Path, no_worst_case: None
+) -> None:
+    asked = requests(7, ALL_KINDS)
+    options: dict[str, Any] = {"max_num_seqs": 5, "num_kv_blocks": 60, "max_model_len": 128}
+    with LLM(checkpoint, skip_tokenizer_init=True, **options) as reference:
+        expected = tokens(run(reference.engine, asked))
+        runner = make_runner(
+            checkpoint,
+            FakeCuda(),
+            speculative_config=GUESSES,
+            async_scheduling=ahead,
+            capture_sampling=capture,
+            **options,
+        )
+        make_engine = prepare_engine(runner.config, runner.model_config)
+        engine = make_engine(runner.config, runner.model_config, runner, None)
+        proposers = [Oracle(reference), Wrong(runner.model_config.vocab_size)]
+        engine.scheduler.proposer = Mixed(
+            random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers]
+        )
+        assert tokens(run(engine, asked)) == expected
+        check_invariants(engine.scheduler)
+        stats = engine.stats
+        engine.close()
+    assert stats.num_accepted_tokens > 10 and stats.num_draft_tokens > stats.num_accepted_tokens
