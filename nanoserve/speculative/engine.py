@@ -92,8 +92,10 @@ class SpeculativeEngine(LLMEngine):
                 self.scheduler.proposer.learn(seq, hidden, output)
 
     def _close(self) -> None:
-        super()._close()
-        self.scheduler.proposer.close()
+        try:
+            super()._close()
+        finally:
+            self.scheduler.proposer.close()
 
     def _count(self, plan: Plan, rows: list["GuessedRow"]) -> None:
         for row in rows:

@@ -67,7 +67,7 @@ class SpeculativeScheduler(Scheduler):
             if seq in plan.guesses and is_here:
                 seq.num_computed_tokens = start + len(new_ids)
                 plan.registered_blocks += pool.register(seq, seq.num_computed_tokens)
-                pool.free(seq, keep=pool.blocks_needed(seq.num_tokens))
+                self._trim(seq)
 
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
         record = self._records.get(seq)
@@ -110,6 +110,7 @@ class SpeculativeScheduler(Scheduler):
                 a.record.keep(a.guesses, len(a.row.seq.token_ids), self._step)
             else:
                 a.record.fade()
+                self._trim(a.row.seq)  # a model that was asked may have had no guess
             self._ask_at = min(self._ask_at, a.record.ask_at)
         plan.put_single_tokens_first()
 
@@ -168,6 +169,11 @@ class SpeculativeScheduler(Scheduler):
         # The next step, if it is planned before this one is over, may need a block for each.
         is_scarce = self.block_manager.num_free_blocks <= len(self.running)
         return not (self._is_ahead and (self.waiting or is_scarce))
+
+    def _trim(self, seq: Sequence) -> None:
+        """Give back blocks that none of its tokens needs."""
+        pool = self.block_manager
+        pool.free(seq, keep=pool.blocks_needed(seq.num_tokens))
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         super()._release(seq, status)

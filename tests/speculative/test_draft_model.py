@@ -15,6 +15,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.invariants import check_invariants
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.draft_model import DraftModelProposer
 
@@ -166,6 +167,13 @@ def test_a_shorter_draft_guesses_as_far_as_it_reaches(path: Path, tmp_path: Path
     with LLM(path, skip_tokenizer_init=True, max_model_len=96) as llm:
         (plain,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     with LLM(path, skip_tokenizer_init=True, max_model_len=96, speculative_config=draft) as llm:
+        llm.engine.observers.append(lambda *_: _hold_no_more_than_needed(llm.engine.scheduler))
         (guessed,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
         assert 0 < llm.stats.num_draft_tokens <= 32
     assert guessed.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def _hold_no_more_than_needed(scheduler: Scheduler) -> None:
+    pool = scheduler.block_manager
+    for seq in scheduler.running:
+        assert len(seq.block_table) <= pool.blocks_needed(seq.num_tokens)
