@@ -12,6 +12,12 @@ on texts of known kinds:
     chat     the documentation goes on: it repeats itself as prose and lists do
     random   nothing ever comes again but by chance
 
+`--texts answers` is no script: the bundled model answers questions that it was not trained on, four
+for each sequence, at temperature 0.7, and all of it is timed. There, a draft model and a head guess:
+
+    python benchmarks/speculation.py --texts answers --method hidden_head --model tiny-qwen3
+    python benchmarks/speculation.py --texts answers --method draft_model --model tiny-qwen3-draft
+
 An engine that guesses and one that does not take turns, in one process; each round has another
 text. Timed are the steps in which all sequences decode: from the one after which all have their
 first token to the one in which the first of them ends. The first round is for learning what steps
@@ -23,6 +29,7 @@ import random
 import statistics
 import tempfile
 from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +39,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.bench.hardware import describe
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.speculative.config import METHODS
+from nanoserve.tiny_qwen3.acceptance import held_out_questions
 from nanoserve.tokenizer import Tokenizer
 
 TEXTS = ("copy", "chat", "random")
@@ -49,8 +58,13 @@ class Script:
     def add(self, request_id: str, prompt: list[int], answer: list[int]) -> None:
         self._texts[request_id] = prompt + answer
 
+    def clear(self) -> None:
+        self._texts.clear()
+
     def _replace(self, logits: Any, slots: Any, positions: Any, tensors: Any = None) -> Any:
         sampled = self._sample(logits, slots, positions, tensors)
+        if not self._texts:
+            return sampled
         texts = {seq.slot: self._texts[seq.request_id] for seq in self._engine.scheduler.running}
         pairs = zip(slots.tolist(), positions.tolist(), strict=True)
         # Behind a wrong guess, positions may lie beyond the text.
@@ -96,7 +110,20 @@ def decode_rate(llm: LLM, scripts: list[Any], played: Script) -> float:
     num_tokens = sum(seq.num_output_tokens for seq in sequences) - before
     for number in range(len(scripts)):
         engine.abort_request(str(number))
+    played.clear()
     return num_tokens / seconds
+
+
+def answer_rate(llm: LLM, questions: list[Any], seed: int) -> float:
+    """Tokens per second of answers, prompts included."""
+    clock = llm.engine.clock
+    params = [
+        SamplingParams(temperature=0.7, seed=seed + number, max_tokens=100)
+        for number in range(len(questions))
+    ]
+    began = clock()
+    outputs = llm.chat(questions, params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (clock() - began)
 
 
 def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> str:
@@ -106,11 +133,16 @@ def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> st
     rates: list[list[float]] = [[], []]
     before = engines[1][0].stats
     for number in range(args.rounds + 1):
-        scripts = [script(text, words, args, rng) for _ in range(num_streams)]
+        if text == "answers":
+            questions = rng.sample(args.questions, 4 * num_streams)
+            rates_of = [partial(answer_rate, llm, questions, 1000 * number) for llm, _ in engines]
+        else:
+            scripts = [script(text, words, args, rng) for _ in range(num_streams)]
+            rates_of = [partial(decode_rate, llm, scripts, played) for llm, played in engines]
         order = (0, 1) if number % 2 else (1, 0)
         rate = [0.0, 0.0]
         for which in order:
-            rate[which] = decode_rate(engines[which][0], scripts, engines[which][1])
+            rate[which] = rates_of[which]()
         if number:
             ratios.append(rate[1] / rate[0])
             rates[0].append(rate[0])
@@ -129,7 +161,8 @@ def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> st
 def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
-    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix"))
+    parser.add_argument("--method", default="ngram", choices=METHODS)
+    parser.add_argument("--model", help="of a draft model, or of a head")
     parser.add_argument("--guesses", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--streams", default="1,4,16,64")
     parser.add_argument("--texts", default=",".join(TEXTS))
@@ -140,6 +173,8 @@ def main() -> None:
     args.words = documentation()
     streams = [int(number) for number in args.streams.split(",")]
     guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
+    guesses |= {"model": args.model} if args.model else {}
+    args.questions = held_out_questions(80) if "answers" in args.texts else []
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"max_model_len": args.prompt + args.tokens + 8}
         model = "tiny-qwen3"
@@ -147,15 +182,19 @@ def main() -> None:
             model = folder
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
-        options |= {"max_num_seqs": max(streams), "enable_prefix_caching": False}
+        options |= {"enable_prefix_caching": False}
         print(f"{describe('cpu')}, torch {torch.__version__}\n")
         print(f"{args.shape}, {guesses}, {args.rounds} rounds\n")
         print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
         print("|---|---|---|---|---|---|---|")
-        with LLM(model, **options) as off, LLM(model, speculative_config=guesses, **options) as on:
-            engines = [(llm, Script(llm)) for llm in (off, on)]
-            for text in args.texts.split(","):
-                for num_streams in streams:
+        for num_streams in streams:
+            options["max_num_seqs"] = num_streams
+            with (
+                LLM(model, **options) as off,
+                LLM(model, speculative_config=guesses, **options) as on,
+            ):
+                engines = [(llm, Script(llm)) for llm in (off, on)]
+                for text in args.texts.split(","):
                     print(cell(args, engines, text, num_streams), flush=True)
 
 
