@@ -13,7 +13,7 @@ on texts of known kinds:
     random   nothing ever comes again but by chance
 
 `--texts answers` is no script: the bundled model answers questions that it was not trained on, four
-for each sequence, at temperature 0.7, and all of it is timed. There, a draft model and a head guess:
+for each sequence, at temperature 0.7, and all of it is timed. A draft model and a head guess there:
 
     python benchmarks/speculation.py --texts answers --method hidden_head --model tiny-qwen3
     python benchmarks/speculation.py --texts answers --method draft_model --model tiny-qwen3-draft
