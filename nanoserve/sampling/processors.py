@@ -149,8 +149,9 @@ def apply_processors(
     """
     if len(set(states)) < len(states):
         seen: Counter[SlotState] = Counter()
-        for row, state in enumerate(states):
-            states[row] = state.behind(seen[state])
+        given, states = states, []  # the caller's own stay as they are
+        for state in given:
+            states.append(state.behind(seen[state]))
             seen[state] += 1
     for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
         transform(logits, states)

@@ -15,7 +15,6 @@ A guess becomes the draft's own next input without a wait: that is a step ahead,
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.speculative.proposer import num_right
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -149,9 +149,8 @@ class DraftModelProposer:
         Not the last one: what follows it is to be guessed.
         """
         num_known, guesses = self._computed.get(seq, (0, []))
-        came = zip(guesses, seq.token_ids[num_known:], strict=False)
-        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], came))
-        return min(num_known + num_right, len(seq.token_ids) - 1)
+        num_came = num_right(guesses, seq.token_ids[num_known:])
+        return min(num_known + num_came, len(seq.token_ids) - 1)
 
     def _run(self, rows: list[Row]) -> tuple[list[Row], Any]:
         plan = Plan(budget=0, rows=list(rows))

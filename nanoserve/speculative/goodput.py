@@ -12,8 +12,10 @@ proposer is asked now and then what it would have guessed: that costs no step.
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from statistics import median_low
+
+from nanoserve.speculative.proposer import num_right
 
 _FEWEST_TIMES = 3  # of a kind of step, before what it takes is believed
 _MOST_TIMES = 15  # of which the median counts: neighbours and page faults disturb single steps
@@ -24,6 +26,7 @@ _FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
 _PATIENCE, _LONG = 16, 4000  # steps
 _PRIOR = 0.5  # of a guess to be right, before anything is known
+_RECENT = 0.8  # what earlier guesses of a sequence count for, with each row of new ones
 _FADING = 0.98  # a step
 _BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
 _MEMORY = 0.95  # a row
@@ -46,10 +49,10 @@ class Record:
         """Of a guess to be right, if those before it are, by this sequence alone."""
         return (self.num_right + _PRIOR) / (self.num_tried + 1)
 
-    def note(self, num_guesses: int, num_right: int) -> None:
-        """The first `num_right` of so many were right."""
-        self.num_right = 0.8 * self.num_right + num_right
-        self.num_tried = 0.8 * self.num_tried + num_right + (num_right < num_guesses)
+    def note(self, num_judged: int, num_right: int) -> None:
+        """So many were judged, and all of these were right, or all but the last."""
+        self.num_right = _RECENT * self.num_right + num_right
+        self.num_tried = _RECENT * self.num_tried + num_judged
         if num_right:
             self.num_misses = self.ask_at = 0
 
@@ -171,8 +174,7 @@ class Goodput:
     def costs(self, num_rows: int) -> StepCosts:
         place = _place(num_rows)
         if place not in self._costs:
-            most = num_rows * self._most_guesses
-            self._costs[place] = StepCosts(num_rows, most)
+            self._costs[place] = StepCosts(num_rows, num_rows * self._most_guesses)
         return self._costs[place]
 
     def note_step(self, num_rows: int, num_guesses: int, num_right: int, seconds: float) -> None:
@@ -186,22 +188,22 @@ class Goodput:
 
     def probability(self, record: Record) -> float:
         """Of a guess to be right, as it was with others that seemed as likely."""
-        tenth = int(9.999 * record.likelihood())
+        tenth = _tenth(record.likelihood())
         return self._right[tenth] / self._judged[tenth]
 
     def note_guesses(self, record: Record, num_guesses: int, num_right: int) -> None:
-        tenth, judged = int(9.999 * record.likelihood()), num_right + (num_right < num_guesses)
+        """The first `num_right` of so many were right; behind a wrong one, none is judged."""
+        tenth = _tenth(record.likelihood())
+        num_judged = min(num_right + 1, num_guesses)
         self._right[tenth] = _MEMORY * self._right[tenth] + num_right
-        self._judged[tenth] = _MEMORY * self._judged[tenth] + judged
-        record.note(num_guesses, num_right)
+        self._judged[tenth] = _MEMORY * self._judged[tenth] + num_judged
+        record.note(num_judged, num_right)
 
     def compare(self, record: Record, token_ids: list[int]) -> None:
         """Guesses that were not computed, with the tokens that have come there since."""
         came = token_ids[record.num_tokens : record.num_tokens + len(record.unverified)]
         if record.unverified and came:
-            pairs = zip(record.unverified, came, strict=False)
-            num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.note_guesses(record, len(came), num_right)
+            self.note_guesses(record, len(came), num_right(record.unverified, came))
         record.unverified = []
 
     def may_pay(self, num_rows: int) -> bool:
@@ -231,6 +233,10 @@ class Goodput:
         for _, index in worth[:num_best]:
             counts[index] += 1
         return counts
+
+
+def _tenth(likelihood: float) -> int:
+    return int(9.999 * likelihood)
 
 
 def _place(number: int) -> int:

@@ -1,5 +1,6 @@
 """Who guesses: the seam."""
 
+from itertools import takewhile
 from typing import Any, Protocol
 
 from nanoserve.engine.sequence import Sequence
@@ -29,6 +30,12 @@ class Proposer(Protocol):
         """It has ended, with the tokens that it has now."""
 
     def close(self) -> None: ...
+
+
+def num_right(guesses: list[int], token_ids: list[int]) -> int:
+    """How many of `guesses` came, one after the other from the first on."""
+    pairs = zip(guesses, token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class TextProposer:
