@@ -6,6 +6,7 @@ the settings, the penalties and the noise that the target will have there.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.speculative.hidden_head import HiddenHead, read_head
+from nanoserve.worker.linear_methods import choose_linear_method
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -39,16 +41,24 @@ def prepare_hidden_head(
     name = config.speculative_config.model
     path = _BUNDLED.get(name, Path(name))
     require(path.is_file(), f"the head {name!r} is no file, and not one of {[*_BUNDLED]}")
-    head = HiddenHead.load(path, getattr(torch, target.dtype), "cpu")
-    size = head.down_proj.out_features
+    weights = read_head(path)
+    size = len(weights["norm.weight"])
     require(
         size == target.hidden_size,
         f"the head {name!r} is for hidden states of {size} numbers, and the model's have "
         f"{target.hidden_size}",
     )
 
+    # It keeps floats, whatever the model's weights are.
+    own, plain = replace(config, quantization=None), replace(target, quantization_config=None)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+
     def make(executor: Executor, scheduler: Scheduler) -> HeadProposer:
-        return HeadProposer(head.to(executor.context.device), executor)
+        context = executor.context
+        method = choose_linear_method(own, plain, context.device, num_bytes)
+        return HeadProposer(
+            HiddenHead.of(weights, replace(context, linear_method=method)), executor
+        )
 
     return make
 

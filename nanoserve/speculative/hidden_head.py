@@ -13,15 +13,19 @@ state is all there is, with no attention to what came before, is that of the Rec
         token_ids = choose(lm_head(guessed))     # [num_rows]
 """
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.weight_files import open_weights
 from nanoserve.checks import check_int, json_object, require
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.layers.norm import RMSNorm
 
 _SHAPE = "shape"  # the key in the file's metadata
 _MAX_SIZE = 1 << 20  # of either dimension: a file may say anything
@@ -36,15 +40,19 @@ class HiddenHead(nn.Module):
     are few: 5 x hidden_size x intermediate_size, and three norms.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, eps: float = 1e-6) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, context: LayerContext, eps: float = 1e-6
+    ) -> None:
         super().__init__()
+        self.ops = context.ops
         # Hidden states and embeddings are of different sizes; each is brought to size 1.
-        self.state_norm = nn.RMSNorm(hidden_size, eps)
-        self.embedding_norm = nn.RMSNorm(hidden_size, eps)
-        self.gate_up_proj = nn.Linear(2 * hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.state_norm = RMSNorm(hidden_size, eps, context)
+        self.embedding_norm = RMSNorm(hidden_size, eps, context)
+        both = {"gate_up_proj": 2 * intermediate_size}
+        self.gate_up_proj = ColumnParallelLinear(2 * hidden_size, both, context)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, context)
         # The LM head expects what the target's last norm gives it: training starts from that one.
-        self.norm = nn.RMSNorm(hidden_size, eps)
+        self.norm = RMSNorm(hidden_size, eps, context)
 
     def forward(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """One position on: (the next state, what the LM head reads), both as `state`.
@@ -53,8 +61,7 @@ class HiddenHead(nn.Module):
         them. embedding: the same shape, of the tokens that came of them.
         """
         both = torch.cat((self.state_norm(state), self.embedding_norm(embedding)), dim=-1)
-        gate, up = self.gate_up_proj(both).chunk(2, dim=-1)
-        state = self.down_proj(F.silu(gate) * up)
+        state = self.down_proj(self.ops.act_and_mul(self.gate_up_proj(both), "silu"))
         return state, self.norm(state)
 
     def unroll(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
@@ -73,7 +80,7 @@ class HiddenHead(nn.Module):
     def save(self, path: Path) -> None:
         """Weights in bfloat16, with their shape beside them."""
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
-        intermediate_size, hidden_size = self.down_proj.weight.shape[::-1]
+        hidden_size, intermediate_size = self.down_proj.weight.shape
         shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
         # A single key: several would come out in any order, and the same head as other bytes.
         save_file(weights, path, {_SHAPE: shape})
@@ -81,22 +88,39 @@ class HiddenHead(nn.Module):
         path.chmod(0o644)
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype, device: torch.device | str) -> "HiddenHead":
-        """The head of a file that `save` wrote, to be asked, not trained.
+    def untrained(cls, hidden_size: int, intermediate_size: int, eps: float = 1e-6) -> "HiddenHead":
+        """In float32, to be trained."""
+        head = cls(hidden_size, intermediate_size, LayerContext(), eps)
+        for linear in (head.gate_up_proj, head.down_proj):
+            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))  # as torch's own linears
+        for norm in (head.state_norm, head.embedding_norm, head.norm):
+            nn.init.ones_(norm.weight)
+        return head.requires_grad_(True)
 
-        Raises `ValueError` for a file that is none.
-        """
-        with open_weights(path) as file:
-            metadata = file.metadata() or {}
-            require(_SHAPE in metadata, f"{path} does not say the shape of a head")
-            told = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
-            names = ("hidden_size", "intermediate_size")
-            sizes = [check_int(f"{path}: {name}", told.get(name), 1, _MAX_SIZE) for name in names]
-            with torch.device("meta"):  # what the file is too small for takes no memory
-                head = cls(*sizes)
-            expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            require(found == expected, f"{path} has {found}, but a head of its shape {expected}")
-            weights = {name: file.get_tensor(name).to(device, dtype) for name in expected}
-        head.load_state_dict(weights, assign=True)
-        return head.requires_grad_(False).eval()
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], context: LayerContext) -> "HiddenHead":
+        """To be asked. weights: of `read_head`, which become what `context` says."""
+        head = cls(*weights["down_proj.weight"].shape, context)
+        head.load_state_dict(weights)
+        for linear in (head.gate_up_proj, head.down_proj):
+            linear.process_after_loading()
+        return head.eval()
+
+
+def read_head(path: Path) -> dict[str, Tensor]:
+    """The weights by name, in a file that `HiddenHead.save` wrote.
+
+    Raises `ValueError` for a file that is none.
+    """
+    with open_weights(path) as file:
+        metadata = file.metadata() or {}
+        require(_SHAPE in metadata, f"{path} does not say the shape of a head")
+        told = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
+        names = ("hidden_size", "intermediate_size")
+        sizes = [check_int(f"{path}: {name}", told.get(name), 1, _MAX_SIZE) for name in names]
+        # What the file is too small for takes no memory.
+        head = HiddenHead(*sizes, LayerContext(device=torch.device("meta")))
+        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        require(found == expected, f"{path} has {found}, but a head of its shape {expected}")
+        return {name: file.get_tensor(name) for name in expected}

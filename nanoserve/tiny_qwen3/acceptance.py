@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.layers.context import LayerContext
 from nanoserve.sampling.noise import Noise, row_keys
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.tiny_qwen3.corpus import Message, evaluation_sets
 from nanoserve.tiny_qwen3.evaluate import MAX_ANSWER_TOKENS
 from nanoserve.tiny_qwen3.train_draft import DRAFT_PATH
@@ -150,7 +151,7 @@ def load_model(folder: Path) -> Qwen3ForCausalLM:
 
 def shipped_guessers() -> dict[str, Guesser]:
     target = load_model(bundled_checkpoint("tiny-qwen3"))
-    head = HiddenHead.load(HEAD_PATH, torch.float32, "cpu")
+    head = HiddenHead.of(read_head(HEAD_PATH), LayerContext())
     return {
         "head": head_guesser(head, target),
         "draft model": draft_guesser(load_model(DRAFT_PATH)),

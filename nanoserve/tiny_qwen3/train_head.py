@@ -80,7 +80,8 @@ def main() -> None:
     target = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
     recipe = Recipe(steps=args.steps, learning_rate=RECIPE.learning_rate, seed=RECIPE.seed)
     packer = RowPacker(PreTrainedTokenizerFast.from_pretrained(folder), recipe)
-    head = HiddenHead(target.config.hidden_size, INTERMEDIATE_SIZE, target.config.rms_norm_eps)
+    eps = target.config.rms_norm_eps
+    head = HiddenHead.untrained(target.config.hidden_size, INTERMEDIATE_SIZE, eps)
     head.norm.load_state_dict(target.model.norm.state_dict())
     start = time.perf_counter()
     train_model(head, partial(guess_loss, head, target), packer, recipe)

@@ -12,6 +12,7 @@ from torch import nn
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels_cpu.ops import FEW
+from nanoserve.sampling.numba_sampler import NumbaSampler
 
 _PATIENCE = 1.0  # seconds after which it is told
 
@@ -40,7 +41,9 @@ def compile_ahead(runner: Any) -> None:
             )
             input_ids = torch.zeros(num_tokens, dtype=torch.int32)
             hidden = runner.model(input_ids, runner.kv_cache, metadata)
-            runner.model.compute_logits(hidden[-1:])
+            logits = runner.model.compute_logits(hidden[-1:])
+        if isinstance(runner.sampler, NumbaSampler):
+            runner.sampler.warm_up(logits.dtype)
     _shorten_lookups(runner.model)
 
 

@@ -78,6 +78,10 @@ def make_context(
 
         with host.guard():
             method = choose_linear_method(config, model_config, device, num_bytes)
+    if name == "numba":
+        from nanoserve.sampling.numba_sampler import NumbaSampler
+
+        host.sampler_class = NumbaSampler
     if config.kv_cache_dtype != "auto":
         from nanoserve.worker.kv_dtypes import quantized_backend
 

@@ -16,7 +16,7 @@ QUESTIONS = ["What is a KV cache?", "Why is decoding slow?", "What is a block ta
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    HiddenHead(HIDDEN_SIZE, 8).save(tmp_path / "head.safetensors")
+    HiddenHead.untrained(HIDDEN_SIZE, 8).save(tmp_path / "head.safetensors")
     return tmp_path / "head.safetensors"
 
 
@@ -80,7 +80,7 @@ def test_what_it_cannot_go_with_is_refused(
 
 
 def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
-    HiddenHead(64, 8).save(tmp_path / "head.safetensors")
+    HiddenHead.untrained(64, 8).save(tmp_path / "head.safetensors")
     told = f"hidden states of 64 numbers, and the model's have {HIDDEN_SIZE}"
     with pytest.raises(ValueError, match=told):
         engine(tmp_path / "head.safetensors")

@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.layers.context import LayerContext
+from nanoserve.speculative.hidden_head import HiddenHead, read_head
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_ROWS, NUM_GUESSES = 12, 20, 5, 3
 
@@ -15,7 +16,7 @@ HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_ROWS, NUM_GUESSES = 12, 20, 5, 3
 @pytest.fixture
 def head() -> HiddenHead:
     torch.manual_seed(0)
-    return HiddenHead(HIDDEN_SIZE, INTERMEDIATE_SIZE)
+    return HiddenHead.untrained(HIDDEN_SIZE, INTERMEDIATE_SIZE)
 
 
 def test_it_unrolls_to_its_steps(head: HiddenHead) -> None:
@@ -39,7 +40,7 @@ def test_its_rows_are_their_own(head: HiddenHead) -> None:
 def test_a_file_gives_it_back(head: HiddenHead, tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
     head.save(path)
-    loaded = HiddenHead.load(path, torch.bfloat16, "cpu")
+    loaded = HiddenHead.of(read_head(path), LayerContext(dtype=torch.bfloat16))
     assert not any(weight.requires_grad for weight in loaded.parameters())
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16))
@@ -80,11 +81,11 @@ def test_a_file_of_another_shape_is_refused(head: HiddenHead, tmp_path, change, 
     head.save(path)
     rewrite(path, change)
     with pytest.raises(ValueError, match=told):
-        HiddenHead.load(path, torch.float32, "cpu")
+        read_head(path)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
     path.write_bytes(b"no weights")
     with pytest.raises(ValueError, match="is damaged or no safetensors file"):
-        HiddenHead.load(path, torch.float32, "cpu")
+        read_head(path)

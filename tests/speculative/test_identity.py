@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("another")
     make_qwen3(path, vocab_size=VOCAB_SIZE, seed=1, num_hidden_layers=1)
-    HiddenHead(TINY_QWEN3["hidden_size"], 32).save(path / "head.safetensors")
+    HiddenHead.untrained(TINY_QWEN3["hidden_size"], 32).save(path / "head.safetensors")
     return path
 
 
