@@ -24,10 +24,12 @@ _PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further
 _MOST_NEW = 16  # steps after which costs are found anew
 _FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
-_PATIENCE, _LONG = 16, 4000  # steps
+_PATIENCE, _LONG = 24, 4000  # steps
+_FEWEST_HOPE = 0.1  # of a guess to be right, that a model is asked for
 _PRIOR = 0.5  # of a guess to be right, before anything is known
 _RECENT = 0.8  # what earlier guesses of a sequence count for, with each row of new ones
 _FADING = 0.98  # a step
+_MODEL_BELIEF = 2.0  # guesses that others' count for, in what is expected of a sequence
 _BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
 _MEMORY = 0.95  # a row
 _MOST_WAIT = 32  # steps
@@ -38,6 +40,9 @@ _REFUSED_WAIT = 8  # steps, where guesses were good and did not pay
 class Record:
     """How far guesses for one sequence were right. A guess counts if all before it were right."""
 
+    # The likelihood of a guess to be right, before any was judged, and how many it counts for.
+    prior: float = _PRIOR
+    belief: float = 1.0
     num_right: float = 0.0
     num_tried: float = 0.0
     num_misses: int = 0  # since the last time that a first guess was right
@@ -47,7 +52,8 @@ class Record:
 
     def likelihood(self) -> float:
         """Of a guess to be right, if those before it are, by this sequence alone."""
-        return (self.num_right + _PRIOR) / (self.num_tried + 1)
+        known = self.num_right + self.belief * self.prior
+        return known / (self.num_tried + self.belief)
 
     def note(self, num_judged: int, num_right: int) -> None:
         """So many were judged, and all of these were right, or all but the last."""
@@ -77,8 +83,9 @@ class Record:
 class StepCosts:
     """What steps take that only decode, for about so many rows, by how many guesses there are."""
 
-    def __init__(self, num_rows: int, most_guesses: int) -> None:
+    def __init__(self, num_rows: int, most_guesses: int, is_model: bool) -> None:
         self._num_rows, self._most_guesses = num_rows, most_guesses
+        self._is_model = is_model
         # Seconds per row. Numbers that are alike share a place, four to an octave from 8 on.
         self._times: dict[int, deque[float]] = {}
         self.plain: float | None = None  # without guesses; None before that is known
@@ -119,7 +126,13 @@ class StepCosts:
                 lowest = min(max(1.0, found / self.plain), lowest)
                 points.insert(0, (_smallest(place), lowest))
         # Twice of what is known at most: so a large number is come to by small ones.
-        most = min(self._most_guesses, 2 * points[-1][0] if points else max(2, self._num_rows // 4))
+        # One pass of a model tells little: what it takes to begin is spread over all of them.
+        first = self._most_guesses // 2 if self._is_model else self._num_rows // 4
+        first = max(2, first)
+        most = min(self._most_guesses, 2 * points[-1][0] if points else first)
+        # A model computes each guess, the first one too; looking one up costs nothing, but a row
+        # of several tokens goes another way than a row of one.
+        points = [(0, 1.0), *points] if self._is_model and points else points
         self.relative = _on_lines(points, self._num_rows, most)
         gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
         self.can_pay = max(gains) >= _FEWEST_GAIN
@@ -132,9 +145,9 @@ class StepCosts:
 def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list[float]:
     """Of 0 ... `most` guesses, from what is known of some numbers of them.
 
-    The first guess of a step costs more than a further one, because rows of several tokens go
-    another way; nothing else is taken for granted. Between two points costs lie on a line, beyond
-    the last two on the same one, and otherwise on the line that is hoped for.
+    The first guess of a step may cost more than a further one; nothing else is taken for granted.
+    Between two points costs lie on a line, beyond the last two on the same one, and otherwise on
+    the line that is hoped for.
     """
     slope = _PRIOR_SLOPE / num_rows
     points = points or [(1, 1 + _PRIOR_JUMP / num_rows)]
@@ -150,13 +163,14 @@ def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list
 class Goodput:
     """Chooses how many of the guesses that were proposed are computed in a step."""
 
-    def __init__(self, most_guesses: int) -> None:
-        """most_guesses: of a row."""
-        self._most_guesses = most_guesses
+    def __init__(self, most_guesses: int, is_model: bool = False) -> None:
+        """most_guesses: of a row. is_model: whether they are computed."""
+        self._most_guesses, self._is_model = most_guesses, is_model
         # By how likely they seemed, in tenths: how many were right, and judged. Whoever goes by
         # recent luck expects too much.
         self._right = [_BELIEF * (tenth + 0.5) / 10 for tenth in range(10)]
         self._judged = [_BELIEF] * 10
+        self._recent_right = self._recent_judged = 0.0  # of all
         self._costs: dict[int, StepCosts] = {}  # by rows, those that are alike together
         self._num_since_plain = 0
         self._num_tokens = self._num_plain_tokens = 0.0
@@ -174,8 +188,22 @@ class Goodput:
     def costs(self, num_rows: int) -> StepCosts:
         place = _place(num_rows)
         if place not in self._costs:
-            self._costs[place] = StepCosts(num_rows, num_rows * self._most_guesses)
+            self._costs[place] = StepCosts(num_rows, num_rows * self._most_guesses, self._is_model)
         return self._costs[place]
+
+    def new_record(self) -> Record:
+        """Of a sequence of which nothing is known. A model is as good for it as for others."""
+        if not self._is_model:
+            return Record()
+        share = (self._recent_right + 2 * _PRIOR) / (self._recent_judged + 2)
+        return Record(prior=share, belief=_MODEL_BELIEF)
+
+    def fade(self, records: list[Record]) -> None:
+        """Nobody was chosen, so nothing was learned: what is known of them counts less."""
+        self._recent_right *= _FADING
+        self._recent_judged *= _FADING
+        for record in records:
+            record.fade()
 
     def note_step(self, num_rows: int, num_guesses: int, num_right: int, seconds: float) -> None:
         """What a step has taken that only decoded."""
@@ -197,6 +225,8 @@ class Goodput:
         num_judged = min(num_right + 1, num_guesses)
         self._right[tenth] = _MEMORY * self._right[tenth] + num_right
         self._judged[tenth] = _MEMORY * self._judged[tenth] + num_judged
+        self._recent_right = _MEMORY * self._recent_right + num_right
+        self._recent_judged = _MEMORY * self._recent_judged + num_judged
         record.note(num_judged, num_right)
 
     def compare(self, record: Record, token_ids: list[int]) -> None:
@@ -215,6 +245,9 @@ class Goodput:
 
         proposed: how many there are, or could be.
         """
+        relative = self.costs(num_rows).relative
+        if self._is_model:
+            return self._choose_passes(num_rows, proposed, relative)
         # Each further guess is worth its probability. The most valuable ones first.
         worth: list[tuple[float, int]] = []
         for index, (record, num_guesses) in enumerate(proposed):
@@ -224,7 +257,6 @@ class Goodput:
                 worth.append((value, index))
         worth.sort(reverse=True)
         total, best, num_best = float(num_rows), _FEWEST_GAIN * num_rows, 0
-        relative = self.costs(num_rows).relative
         for number, ((value, _), cost) in enumerate(zip(worth, relative[1:], strict=False), 1):
             total += value
             if total > best * cost:
@@ -233,6 +265,29 @@ class Goodput:
         for _, index in worth[:num_best]:
             counts[index] += 1
         return counts
+
+    def _choose_passes(
+        self, num_rows: int, proposed: list[tuple[Record, int]], relative: list[float]
+    ) -> list[int]:
+        """Where a pass of a model makes the next guess of all, alone or together.
+
+        So it is passes that cost, and all that guess take part in them, while there is hope.
+        """
+        probabilities = [self.probability(record) for record, _ in proposed]
+        counts, best_counts = [0] * len(proposed), [0] * len(proposed)
+        total, best = float(num_rows), _FEWEST_GAIN * num_rows
+        for number in range(1, self._most_guesses + 1):
+            for index, (_, most) in enumerate(proposed):
+                value = probabilities[index] ** number
+                if number <= most and value >= _FEWEST_HOPE:
+                    counts[index] += 1
+                    total += value
+            num_guesses = sum(counts)
+            if num_guesses >= len(relative):
+                break
+            if total > best * relative[num_guesses]:
+                best, best_counts = total / relative[num_guesses], counts.copy()
+        return best_counts
 
 
 def _tenth(likelihood: float) -> int:

@@ -39,7 +39,9 @@ class SpeculativeScheduler(Scheduler):
     def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
         super().__init__(config, num_kv_blocks, max_model_len)
         self._most = config.speculative_config.num_speculative_tokens
-        self.goodput = Goodput(self._most) if config.speculative_config.adaptive else None
+        asked = config.speculative_config
+        is_model = asked.model is not None
+        self.goodput = Goodput(self._most, is_model) if asked.adaptive else None
         self._is_ahead = config.async_scheduling
         self._records: dict[Sequence, Record] = {}
         self._step = 0
@@ -96,6 +98,10 @@ class SpeculativeScheduler(Scheduler):
             counts = self.goodput.choose(num_rows, [(a.record, a.count) for a in asked])
             for a, count in zip(asked, counts, strict=True):
                 a.count = count
+            if self.proposer.is_model and not any(counts):
+                self.goodput.fade([a.record for a in asked])
+                self._ask_at = self._step + _LATEST
+                return
         for a in asked:
             a.count = self._room_behind(a.row, min(a.count, plan.budget))
             plan.budget -= a.count
@@ -126,7 +132,8 @@ class SpeculativeScheduler(Scheduler):
                 continue
             record = self._records.get(seq)
             if record is None:
-                record = self._records[seq] = Record()
+                record = Record() if self.goodput is None else self.goodput.new_record()
+                self._records[seq] = record
             if record.ask_at > self._step:
                 self._ask_at = min(self._ask_at, record.ask_at)
             elif row.num_sampled and not seq.num_pending:

@@ -42,7 +42,8 @@ def compile_ahead(runner: Any) -> None:
             input_ids = torch.zeros(num_tokens, dtype=torch.int32)
             hidden = runner.model(input_ids, runner.kv_cache, metadata)
             logits = runner.model.compute_logits(hidden[-1:])
-        if isinstance(runner.sampler, NumbaSampler):
+        # Rank 0 has the logits, and chooses.
+        if logits is not None and isinstance(runner.sampler, NumbaSampler):
             runner.sampler.warm_up(logits.dtype)
     _shorten_lookups(runner.model)
 
