@@ -13,8 +13,8 @@ from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import ELEMENTS, address
 
-# Tokens of a row that the kernel takes: its last one, and guesses that are checked with it.
-FEW = 16
+# Tokens of a row that the kernel takes: its last one, and as many guesses as there may be.
+FEW = 33
 
 
 class NumbaAttention(AttentionBackend):

@@ -57,6 +57,7 @@ class NumbaSampler(Sampler):
         temperatures: np.ndarray,
         positions: np.ndarray,
     ) -> torch.Tensor:
+        logits = logits.contiguous()  # of ranks with unequal shares, rows lie apart
         choose = choose_tokens if logits.numel() <= _FEW else choose_tokens_parallel
         seeds, completions = settings["seed"].copy(), settings["completion"].copy()
         out = np.empty(len(logits), dtype=np.int64)
