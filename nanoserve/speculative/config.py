@@ -30,6 +30,8 @@ class SpeculativeConfig:
         is always as many as can be had.
     model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
     revision, dtype, quantization: of "draft_model", its own.
+    enforce_eager: on a GPU, whether steps with guesses are launched kernel by kernel. False records
+        CUDA graphs of them, which nobody has run on a GPU yet.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
@@ -48,6 +50,7 @@ class SpeculativeConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    enforce_eager: bool = True
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -80,12 +83,20 @@ class SpeculativeConfig:
             "speculative_config with logits_processors of the engine: they would see guesses as "
             "if they had been generated; give them to single requests, which then do not guess",
         )
+        others = config.enforce_eager, config.capture_sampling, config.tensor_parallel_size
+        require(
+            options.enforce_eager or others == (False, False, 1),
+            f"speculative_config with enforce_eager=False is for one GPU, with CUDA graphs of the "
+            f"model alone: (enforce_eager, capture_sampling, tensor_parallel_size) is {others}, "
+            f"and must be {(False, False, 1)}",
+        )
         return options
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_GUESSES)
         check_bool("adaptive", self.adaptive)
+        check_bool("enforce_eager", self.enforce_eager)
         require(
             (self.model is not None) == (self.method in _WITH_MODEL),
             f"method={self.method!r} with model={self.model!r}: a model is what {_WITH_MODEL} "

@@ -23,6 +23,11 @@ def make_cuda_runner(
     Raises `ValueError` if a graph is asked for that attention cannot be part of.
     """
     cuda, is_capturable = cuda or Cuda(context.device), context.attention.capturable
+    asked = config.speculative_config
+    if asked is not None and not asked.enforce_eager:
+        return ModelRunner(
+            config, model_config, path, context, _guessing_device(config, cuda, is_capturable)
+        )
     if not config.capture_sampling:
         device = CudaDevice(config, cuda, is_capturable)
         return ModelRunner(config, model_config, path, context, device)
@@ -35,3 +40,16 @@ def make_cuda_runner(
     )
     device = CapturingDevice(config, cuda, is_capturable)
     return CapturingRunner(config, model_config, path, context, device)
+
+
+def _guessing_device(config: EngineConfig, cuda: Cuda, is_capturable: bool) -> CudaDevice:
+    from nanoserve.worker.guess_graphs import GuessingDevice
+
+    num_guesses = config.speculative_config.num_speculative_tokens
+    require(
+        is_capturable and config.max_num_batched_tokens > num_guesses,
+        f"speculative_config with enforce_eager=False records rows of {num_guesses + 1} tokens: "
+        f"attention_backend={config.attention_backend!r} must be one that can be part of a CUDA "
+        f"graph, and max_num_batched_tokens={config.max_num_batched_tokens} that large",
+    )
+    return GuessingDevice(config, cuda, is_capturable)

@@ -35,6 +35,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.gpu_memory import GPUMemory
+from nanoserve.worker.guess_graphs import fill_rows
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -61,7 +62,8 @@ def make_runner(
     context = LayerContext(tp=tp or TensorParallel(), attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
-    if config.capture_sampling:
+    guesses = config.speculative_config
+    if config.capture_sampling or (guesses and not guesses.enforce_eager):
         context.attention.capturable = True
         return make_cuda_runner(config, model_config, path, context, cuda)
     device = CudaDevice(config, cuda, is_capturable)
@@ -575,20 +577,21 @@ GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("kind", ["eager", "graphs", "captured sampling"])
 def test_guessing_requests_get_what_the_cpu_answers(
-    ahead: bool, capture: bool, checkpoint: Path, no_worst_case: None
+    ahead: bool, kind: str, checkpoint: Path, no_worst_case: None
 ) -> None:
-    asked = requests(7, ALL_KINDS)
+    asked = requests(9, ALL_KINDS)
     options: dict[str, Any] = {"max_num_seqs": 5, "num_kv_blocks": 60, "max_model_len": 128}
     with LLM(checkpoint, skip_tokenizer_init=True, **options) as reference:
         expected = tokens(run(reference.engine, asked))
+        cuda = FakeCuda()
         runner = make_runner(
             checkpoint,
-            FakeCuda(),
-            speculative_config=GUESSES,
+            cuda,
+            speculative_config=GUESSES | {"enforce_eager": kind != "graphs"},
             async_scheduling=ahead,
-            capture_sampling=capture,
+            capture_sampling=kind == "captured sampling",
             **options,
         )
         make_engine = prepare_engine(runner.config, runner.model_config)
@@ -597,8 +600,91 @@ def test_guessing_requests_get_what_the_cpu_answers(
         engine.scheduler.proposer = Mixed(
             random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers]
         )
+        poison_what_is_stale(runner)
+        cuda.events.clear()
         assert tokens(run(engine, asked)) == expected
         check_invariants(engine.scheduler)
         stats = engine.stats
         engine.close()
     assert stats.num_accepted_tokens > 10 and stats.num_draft_tokens > stats.num_accepted_tokens
+    # A graph of two rows gives 2 x (3 + 1) hidden states, or 2.
+    replayed = {event for event in cuda.events if event.startswith("replay")}
+    of_guesses = {f"replay {4 * size}" for size in (1, 2, 4, 5)}
+    assert len(replayed & (of_guesses - {"replay 4"})) >= 2 if kind == "graphs" else replayed
+
+
+def test_a_step_that_does_not_fit_a_graph_is_launched_without(
+    checkpoint: Path, no_worst_case: None
+) -> None:
+    """Rows whose context is shorter than a graph's rows; more rows than a budget has room for."""
+    options: dict[str, Any] = {"max_num_seqs": 6, "num_kv_blocks": 60, "max_model_len": 128}
+    guesses = GUESSES | {"enforce_eager": False}
+    runner = make_runner(
+        checkpoint, FakeCuda(), speculative_config=guesses, max_num_batched_tokens=14, **options
+    )
+    device, batch = runner.device, runner.next_batch()
+    assert device.graphs.of_guesses.sizes == [1, 2, 3] and device.graphs.sizes == [1, 2, 4, 6]
+    for lengths, fits in (
+        ({9: 2, 30: 4}, True),
+        ({4: 2, 30: 1}, True),
+        ({3: 2, 30: 1}, False),  # a context of three tokens
+        ({30: 1, 31: 1}, False),  # nobody guesses
+        ({30: 5}, False),  # as a prompt has
+        ({10: 2, 11: 2, 12: 2, 13: 2}, False),
+    ):
+        sequences = [
+            make_sequence(length, length - n, i) for i, (length, n) in enumerate(lengths.items())
+        ]
+        plan = make_plan(dict(zip(sequences, lengths.values(), strict=True)))
+        batch.pack(plan, np.ones((6, 8), np.int32), block_size=16)
+        assert device._can_fill(batch, batch.header) is fits, lengths
+
+
+def test_rows_are_filled_in_front() -> None:
+    """The tokens that are wanted stay what and where they are, and are found again."""
+    layout = BatchLayout(64, 4, 8)
+    batch = Batch(layout, np.full(layout.num_bytes, 0xAA, dtype=np.uint8))
+    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    sequences = {make_sequence(9, 7, slot=2): 2, make_sequence(6, 5, slot=0): 1}
+    sequences[make_sequence(21, 17, slot=1)] = 4
+    plan = make_plan(sequences)
+    batch.pack(plan, tables, block_size=4)
+    before, header = np.copy(batch.memory), batch.header
+    wanted = {name: getattr(batch, name)[:7].copy() for name in ("input_ids", "positions")}
+    slots, outputs = batch.slot_mapping[:7].copy(), batch.output_rows[: header.num_outputs].copy()
+    filled = fill_rows(batch, header, 4, block_size=4)
+    assert (filled.num_tokens, filled.num_decode_rows, filled.max_query_len) == (12, 0, 4)
+    assert batch.header == header and not np.array_equal(before, batch.memory)
+    assert batch.cu_seqlens_q[:4].tolist() == [0, 4, 8, 12]
+    kept = [2, 3, 7, 8, 9, 10, 11]
+    for name, values in wanted.items():
+        assert getattr(batch, name)[kept].tolist() == values.tolist()
+    assert batch.slot_mapping[kept].tolist() == slots.tolist()
+    assert batch.output_rows[: header.num_outputs].tolist() == [kept[i] for i in outputs]
+    others = [0, 1, 4, 5, 6]
+    assert batch.positions[others].tolist() == [5, 6, 2, 3, 4]
+    assert batch.slot_mapping[others].tolist() == [1, 2, 2, 3, 0]  # of block 0
+    assert not batch.input_ids[others].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"enforce_eager": True}, "is for one GPU"),
+        ({"capture_sampling": True}, "is for one GPU"),
+        ({"tensor_parallel_size": 2}, "is for one GPU"),
+        ({"max_num_batched_tokens": 3, "max_num_seqs": 2}, "max_num_batched_tokens=3"),
+    ],
+    ids=str,
+)
+def test_graphs_of_guesses_are_refused_where_they_cannot_be(
+    checkpoint: Path, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_runner(
+            checkpoint,
+            FakeCuda(),
+            speculative_config=GUESSES | {"enforce_eager": False},
+            num_kv_blocks=8,
+            **options,
+        )
