@@ -65,9 +65,11 @@ class Record:
     def miss(self, step: int) -> None:
         """Nothing was guessed: ask less often."""
         self.num_misses += 1
-        wait = min(2**self.num_misses, _MOST_WAIT)
-        # Long waits of several sequences end together, so that most steps ask nobody.
-        self.ask_at = step + wait if wait < _MOST_WAIT else _MOST_WAIT * (step // _MOST_WAIT + 1)
+        self.wait(step, min(2 ** (self.num_misses + 1), _MOST_WAIT))
+
+    def wait(self, step: int, count: int) -> None:
+        """Up to so many steps. Those of several sequences end together: most steps ask nobody."""
+        self.ask_at = count * (step // count + 1)
 
     def fade(self) -> None:
         """What was seen counts less: so what was bad is tried again, some day."""
@@ -77,7 +79,7 @@ class Record:
     def keep(self, guesses: list[int], num_tokens: int, step: int) -> None:
         """They are not computed; the tokens to come will tell, in time."""
         self.unverified, self.num_tokens = guesses, num_tokens
-        self.ask_at = _REFUSED_WAIT * (step // _REFUSED_WAIT + 1)
+        self.wait(step, _REFUSED_WAIT)
 
 
 class StepCosts:

@@ -1,0 +1,80 @@
+"""Speculation on an NVIDIA GPU: the tokens of an engine that does not guess, in float32.
+
+pytest -m gpu tests/gpu/test_guessing_gpu.py
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from proposers import Mixed, Oracle, Wrong
+
+pytest.importorskip("triton")
+
+from nanoserve import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+QUESTIONS = [
+    "What is a KV cache?",
+    "What is a block table?",
+    "What is a prefix cache?",
+    "What is 3 plus 4?",
+    "Who are you?",
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=60),
+    SamplingParams(temperature=1, seed=4, top_p=0.9, max_tokens=60, repetition_penalty=1.1),
+]
+METHODS = [
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "draft_model", "model": "tiny-qwen3-draft", "dtype": "float32"},
+    {"method": "hidden_head", "model": "tiny-qwen3"},
+]
+COMMON: dict[str, Any] = {"dtype": "float32", "device": "cuda", "num_kv_blocks": 400}
+
+
+def answers(llm: LLM, times: int) -> list[list[int]]:
+    messages = [[{"role": "user", "content": text}] for text in QUESTIONS * times]
+    params = [PARAMS[i % len(PARAMS)] for i in range(len(messages))]
+    outputs = llm.chat(messages, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("guesses", METHODS, ids=lambda guesses: guesses["method"])
+def test_answers_are_those_without_guesses(
+    guesses: dict[str, Any], enforce_eager: bool, ahead: bool
+) -> None:
+    guesses = {"adaptive": False, "enforce_eager": enforce_eager} | guesses
+    with LLM("tiny-qwen3", **COMMON) as llm:
+        expected = answers(llm, times=3)
+    options = COMMON | {"async_scheduling": ahead}
+    with LLM("tiny-qwen3", speculative_config=guesses, **options) as llm:
+        assert answers(llm, times=3) == expected
+        assert llm.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+def test_whatever_is_guessed(enforce_eager: bool) -> None:
+    """Right, wrong and too many, in a pool for few, one step ahead."""
+    options = COMMON | {"max_num_seqs": 7, "num_kv_blocks": 60, "max_model_len": 256}
+    guesses = {"method": "ngram", "adaptive": False, "enforce_eager": enforce_eager}
+    with (
+        LLM("tiny-qwen3", **options) as reference,
+        LLM("tiny-qwen3", speculative_config=guesses, **options) as llm,
+    ):
+        expected = answers(reference, times=4)
+        vocab_size = llm.engine.model_config.vocab_size
+        oracle = Oracle(reference)
+        proposers = [oracle, oracle, Wrong(vocab_size)]
+        llm.engine.scheduler.proposer = Mixed(random.Random(0), vocab_size, proposers)
+        assert answers(llm, times=4) == expected
+        assert llm.stats.num_accepted_tokens > 20
