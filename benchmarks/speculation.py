@@ -18,24 +18,29 @@ for each sequence, at temperature 0.7, and all of it is timed. A draft model and
     python benchmarks/speculation.py --texts answers --method hidden_head --model tiny-qwen3
     python benchmarks/speculation.py --texts answers --method draft_model --model tiny-qwen3-draft
 
-An engine that guesses and one that does not take turns, in one process; each round has another
-text. Timed are the steps in which all sequences decode: from the one after which all have their
-first token to the one in which the first of them ends. The first round is for learning what steps
-take, and left out. A cell is the median of the rounds' ratios.
+`--llama-cpp PYTHON` measures llama.cpp's lookup on the same texts and shape in our place, with 2
+guesses (which its documentation advises on a CPU) and with `--guesses`; see `lookup_llama_cpp.py`.
+
+An engine that guesses and one that does not take turns, in one process, every twenty tokens of a
+sequence: a machine's speed drifts. Each round has another text. Timed are the steps in which all
+sequences decode: from the one after which all have their first token to the one in which the first
+of them ends. The first round is for learning what steps take, and left out. A cell is the median of
+the rounds' ratios. (Answers take turns as a whole.)
 """
 
 import json
 import random
 import statistics
+import subprocess
 import tempfile
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.bench.compare import run_child
 from nanoserve.bench.hardware import describe
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
@@ -44,6 +49,7 @@ from nanoserve.tiny_qwen3.acceptance import held_out_questions
 from nanoserve.tokenizer import Tokenizer
 
 TEXTS = ("copy", "chat", "random")
+_TURN = 20  # tokens of each sequence
 _ROOT = Path(__file__).parents[1]
 
 
@@ -93,25 +99,50 @@ def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> 
     return prompt, (answer * (1 + length // len(answer)))[:length]
 
 
-def decode_rate(llm: LLM, scripts: list[Any], played: Script) -> float:
-    """Tokens per second while all decode."""
-    engine = llm.engine
-    for number, (prompt, answer) in enumerate(scripts):
-        played.add(str(number), prompt, answer)
-        params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-        engine.add_request(str(number), prompt, params)
-    sequences = [r.sequences[0] for r in engine.output_processor.requests.values()]
-    while not all(seq.num_output_tokens for seq in sequences):
-        engine.step()
-    before, began = sum(seq.num_output_tokens for seq in sequences), engine.clock()
-    while not any(seq.finished for seq in sequences):
-        engine.step()
-    seconds = engine.clock() - began
-    num_tokens = sum(seq.num_output_tokens for seq in sequences) - before
-    for number in range(len(scripts)):
-        engine.abort_request(str(number))
-    played.clear()
-    return num_tokens / seconds
+class Decoding:
+    """The steps of one engine in which all of its sequences decode, some at a time."""
+
+    def __init__(self, llm: LLM, scripts: list[Any], played: Script) -> None:
+        self._engine, self._played = llm.engine, played
+        for number, (prompt, answer) in enumerate(scripts):
+            played.add(str(number), prompt, answer)
+            params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+            self._engine.add_request(str(number), prompt, params)
+        requests = self._engine.output_processor.requests.values()
+        self._sequences = [request.sequences[0] for request in requests]
+        while not all(seq.num_output_tokens for seq in self._sequences):
+            self._engine.step()
+        self._num_before, self._seconds = self._num_tokens(), 0.0
+
+    def advance(self, num_tokens: int) -> bool:
+        """By so many tokens a sequence, on average; returns whether all still decode."""
+        wanted = self._num_tokens() + num_tokens * len(self._sequences)
+        began, is_going = self._engine.clock(), True
+        while is_going and self._num_tokens() < wanted:
+            self._engine.step()
+            is_going = not any(seq.finished for seq in self._sequences)
+        self._seconds += self._engine.clock() - began
+        return is_going
+
+    def end(self) -> float:
+        """Tokens per second."""
+        num_tokens = self._num_tokens() - self._num_before
+        for number in range(len(self._sequences)):
+            self._engine.abort_request(str(number))
+        self._played.clear()
+        return num_tokens / self._seconds
+
+    def _num_tokens(self) -> int:
+        return sum(seq.num_output_tokens for seq in self._sequences)
+
+
+def decode_rates(engines: list[Any], scripts: list[Any], order: tuple[int, int]) -> list[float]:
+    """Tokens per second of each, while all decode."""
+    runs = [Decoding(llm, scripts, played) for llm, played in engines]
+    going = list(order)
+    while going:
+        going = [which for which in going if runs[which].advance(_TURN)]
+    return [run.end() for run in runs]
 
 
 def answer_rate(llm: LLM, questions: list[Any], seed: int) -> float:
@@ -133,16 +164,14 @@ def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> st
     rates: list[list[float]] = [[], []]
     before = engines[1][0].stats
     for number in range(args.rounds + 1):
+        order = (0, 1) if number % 2 else (1, 0)
         if text == "answers":
-            questions = rng.sample(args.questions, 4 * num_streams)
-            rates_of = [partial(answer_rate, llm, questions, 1000 * number) for llm, _ in engines]
+            questions, rate = rng.sample(args.questions, 4 * num_streams), [0.0, 0.0]
+            for which in order:
+                rate[which] = answer_rate(engines[which][0], questions, 1000 * number)
         else:
             scripts = [script(text, words, args, rng) for _ in range(num_streams)]
-            rates_of = [partial(decode_rate, llm, scripts, played) for llm, played in engines]
-        order = (0, 1) if number % 2 else (1, 0)
-        rate = [0.0, 0.0]
-        for which in order:
-            rate[which] = rates_of[which]()
+            rate = decode_rates(engines, scripts, order)
         if number:
             ratios.append(rate[1] / rate[0])
             rates[0].append(rate[0])
@@ -158,6 +187,34 @@ def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> st
     )
 
 
+def run_llama_cpp(args: Namespace, streams: list[int], folder: str) -> None:
+    """The table of `lookup_llama_cpp.py`, of the texts that our engines get."""
+    cells = []
+    for num_streams in streams:
+        for text in args.texts.split(","):
+            rng = random.Random(f"{text} {num_streams}")
+            rounds = [
+                [script(text, args.words, args, rng) for _ in range(num_streams)]
+                for _ in range(args.rounds + 1)
+            ]
+            cells.append({"text": text, "rounds": rounds})
+    spec: dict[str, Any] = {"scratch": folder, "model": folder, "device": "cpu", "options": {}}
+    spec |= {"threads": torch.get_num_threads(), "temperature": 0, "dtype": "bfloat16"}
+    spec |= {"tokenizer": str(bundled_checkpoint("tiny-qwen3")), "max_num_batched_tokens": None}
+    if args.shape == "tiny-qwen3":
+        spec["model"] = spec["tokenizer"]
+    else:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        run_child("weights", spec)
+    file = Path(folder) / "lookup.json"
+    guesses = sorted({2, args.guesses})
+    file.write_text(json.dumps(spec | {"cells": cells, "guesses": guesses}))
+    child = Path(__file__).with_name("lookup_llama_cpp.py")
+    print("| text | sequences | guesses | off, tokens/s | on | on / off | rounds | right guesses |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    subprocess.run([args.llama_cpp, str(child), str(file)], check=True)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
@@ -169,7 +226,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--tokens", type=int, default=200, help="of output")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-cpp", help="the Python that has llama-cpp-python, to measure it")
     args = parser.parse_args()
+    if args.llama_cpp and ("answers" in args.texts or args.method != "ngram" or args.model):
+        parser.error("--llama-cpp has scripted texts, and no method but its own")
     args.words = documentation()
     streams = [int(number) for number in args.streams.split(",")]
     guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
@@ -184,6 +244,10 @@ def main() -> None:
             options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
         options |= {"enable_prefix_caching": False}
         print(f"{describe('cpu')}, torch {torch.__version__}\n")
+        if args.llama_cpp:
+            print(f"{args.shape}, llama.cpp's lookup, {args.rounds} rounds\n")
+            run_llama_cpp(args, streams, folder)
+            return
         print(f"{args.shape}, {guesses}, {args.rounds} rounds\n")
         print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
         print("|---|---|---|---|---|---|---|")

@@ -8,10 +8,14 @@ from nanoserve.kernels.paged_attention import paged_attention
 
 class TritonAttention(AttentionBackend):
     capturable = True
+    # The keys of rows of up to so many tokens are cut into shares, as those of decode rows are, if
+    # no row of a step has more. Nobody has run that on a GPU yet: so there are none.
+    longest_cut = 1
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        is_cut = metadata.max_query_len <= self.longest_cut
         return paged_attention(
             q,
             kv_cache,
@@ -21,6 +25,7 @@ class TritonAttention(AttentionBackend):
             scale=layer.scale,
             num_decode_rows=metadata.num_decode_rows,
             max_context_len=metadata.max_context_len,
+            max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
         )

@@ -1,4 +1,4 @@
-"""Attention of rows with one token each: what a program of its share of the keys does.
+"""Attention of rows with few tokens each: what a program of its share of the keys does.
 
 A decode row has a single query and as many keys as any, so the launch is as fast as the memory
 reads K and V, if all of the GPU reads to the end. Cutting by rows does not do that: contexts
@@ -20,6 +20,13 @@ exponentials (Dao et al. 2023, "Flash-Decoding").
 
 The programs find their shares from the contexts' lengths on the GPU: captured in a CUDA graph, a
 launch stays balanced as contexts grow.
+
+A row that guesses has some queries more, and the same keys. Its queries share a tile, so each K and
+V is read once for all of them:
+
+    tile row m:  query token m // HEADS,  head m % HEADS of the group
+
+Of a share's keys, early queries may see none. Such a part weighs nothing.
 """
 
 import triton
@@ -37,15 +44,16 @@ _PARTS = tl.constexpr(16)  # that are merged in one go
 # each compile the kernel anew.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def decode_attention_kernel(
-    out_ptr,  # [num_rows, num_heads, head_dim]
-    parts_ptr,  # float32 [num_shares, 2, num_heads, head_dim]
-    lse_ptr,  # float32 [num_shares, 2, num_heads], to base 2
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    parts_ptr,  # float32 [num_shares, 2, QUERIES, num_heads, head_dim]
+    lse_ptr,  # float32 [num_shares, 2, QUERIES, num_heads], to base 2
     q_ptr,
     k_ptr,
     v_ptr,
     # None, and what they take is compiled away, or of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
+    cu_seqlens_q_ptr,  # None: row r has token r alone
     context_lens_ptr,
     block_tables_ptr,
     num_rows,
@@ -64,30 +72,35 @@ def decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a row, at most; a power of two
     BLOCK_M: tl.constexpr,
     TILE_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
+    HEADS: tl.constexpr = BLOCK_M // QUERIES
     kv_head, share = tl.program_id(0), tl.program_id(1)
     size, num_tiles_in_all = _size_of_shares(
-        context_lens_ptr, num_rows, tl.num_programs(1), sliding_window, TILE_N
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, tl.num_programs(1), sliding_window, TILE_N
     )
     at = share * size
     end = tl.minimum(at + size, num_tiles_in_all)
-    row, before = _find_row(context_lens_ptr, num_rows, at, sliding_window, TILE_N)
+    row, before = _find_row(
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, at, sliding_window, TILE_N
+    )
     if IS_DEPENDENT:
         cuda.gdc_launch_dependents()  # the merge may come, and wait where we do now:
         cuda.gdc_wait()  # what was before is over, and q, K and V are stored
     if at >= end:
         return
 
-    head, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM_PADDED)
-    mask = (head < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM_PADDED)
+    token, head = m // HEADS, m % HEADS
+    is_head = head < GROUP
     num_heads = tl.num_programs(0) * GROUP
     head += kv_head * GROUP
-    q_ptr += head[:, None] * q_head_stride + d[None, :]
+    q_ptr += (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
     if k_scales_ptr is not None:
@@ -96,16 +109,20 @@ def decode_attention_kernel(
     while at < end:
         # 1) Which of the row's tiles.
         context_len = tl.load(context_lens_ptr + row)
-        first_seen = _first_seen(context_len, sliding_window)
+        q_start, q_len = _queries(cu_seqlens_q_ptr, row)
+        first_seen = _first_seen(context_len - q_len + 1, sliding_window)
         first_tile = first_seen // TILE_N
         num_tiles = tl.cdiv(context_len, TILE_N) - first_tile
         first = at - before
         last = tl.minimum(num_tiles, end - before)
 
         # 2) Attention over them. int64: in a large cache, block * stride passes 2^31.
-        wide_row = row.to(tl.int64)
-        q = tl.load(q_ptr + wide_row * q_token_stride, mask=mask, other=0.0).to(DOT_DTYPE)
-        block_table_ptr = block_tables_ptr + wide_row * table_stride
+        first_token = q_start.to(tl.int64)
+        exists = is_head & (token < q_len)
+        mask = exists[:, None] & (d < HEAD_DIM)[None, :]
+        q = tl.load(q_ptr + first_token * q_token_stride, mask=mask, other=0.0).to(DOT_DTYPE)
+        position = context_len - q_len + token
+        block_table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
         acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -121,18 +138,26 @@ def decode_attention_kernel(
             k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
             v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
             v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            visible = is_seen[None, :]
+            if QUERIES > 1:
+                visible &= key[None, :] <= position[:, None]
+                if sliding_window is not None:
+                    visible &= key[None, :] > position[:, None] - sliding_window
             acc, row_max, row_sum = online_softmax_step(
-                q, k, v, is_seen[None, :], acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
+                q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
             )
 
         # 3) The result, or a part of it; and on to the next row.
         result = acc / row_sum[:, None]
+        if QUERIES > 1:  # 0 / 0 of who sees no key here; its row_sum's logarithm is -inf
+            result = tl.where(row_sum[:, None] > 0, result, 0.0)
         if (first == 0) & (last == num_tiles):
-            out_offsets = (wide_row * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
+            out_offsets = ((first_token + token) * num_heads + head)[:, None] * HEAD_DIM
+            out_offsets += d[None, :]
             tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            part = _part(share, first == 0) * num_heads + head
-            tl.store(lse_ptr + part, row_max + tl.log2(row_sum), mask=head < (kv_head + 1) * GROUP)
+            part = (_part(share, first == 0) * QUERIES + token) * num_heads + head
+            tl.store(lse_ptr + part, row_max + tl.log2(row_sum), mask=exists)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
         at = before + last
         before += num_tiles
@@ -141,38 +166,45 @@ def decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])
 def merge_parts_kernel(
-    out_ptr,  # [num_rows, num_heads, head_dim]
-    parts_ptr,  # float32 [num_shares, 2, num_heads, head_dim]
-    lse_ptr,  # float32 [num_shares, 2, num_heads], to base 2
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    parts_ptr,  # float32 [num_shares, 2, QUERIES, num_heads, head_dim]
+    lse_ptr,  # float32 [num_shares, 2, QUERIES, num_heads], to base 2
+    cu_seqlens_q_ptr,
     context_lens_ptr,
     num_rows,
     num_shares,
     sliding_window,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
     TILE_N: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One head of the row in which one share ended and the next one began.
+    """One head of a query in the row in which one share ended and the next one began.
 
     Its parts' mean, weighted by their sums of exponentials.
     """
     # 1) Which row it is.
-    head, share = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(0)
+    share, num_heads = tl.program_id(1), tl.num_programs(0) // QUERIES
+    token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     size, num_tiles_in_all = _size_of_shares(
-        context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
     )
     border = (share + 1) * size
-    row, before = _find_row(context_lens_ptr, num_rows, border, sliding_window, TILE_N)
+    row, before = _find_row(
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, border, sliding_window, TILE_N
+    )
     if IS_DEPENDENT:  # in every program: the next kernel only waits for this one
         cuda.gdc_wait()
     # Nothing is cut here, or it has been cut before, and that border's program merges it.
     if (border >= num_tiles_in_all) | (before == border) | (before // size != share):
         return
+    q_start, q_len = _queries(cu_seqlens_q_ptr, row)
+    if token >= q_len:
+        return
     context_len = tl.load(context_lens_ptr + row)
-    num_tiles = tl.cdiv(context_len, TILE_N) - _first_seen(context_len, sliding_window) // TILE_N
-    last_share = (before + num_tiles - 1) // size
+    first_tile = _first_seen(context_len - q_len + 1, sliding_window) // TILE_N
+    last_share = (before + tl.cdiv(context_len, TILE_N) - first_tile - 1) // size
 
     # 2) Its parts.
     d = tl.arange(0, HEAD_DIM_PADDED)
@@ -181,7 +213,7 @@ def merge_parts_kernel(
     for first in range(share, last_share + 1, _PARTS):
         owner = first + tl.arange(0, _PARTS)
         is_one = owner <= last_share
-        part = _part(owner, owner == share) * num_heads + head
+        part = (_part(owner, owner == share) * QUERIES + token) * num_heads + head
         lse = tl.load(lse_ptr + part, mask=is_one, other=float("-inf"))
         mask = is_one[:, None] & (d < HEAD_DIM)[None, :]
         parts = tl.load(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
@@ -192,7 +224,7 @@ def merge_parts_kernel(
         total = total * rescale + tl.sum(weights, 0)
         largest = new_largest
     out = (acc / total).to(out_ptr.dtype.element_ty)
-    out_offset = (row.to(tl.int64) * num_heads + head) * HEAD_DIM
+    out_offset = ((q_start + token).to(tl.int64) * num_heads + head) * HEAD_DIM
     tl.store(out_ptr + out_offset + d, out, mask=d < HEAD_DIM)
 
 
@@ -203,20 +235,38 @@ def _part(share, is_begun):
 
 
 @triton.jit
-def _size_of_shares(context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N: tl.constexpr):
+def _queries(cu_seqlens_q_ptr, row):
+    """A row's first token, and how many it has."""
+    if cu_seqlens_q_ptr is None:
+        return row, 1
+    else:
+        start = tl.load(cu_seqlens_q_ptr + row)
+        return start, tl.load(cu_seqlens_q_ptr + row + 1) - start
+
+
+@triton.jit
+def _size_of_shares(
+    cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N: tl.constexpr
+):
     """How many tiles a share has, and how many there are in all rows."""
     num_tiles = 0
     for first in range(0, num_rows, _ROWS):
-        num_tiles += tl.sum(_tiles_of(context_lens_ptr, first, num_rows, sliding_window, TILE_N))
+        num_tiles += tl.sum(
+            _tiles_of(cu_seqlens_q_ptr, context_lens_ptr, first, num_rows, sliding_window, TILE_N)
+        )
     return tl.cdiv(num_tiles, num_shares), num_tiles
 
 
 @triton.jit
-def _find_row(context_lens_ptr, num_rows, tile, sliding_window, TILE_N: tl.constexpr):
+def _find_row(
+    cu_seqlens_q_ptr, context_lens_ptr, num_rows, tile, sliding_window, TILE_N: tl.constexpr
+):
     """The row that has `tile`, and how many tiles are before that row."""
     row, before, seen = 0, 0, 0
     for first in range(0, num_rows, _ROWS):
-        num_tiles = _tiles_of(context_lens_ptr, first, num_rows, sliding_window, TILE_N)
+        num_tiles = _tiles_of(
+            cu_seqlens_q_ptr, context_lens_ptr, first, num_rows, sliding_window, TILE_N
+        )
         ends = seen + tl.cumsum(num_tiles)
         is_before = ends <= tile  # beyond the end of all, too, where nobody asks
         row += tl.sum(is_before.to(tl.int32))
@@ -226,17 +276,24 @@ def _find_row(context_lens_ptr, num_rows, tile, sliding_window, TILE_N: tl.const
 
 
 @triton.jit
-def _tiles_of(context_lens_ptr, first, num_rows, sliding_window, TILE_N: tl.constexpr):
-    """Of each of the rows from `first` on, how many tiles of keys its query sees; 0 if no row."""
+def _tiles_of(
+    cu_seqlens_q_ptr, context_lens_ptr, first, num_rows, sliding_window, TILE_N: tl.constexpr
+):
+    """Of each of the rows from `first` on, how many tiles of keys its queries see; 0 if no row."""
     rows = first + tl.arange(0, _ROWS)
     context_lens = tl.load(context_lens_ptr + rows, mask=rows < num_rows, other=0)
-    return tl.cdiv(context_lens, TILE_N) - _first_seen(context_lens, sliding_window) // TILE_N
+    first_ends = context_lens  # of the first query's keys
+    if cu_seqlens_q_ptr is not None and sliding_window is not None:
+        starts = tl.load(cu_seqlens_q_ptr + rows, mask=rows < num_rows, other=0)
+        ends = tl.load(cu_seqlens_q_ptr + rows + 1, mask=rows < num_rows, other=1)
+        first_ends += starts - ends + 1
+    return tl.cdiv(context_lens, TILE_N) - _first_seen(first_ends, sliding_window) // TILE_N
 
 
 @triton.jit
-def _first_seen(context_len, sliding_window):
-    """The first key that the last query of a context sees."""
+def _first_seen(num_keys, sliding_window):
+    """Of so many keys, the first that the last one's query sees."""
     if sliding_window is None:
-        return context_len * 0
+        return num_keys * 0
     else:
-        return tl.maximum(context_len - sliding_window, 0)
+        return tl.maximum(num_keys - sliding_window, 0)

@@ -2,7 +2,7 @@
 
 This is the host's side: how the work is cut into programs, and with how many they are launched.
 What a program does is in `nanoserve.kernels.paged_attention_kernels` for rows of several tokens,
-and in `nanoserve.kernels.decode_attention_kernels` for rows of one.
+and in `nanoserve.kernels.decode_attention_kernels` for rows of one or few.
 """
 
 import functools
@@ -17,7 +17,12 @@ from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.kernels.decode_attention_kernels import decode_attention_kernel, merge_parts_kernel
 from nanoserve.kernels.dependent_launch import has_dependent_launch
 from nanoserve.kernels.paged_attention_kernels import chunk_attention_kernel
-from nanoserve.kernels.tile_config import SHARED_MEMORY_WITHOUT_GPU, TileConfig, tile_config
+from nanoserve.kernels.tile_config import (
+    SHARED_MEMORY_WITHOUT_GPU,
+    TileConfig,
+    for_few_tokens,
+    tile_config,
+)
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -26,6 +31,7 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
+_MOST_SHARED = 64  # rows of a tile, tokens times heads, where keys are cut into shares
 
 
 def paged_attention(
@@ -39,6 +45,7 @@ def paged_attention(
     num_decode_rows: int,
     max_context_len: int,
     num_shares: int | None = None,
+    max_query_len: int | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -54,11 +61,12 @@ def paged_attention(
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
     `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
-    keep the GPU busy. A query sees `sliding_window` tokens, its own included, or all; c =
-    `soft_cap` makes its scaled scores c tanh(score / c). Returns [num_tokens, num_heads,
-    head_dim], contiguous, in q's dtype.
+    keep the GPU busy. So are those of the other rows, if `max_query_len` says that the longest of
+    them has few tokens; without it, as many programs read a row as there are KV heads. A query sees
+    `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
+    c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
-    `context_lens` of decode rows must be older than the kernel that was launched before: from
+    `context_lens` and `cu_seqlens_q` must be older than the kernel that was launched before: from
     Hopper on they are read while that one still runs.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
@@ -70,21 +78,20 @@ def paged_attention(
         *(scale, sliding_window, soft_cap, (None, None) if scales is None else tuple(scales)),
     )
     _check(batch)
-    (_, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[2]
-    group, num_chunks = num_heads // num_kv_heads, len(context_lens) - num_decode_rows
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared_memory, has_codes = _shared_memory(q.device), scales is not None
+    num_others = len(context_lens) - num_decode_rows
     if num_decode_rows > 0:
-        config = tile_config(head_dim, q.dtype, group, True, shared_memory, has_codes)
-        if num_shares is None:
-            num_keys = min(max_context_len, sliding_window or max_context_len)
-            most = num_decode_rows * (num_keys // config.tile_n + 2)
-            at_once = config.num_programs * _num_multiprocessors(q.device) // num_kv_heads
-            num_shares = max(1, min(at_once, most))
-        _decode(batch, config, out, num_decode_rows, num_shares)
-    if num_chunks > 0:
-        config = tile_config(head_dim, q.dtype, group, False, shared_memory, has_codes)
-        _attend_chunks(batch, config, out, num_decode_rows, num_chunks)
+        rows = batch.rows(0, num_decode_rows)
+        _decode(rows, _config(batch, True), out, max_context_len, num_shares, 1)
+    if num_others > 0:
+        num_queries = triton.next_power_of_2(max_query_len or q.shape[0])
+        block_m = num_queries * _group_padded(batch)
+        if max_query_len is not None and block_m <= _MOST_SHARED:
+            rows = batch.rows(num_decode_rows, num_others)
+            config = for_few_tokens(_config(batch, True), block_m)
+            _decode(rows, config, out, max_context_len, num_shares, num_queries)
+        else:
+            _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
     return out
 
 
@@ -98,6 +105,19 @@ class _Batch(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     scales: tuple[torch.Tensor | None, ...]  # of codes: K's and V's
+
+    @property
+    def group(self) -> int:
+        """How many query heads read a KV head."""
+        return self.q.shape[1] // self.kv_cache.shape[2]
+
+    def rows(self, first: int, count: int) -> "_Batch":
+        """Some of them; where their tokens are is in `cu_seqlens_q`, as before."""
+        return self._replace(
+            cu_seqlens_q=self.cu_seqlens_q[first : first + count + 1],
+            context_lens=self.context_lens[first : first + count],
+            block_tables=self.block_tables[first : first + count],
+        )
 
 
 def _check(batch: _Batch) -> None:
@@ -144,21 +164,50 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def _config(batch: _Batch, is_decode: bool) -> TileConfig:
+    q, has_codes = batch.q, batch.scales[0] is not None
+    shared_memory = _shared_memory(q.device)
+    return tile_config(q.shape[2], q.dtype, batch.group, is_decode, shared_memory, has_codes)
+
+
+def _group_padded(batch: _Batch) -> int:
+    return 1 << (batch.group - 1).bit_length()
+
+
+def _num_shares(batch: _Batch, config: TileConfig, max_context_len: int, num_queries: int) -> int:
+    """As many as keep the GPU busy, or have something to do."""
+    num_kv_heads, window = batch.kv_cache.shape[2], batch.sliding_window
+    num_keys = min(max_context_len, (window or max_context_len) + num_queries - 1)
+    most = len(batch.context_lens) * (num_keys // config.tile_n + 2)
+    at_once = config.num_programs * _num_multiprocessors(batch.q.device) // num_kv_heads
+    return max(1, min(at_once, most))
+
+
 def _decode(
-    batch: _Batch, config: TileConfig, out: torch.Tensor, num_rows: int, num_shares: int
+    batch: _Batch,
+    config: TileConfig,
+    out: torch.Tensor,
+    max_context_len: int,
+    num_shares: int | None,
+    num_queries: int,
 ) -> None:
-    """Attends for the first `num_rows` rows, of one token each."""
-    q, kv_cache, _, context_lens, block_tables = batch[:5]
+    """Attends for all rows, of one token each, or of up to `num_queries`."""
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
-    _, num_heads, head_dim = q.shape
+    (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    parts = torch.empty(num_shares, 2, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(num_shares, 2, num_heads, dtype=torch.float32, device=q.device)
+    if num_shares is None:
+        num_shares = _num_shares(batch, config, max_context_len, num_queries)
+    shape_of_parts = (num_shares, 2, num_queries, num_heads)
+    parts = torch.empty(*shape_of_parts, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(shape_of_parts, dtype=torch.float32, device=q.device)
     is_dependent = has_dependent_launch()
     launch = {"launch_pdl": True} if is_dependent else {}
+    rows = (None if num_queries == 1 else cu_seqlens_q, context_lens)
     shape = {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": _padded_head_dim(head_dim),
+        "QUERIES": num_queries,
         "TILE_N": config.tile_n,
         "IS_DEPENDENT": is_dependent,
     }
@@ -169,7 +218,7 @@ def _decode(
         q,
         *kv_cache,
         *scales,
-        context_lens,
+        *rows,
         block_tables,
         num_rows,
         scale * _LOG2_E,
@@ -178,7 +227,7 @@ def _decode(
         *q.stride()[:2],
         *kv_cache.stride()[1:4],
         block_tables.stride(0),
-        GROUP=num_heads // num_kv_heads,
+        GROUP=batch.group,
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         **_dot(q.dtype),
@@ -188,11 +237,11 @@ def _decode(
         **launch,
     )
     if num_shares > 1:
-        merge_parts_kernel[(num_heads, num_shares - 1)](
+        merge_parts_kernel[(num_queries * num_heads, num_shares - 1)](
             out,
             parts,
             lse,
-            context_lens,
+            *rows,
             num_rows,
             num_shares,
             sliding_window,
@@ -208,10 +257,9 @@ def _attend_chunks(
     """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, _, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    group = num_heads // num_kv_heads
-    group_padded = 1 << (group - 1).bit_length()
+    group_padded = _group_padded(batch)
     # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
     # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
     num_tiles = num_rows + (num_tokens - first_row) // (config.block_m // group_padded)
@@ -232,7 +280,7 @@ def _attend_chunks(
         *q.stride()[:2],
         *kv_cache.stride()[1:4],
         block_tables.stride(0),
-        GROUP=group,
+        GROUP=batch.group,
         GROUP_PADDED=group_padded,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=_padded_head_dim(head_dim),

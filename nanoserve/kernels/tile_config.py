@@ -59,6 +59,13 @@ def tile_config(
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
+def for_few_tokens(config: TileConfig, block_m: int) -> TileConfig:
+    """Of decoding, with so many tokens and heads in a tile. Not measured yet: registers suffice."""
+    if block_m > 32:
+        config = config._replace(num_warps=8, num_programs=1)
+    return config._replace(block_m=max(config.block_m, block_m))
+
+
 def _for_codes(config: TileConfig, full_precision: bool, is_decode: bool) -> TileConfig:
     """Not measured yet: chosen so that registers suffice, as ptxas reports them."""
     if full_precision:

@@ -31,7 +31,8 @@ class SpeculativeConfig:
     model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
     revision, dtype, quantization: of "draft_model", its own.
     enforce_eager: on a GPU, whether steps with guesses are launched kernel by kernel. False records
-        CUDA graphs of them, which nobody has run on a GPU yet.
+        CUDA graphs of them, and cuts their keys into shares, as those of other decode steps are;
+        nobody has run that on a GPU yet.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.

@@ -25,9 +25,8 @@ def make_cuda_runner(
     cuda, is_capturable = cuda or Cuda(context.device), context.attention.capturable
     asked = config.speculative_config
     if asked is not None and not asked.enforce_eager:
-        return ModelRunner(
-            config, model_config, path, context, _guessing_device(config, cuda, is_capturable)
-        )
+        device = _guessing_device(config, context, cuda)
+        return ModelRunner(config, model_config, path, context, device)
     if not config.capture_sampling:
         device = CudaDevice(config, cuda, is_capturable)
         return ModelRunner(config, model_config, path, context, device)
@@ -42,14 +41,17 @@ def make_cuda_runner(
     return CapturingRunner(config, model_config, path, context, device)
 
 
-def _guessing_device(config: EngineConfig, cuda: Cuda, is_capturable: bool) -> CudaDevice:
+def _guessing_device(config: EngineConfig, context: LayerContext, cuda: Cuda) -> CudaDevice:
+    from nanoserve.attention.triton import TritonAttention
     from nanoserve.worker.guess_graphs import GuessingDevice
 
     num_guesses = config.speculative_config.num_speculative_tokens
     require(
-        is_capturable and config.max_num_batched_tokens > num_guesses,
+        context.attention.capturable and config.max_num_batched_tokens > num_guesses,
         f"speculative_config with enforce_eager=False records rows of {num_guesses + 1} tokens: "
         f"attention_backend={config.attention_backend!r} must be one that can be part of a CUDA "
         f"graph, and max_num_batched_tokens={config.max_num_batched_tokens} that large",
     )
-    return GuessingDevice(config, cuda, is_capturable)
+    if isinstance(context.attention, TritonAttention):
+        context.attention.longest_cut = num_guesses + 1
+    return GuessingDevice(config, cuda, is_capturable=True)

@@ -53,7 +53,9 @@ LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int
 # What the machine code for an H100 must be, of the cases in EACH. All loads of K and V are as wide
 # as can be; what else is loaded in their loops, block tables, is a small part of the bytes.
 WIDE_SHARE = 0.9
-TENSOR_CORES = {"decode": "HMMA", "prefill": "HGMMA"}  # of one warp; of four together
+# Of one warp; of four together.
+TENSOR_CORES = {"decode": "HMMA", "few": "HGMMA", "prefill": "HGMMA"}
+QUERY_BYTES = {"decode": 16, "few": 64, "prefill": 0}  # of a thread
 # Case -> kernel, and the 16-byte loads of a thread: inputs over threads, no more and no less.
 WIDE_LOADS = {
     "add_rms_norm bfloat16 hidden=1024": ("_add_rms_norm", 3),
@@ -172,8 +174,8 @@ def test_keys_and_values_come_16_bytes_at_a_time_and_go_to_the_tensor_cores(
         loaded = bytes_loaded(loop)
         assert loaded[16] >= WIDE_SHARE * sum(loaded.values()) > 0, loop
         asynchronous = sum(n for name, n in loop.items() if re.match(r"LDGSTS.*\.128", name))
-        # All but the query of a decode row, whose loop over rows is around that over keys.
-        assert loaded[16] - 16 * asynchronous == (16 if kind == "decode" else 0), loop
+        # All but the queries of a row, where a loop over rows is around that over keys.
+        assert loaded[16] - 16 * asynchronous == QUERY_BYTES[kind], loop
 
 
 @pytest.mark.parametrize("kind", TENSOR_CORES)

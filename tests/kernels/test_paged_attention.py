@@ -38,7 +38,7 @@ class Batch:
     sliding_window: int | None = None
     soft_cap: float | None = None
 
-    def attend(self, num_shares: int | None = None) -> torch.Tensor:
+    def attend(self, num_shares: int | None = None, max_query_len: int | None = None) -> Any:
         with poisoned_memory():
             return paged_attention(
                 self.q,
@@ -50,6 +50,7 @@ class Batch:
                 num_decode_rows=self.num_decode_rows,
                 max_context_len=int(self.context_lens.max()),
                 num_shares=num_shares,
+                max_query_len=max_query_len,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
             )
@@ -128,8 +129,10 @@ def reference(batch: Batch) -> torch.Tensor:
     return out
 
 
-def assert_right(batch: Batch, num_shares: int | None = None) -> None:
-    out = batch.attend(num_shares)
+def assert_right(
+    batch: Batch, num_shares: int | None = None, max_query_len: int | None = None
+) -> None:
+    out = batch.attend(num_shares, max_query_len)
     assert out.shape == batch.q.shape and out.dtype == batch.q.dtype and out.is_contiguous()
     error = (out.double().cpu() - reference(batch)).abs().max().item()
     assert error < TOLERANCE[batch.q.dtype]  # false for NaN
@@ -226,13 +229,13 @@ def test_there_are_as_many_shares_as_programs_run_at_once(
     sliding_window: int | None,
     expected: int,
 ) -> None:
-    num_shares, decode = [], kernels._decode
+    num_shares, choose = [], kernels._num_shares
 
-    def decode_and_count(*args: Any) -> None:
-        num_shares.append(args[-1])
-        decode(*args)
+    def choose_and_note(*args: Any) -> int:
+        num_shares.append(choose(*args))
+        return num_shares[-1]
 
-    monkeypatch.setattr(kernels, "_decode", decode_and_count)
+    monkeypatch.setattr(kernels, "_num_shares", choose_and_note)
     rows = [(1, context_len) for context_len in context_lens]
     assert_right(make_batch(rows, sliding_window=sliding_window))
     assert num_shares == [expected]
@@ -295,12 +298,16 @@ def test_a_window_that_holds_the_context_changes_nothing() -> None:
 
 
 @triton.jit
-def share_kernel(found_ptr, context_lens_ptr, num_rows, sliding_window, TILE_N: tl.constexpr):
+def share_kernel(
+    found_ptr, cu_seqlens_q_ptr, context_lens_ptr, num_rows, sliding_window, TILE_N: tl.constexpr
+):
     share, num_shares = tl.program_id(0), tl.num_programs(0)
     size, num_tiles = _size_of_shares(
-        context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
     )
-    row, before = _find_row(context_lens_ptr, num_rows, share * size, sliding_window, TILE_N)
+    row, before = _find_row(
+        cu_seqlens_q_ptr, context_lens_ptr, num_rows, share * size, sliding_window, TILE_N
+    )
     tl.store(found_ptr + 4 * share, size)
     tl.store(found_ptr + 4 * share + 1, num_tiles)
     tl.store(found_ptr + 4 * share + 2, row)
@@ -309,25 +316,80 @@ def share_kernel(found_ptr, context_lens_ptr, num_rows, sliding_window, TILE_N: 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 7])
 @pytest.mark.parametrize("sliding_window", [None, 1, 8, 30])
-@pytest.mark.parametrize("num_rows", [1, 3, 256, 257, 600])
+@pytest.mark.parametrize(
+    ("num_rows", "most_queries"), [(1, 1), (3, 1), (256, 1), (257, 1), (600, 1), (3, 5), (257, 5)]
+)
 def test_shares_are_equal_and_begin_in_the_right_row(
-    num_rows: int, sliding_window: int | None, num_shares: int
+    num_rows: int, most_queries: int, sliding_window: int | None, num_shares: int
 ) -> None:
     context_lens = [13 * i % 50 for i in range(num_rows)]  # a row of nothing is before others
     context_lens[-1] = 30
+    query_lens = [max(1, min(n, i % most_queries + 1)) for i, n in enumerate(context_lens)]
     tiles_of = [
-        -(-n // 8) - max(0, n - (sliding_window or n)) // 8  # those that its query sees
-        for n in context_lens
+        # Those that its queries see, the first one too.
+        -(-n // 8) - max(0, n - q + 1 - (sliding_window or n)) // 8
+        for n, q in zip(context_lens, query_lens, strict=True)
     ]
     rows = [row for row, num_tiles in enumerate(tiles_of) for _ in range(num_tiles)]
     found = torch.full((num_shares, 4), -1, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([7, *query_lens], dtype=torch.int32).cumsum(0).to(DEVICE, torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    share_kernel[(num_shares,)](found, lens, num_rows, sliding_window, TILE_N=8)
+    share_kernel[(num_shares,)](
+        found, starts if most_queries > 1 else None, lens, num_rows, sliding_window, TILE_N=8
+    )
     size = -(-len(rows) // num_shares)
     for share, (*counts, row, before) in enumerate(found.tolist()):
         assert counts == [size, len(rows)]
         if share * size < len(rows):
             assert (row, before) == (rows[share * size], sum(tiles_of[:row]))
+
+
+@pytest.mark.small(num_shares=[3], query_lens=[(2, 7, 5)])
+@pytest.mark.parametrize("num_shares", [1, 2, 5])
+@pytest.mark.parametrize("sliding_window", [None, 1, TILE_N + 3])
+@pytest.mark.parametrize("query_lens", [(2,), (2, 7, 5), (17, 1, 3, 16), (32, 31)])
+def test_rows_of_few_tokens_cut_into_shares(
+    query_lens: tuple[int, ...], sliding_window: int | None, num_shares: int
+) -> None:
+    """An early query sees nothing of a late share, and a late one nothing of an early share."""
+    rows = [(n, n + (6 * TILE_N + 5, 0, 3 * TILE_N - 1, 17)[i]) for i, n in enumerate(query_lens)]
+    batch = make_batch(rows, sliding_window=sliding_window)
+    batch.num_decode_rows = 0
+    assert_right(batch, num_shares, max_query_len=max(query_lens))
+
+
+@pytest.mark.small(seed=range(0, 24, 8))
+@pytest.mark.parametrize("seed", range(24))
+def test_ragged_rows_of_few_tokens_behind_decode_rows(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randint(0, 3 * TILE_N, (5,), generator=generator).tolist()
+    rows = [(1, 1 + n) for n in draw[:2]] + [(2 + n % 8, 2 + n % 8 + n) for n in draw[2:]]
+    group, num_kv_heads = seed % 7 + 1, (1, 2, 1)[seed % 3]
+    batch = make_batch(
+        rows,
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=(16, 24, 16, 64)[seed % 4],
+        block_size=(16, 32, 5, 64, 256)[seed % 5],
+        dtype=(torch.float32, torch.bfloat16)[seed % 2],
+        seed=seed,
+        sliding_window=(None, *WINDOWS)[seed % 12],
+        soft_cap=(None, 2.0)[seed // 3 % 2],
+    )
+    assert_right(batch, seed % 5 + 1 if seed % 5 else None, max_query_len=max(n for n, _ in rows))
+
+
+def test_rows_of_many_tokens_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(1, 9), (33, 40)], num_heads=4, num_kv_heads=2)
+    chunks, attend = [], kernels._attend_chunks
+
+    def attend_and_note(*args: Any) -> None:
+        chunks.append(args[-2:])
+        attend(*args)
+
+    monkeypatch.setattr(kernels, "_attend_chunks", attend_and_note)
+    assert_right(batch, max_query_len=33)  # 64 tokens x 2 heads
+    assert chunks == [(1, 1)]
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 3])

@@ -48,11 +48,11 @@ def _attention(
     dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
-    is_decode: bool,
+    query_len: int,
     kv_cache_dtype: str | None = None,
     **sees: float,
 ) -> None:
-    num_rows, query_len, context_len = 2, 1 if is_decode else 64, 64
+    num_rows, context_len = 2, 64
     paged_attention(
         torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
         _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype),
@@ -60,8 +60,9 @@ def _attention(
         torch.zeros(num_rows, dtype=torch.int32),
         torch.zeros(num_rows, 4, dtype=torch.int32),
         scale=head_dim**-0.5,
-        num_decode_rows=num_rows if is_decode else 0,
+        num_decode_rows=num_rows if query_len == 1 else 0,
         max_context_len=context_len,
+        max_query_len=query_len,
         **sees,
     )
 
@@ -92,8 +93,10 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
         label = " ".join([label.replace("torch.", "attention "), *_names(sees)])
         call = partial(_attention, head_dim, dtype, num_heads, num_kv_heads, **sees)
-        cases.append((f"{label} prefill", partial(call, is_decode=False)))
-        cases.append((f"{label} decode", partial(call, is_decode=True)))
+        cases.append((f"{label} prefill", partial(call, query_len=64)))
+        cases.append((f"{label} decode", partial(call, query_len=1)))
+        if head_dim in (64, 128, 256):  # rows of 8 tokens or fewer; with 8 heads, a tile of 64 rows
+            cases.append((f"{label} few", partial(call, query_len=8)))
     return cases
 
 
