@@ -9,22 +9,12 @@ Zero is an answer, and the most common one. A sequence that does not guess is a 
 proposer is asked now and then what it would have guessed: that costs no step.
 """
 
-import math
-from collections import deque
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median_low
 
 from nanoserve.speculative.proposer import num_right
+from nanoserve.speculative.step_costs import FEWEST_GAIN, StepCosts, place_of
 
-_FEWEST_TIMES = 3  # of a kind of step, before what it takes is believed
-_MOST_TIMES = 15  # of which the median counts: neighbours and page faults disturb single steps
-# What guesses are hoped to cost, of a step's time: low, so that they are tried, and seen.
-_PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further one
-_MOST_NEW = 16  # steps after which costs are found anew
-_FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
 _PLAIN_EVERY = 50  # steps: contexts grow, and plain steps with them
-_PATIENCE, _LONG = 24, 4000  # steps
 _FEWEST_HOPE = 0.1  # of a guess to be right, that a model is asked for
 _PRIOR = 0.5  # of a guess to be right, before anything is known
 _RECENT = 0.8  # what earlier guesses of a sequence count for, with each row of new ones
@@ -82,86 +72,6 @@ class Record:
         self.wait(step, _REFUSED_WAIT)
 
 
-class StepCosts:
-    """What steps take that only decode, for about so many rows, by how many guesses there are."""
-
-    def __init__(self, num_rows: int, most_guesses: int, is_model: bool) -> None:
-        self._num_rows, self._most_guesses = num_rows, most_guesses
-        self._is_model = is_model
-        # Seconds per row. Numbers that are alike share a place, four to an octave from 8 on.
-        self._times: dict[int, deque[float]] = {}
-        self.plain: float | None = None  # without guesses; None before that is known
-        self.relative: list[float] = []  # over that, of 0 ... `most_guesses` guesses
-        self.can_pay = False  # whether guesses would, were they all right
-        self._num_noted = self._num_new = 0  # and since these were found
-        # What was seen once or twice was perhaps somebody else's fault: when it is forgotten, and
-        # how long it then lasts. Twice as long each time.
-        self._forget_at: dict[int, int] = {}
-        self._patience: dict[int, int] = {}
-
-    def note(self, num_guesses: int, seconds_per_row: float) -> None:
-        place = _place(num_guesses)
-        self._num_noted += 1
-        if place not in self._times:  # the first time is slow for other reasons, too
-            self._times[place] = deque(maxlen=_MOST_TIMES)
-            self._patience[place] = 2 * self._patience.get(place, _PATIENCE)
-            self._forget_at[place] = self._num_noted + self._patience[place]
-            return
-        self._times[place].append(seconds_per_row)
-        # What is little known is looked at once more after each time.
-        self._num_new += 1 if len(self._times[place]) > _FEWEST_TIMES else _MOST_NEW
-        if self._num_new >= _MOST_NEW and len(self._times.get(0, ())) >= _FEWEST_TIMES:
-            self._find(self._times[0])
-
-    def _find(self, plain: deque[float]) -> None:
-        self.plain, self._num_new = median_low(plain), 0
-        points: list[tuple[int, float]] = []
-        lowest = math.inf
-        for place in sorted(self._times, reverse=True):
-            if place and self._is_to_forget(place):
-                del self._times[place]
-                continue
-            times = self._times[place]
-            if place and times:
-                # More work does not take less time: what says so is noise.
-                found = min(times) if len(times) < _FEWEST_TIMES else median_low(times)
-                lowest = min(max(1.0, found / self.plain), lowest)
-                points.insert(0, (_smallest(place), lowest))
-        # Twice of what is known at most: so a large number is come to by small ones.
-        # One pass of a model tells little: what it takes to begin is spread over all of them.
-        first = self._most_guesses // 2 if self._is_model else self._num_rows // 4
-        first = max(2, first)
-        most = min(self._most_guesses, 2 * points[-1][0] if points else first)
-        # A model computes each guess, the first one too; looking one up costs nothing, but a row
-        # of several tokens goes another way than a row of one.
-        points = [(0, 1.0), *points] if self._is_model and points else points
-        self.relative = _on_lines(points, self._num_rows, most)
-        gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
-        self.can_pay = max(gains) >= _FEWEST_GAIN
-
-    def _is_to_forget(self, place: int) -> bool:
-        since = self._num_noted - self._forget_at[place]
-        return since >= (0 if len(self._times[place]) < _FEWEST_TIMES else _LONG)
-
-
-def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list[float]:
-    """Of 0 ... `most` guesses, from what is known of some numbers of them.
-
-    The first guess of a step may cost more than a further one; nothing else is taken for granted.
-    Between two points costs lie on a line, beyond the last two on the same one, and otherwise on
-    the line that is hoped for.
-    """
-    slope = _PRIOR_SLOPE / num_rows
-    points = points or [(1, 1 + _PRIOR_JUMP / num_rows)]
-    first, first_cost = points[0]
-    costs = [1.0, *(max(1.0, first_cost - slope * (first - n)) for n in range(1, first + 1))]
-    for (low, low_cost), (high, high_cost) in pairwise(points):
-        slope = (high_cost - low_cost) / (high - low)
-        costs += [low_cost + slope * n for n in range(1, high - low + 1)]
-    costs += [costs[-1] + slope * n for n in range(1, most + 2 - len(costs))]
-    return costs[: most + 1]
-
-
 class Goodput:
     """Chooses how many of the guesses that were proposed are computed in a step."""
 
@@ -188,7 +98,7 @@ class Goodput:
         return self._num_since_plain >= _PLAIN_EVERY
 
     def costs(self, num_rows: int) -> StepCosts:
-        place = _place(num_rows)
+        place = place_of(num_rows)
         if place not in self._costs:
             self._costs[place] = StepCosts(num_rows, num_rows * self._most_guesses, self._is_model)
         return self._costs[place]
@@ -212,6 +122,7 @@ class Goodput:
         costs = self.costs(num_rows)
         costs.note(num_guesses, seconds / num_rows)
         if num_guesses and costs.plain is not None:
+            costs.judge(num_guesses, num_right, seconds / num_rows)
             self._num_tokens += num_rows + num_right
             self._num_plain_tokens += seconds / costs.plain
         self._num_since_plain = self._num_since_plain + 1 if num_guesses else 0
@@ -258,7 +169,7 @@ class Goodput:
                 value *= probability
                 worth.append((value, index))
         worth.sort(reverse=True)
-        total, best, num_best = float(num_rows), _FEWEST_GAIN * num_rows, 0
+        total, best, num_best = float(num_rows), FEWEST_GAIN * num_rows, 0
         for number, ((value, _), cost) in enumerate(zip(worth, relative[1:], strict=False), 1):
             total += value
             if total > best * cost:
@@ -277,7 +188,7 @@ class Goodput:
         """
         probabilities = [self.probability(record) for record, _ in proposed]
         counts, best_counts = [0] * len(proposed), [0] * len(proposed)
-        total, best = float(num_rows), _FEWEST_GAIN * num_rows
+        total, best = float(num_rows), FEWEST_GAIN * num_rows
         for number in range(1, self._most_guesses + 1):
             for index, (_, most) in enumerate(proposed):
                 value = probabilities[index] ** number
@@ -294,17 +205,3 @@ class Goodput:
 
 def _tenth(likelihood: float) -> int:
     return int(9.999 * likelihood)
-
-
-def _place(number: int) -> int:
-    """0 ... 7 are their own; then 8 and 9 share one, and so on, four to an octave."""
-    shift = max(0, number.bit_length() - 3)
-    return number if not shift else (shift + 1) * 4 + (number >> shift)
-
-
-def _smallest(place: int) -> int:
-    """The smallest number in a place."""
-    if place < 8:
-        return place
-    shift = place // 4 - 2
-    return (4 + place % 4) << shift

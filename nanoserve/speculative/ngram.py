@@ -41,25 +41,40 @@ def continued(token_ids: list[int], start: int, count: int) -> list[int]:
 
 
 class NgramIndex:
-    """Of one text that only grows: where each n-gram occurred last, but for those at its end."""
+    """Of one text that only grows: where each n-gram occurred last, but for those at its end.
+
+    Where no short n-gram has occurred, no longer one has: so most texts need only one table.
+    """
 
     def __init__(self, lengths: range) -> None:
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lengths}
+        """lengths: the longest first."""
+        self._tables = [NgramTable(n) for n in reversed(lengths)]
         self.num_tokens = 0
 
     def find(self, token_ids: list[int]) -> int:
         """Where the latest earlier occurrence of the longest n-gram at the end ends; or 0."""
-        self._add(token_ids)
-        for n, ends in self._ends.items():
-            end = ends.get(tuple(token_ids[-n:]))
-            if end is not None:
-                return end
-        return 0
+        self.num_tokens = len(token_ids)
+        found = 0
+        for table in self._tables:
+            end = table.find(token_ids)
+            if not end:
+                break
+            found = end
+        return found
 
-    def _add(self, token_ids: list[int]) -> None:
-        """All n-grams that end before the last token: behind them a token is known."""
-        known, self.num_tokens = self.num_tokens, len(token_ids)
-        for n, ends in self._ends.items():
-            first = max(known, n)  # the first end that is new; the last one is not added yet
-            tails = (token_ids[first - n + i :] for i in range(n))
-            ends.update(zip(zip(*tails, strict=False), range(first, self.num_tokens), strict=False))
+
+class NgramTable:
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._first = length  # the first end that is new
+
+    def find(self, token_ids: list[int]) -> int:
+        """Where the last tokens have occurred before, or 0."""
+        # All n-grams that end before the last token: behind them a token is known.
+        first, n = self._first, self._length
+        self._first = max(first, len(token_ids))
+        tails = (token_ids[first - n + i :] for i in range(n))
+        ends = range(first, len(token_ids))
+        self._ends.update(zip(zip(*tails, strict=False), ends, strict=False))
+        return self._ends.get(tuple(token_ids[-n:]), 0)
