@@ -12,8 +12,8 @@ _MOST_TIMES = 15  # of which the median counts: neighbours and page faults distu
 _PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further one
 _MOST_NEW = 16  # steps after which costs are found anew
 _PATIENCE, _LONG = 24, 4000  # steps
-_BALANCED = 0.9  # what earlier steps with guesses count for, with each new one
-_FEWEST_TO_JUDGE = 8  # steps with guesses
+# Steps with guesses that a balance is of. How far those of one row are right, luck decides.
+_FEWEST_BALANCED, _ROWS_BALANCED = 8, 40
 _MOST_SURPRISE = 2.0
 _GOOD_GAIN = 1.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64  # noted steps: of those without guesses, one in four
@@ -37,7 +37,8 @@ class StepCosts:
         self._patience: dict[int, int] = {}
         # Of the latest steps with guesses, in plain steps: what they have taken, and yielded.
         self._took = self._yielded = 0.0
-        self._num_balanced = 0
+        self._num_judged = 0
+        self._num_balanced = max(_FEWEST_BALANCED, _ROWS_BALANCED // num_rows)
         self._pause, self._paused_until = _SHORTEST_PAUSE, 0
 
     @property
@@ -67,15 +68,16 @@ class StepCosts:
         """
         # A step that somebody else has disturbed is not all of the balance.
         took = min(seconds_per_row / self.plain, _MOST_SURPRISE * self._expected(num_guesses))
-        self._took = _BALANCED * self._took + took
-        self._yielded = _BALANCED * self._yielded + 1 + num_right / self._num_rows
-        self._num_balanced += 1
-        if self._num_balanced < _FEWEST_TO_JUDGE:
+        memory = 1 - 1 / self._num_balanced
+        self._took = memory * self._took + took
+        self._yielded = memory * self._yielded + 1 + num_right / self._num_rows
+        self._num_judged += 1
+        if self._num_judged < self._num_balanced:
             return
         if self._yielded < FEWEST_GAIN * self._took:
             self._paused_until = self._num_noted + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._took = self._yielded = self._num_balanced = 0
+            self._took = self._yielded = self._num_judged = 0
         elif self._yielded > _GOOD_GAIN * self._took:
             self._pause = _SHORTEST_PAUSE
 
