@@ -1,4 +1,4 @@
-"""Stages of gpu_day.py that run other programs: `tests`, `peers` and `sanitize`."""
+"""Stages of gpu_day.py that run other programs: `tests`, `guesses`, `peers` and `sanitize`."""
 
 import os
 import re
@@ -71,6 +71,34 @@ def _told_tests(program: Program, report: Path) -> dict[str, Any]:
     if collected := re.search(r"^(\d+)(?:/\d+)? tests collected", said, re.M):
         result["collected"] = int(collected[1])
     return result
+
+
+# ---------------------------------------------------------------- guesses
+
+
+def guesses(job: Job) -> Measurements:
+    """Whether answers are the same, and what guessing brings, without graphs and with them."""
+    name = "tests of guesses"
+    program = _start_tests(job, name, "tests/gpu/test_guessing_gpu.py", "-n", "0")
+    yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
+    for name, more in (("kernel by kernel", ()), ("graphs", ("--graphs",))):
+        if not (job.is_tiny and more):  # there are none without a GPU
+            yield name, partial(_gains, job, name, *more)
+
+
+def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:
+    """Over not guessing, by text and sequences."""
+    command = python("benchmarks/speculation.py", "--device", job.device, *more)
+    command += ["--rounds", "1", "--texts", "copy,random"]
+    if job.is_tiny:
+        command += ["--streams", "1", "--prompt", "20", "--tokens", "30"]
+    else:
+        command += ["--shape", "qwen3-0.6b", "--streams", "1,16"]
+    _, said = Program(command, job, name).wait(0.5)
+    found = re.findall(r"^\| (\w+) \| (\d+) \| .* \*\*([\d.]+)\*\*", said, re.M)
+    if not found:
+        raise RuntimeError(f"no cell was measured: {said[-200:]!r}")
+    return {f"{text} {num_streams}": float(ratio) for text, num_streams, ratio in found}
 
 
 # ---------------------------------------------------------------- peers

@@ -26,6 +26,7 @@ MODULES = {
     "bench": "gpu_engine",
     "profile": "gpu_profile",
     "kernels": "gpu_kernels",
+    "guesses": "gpu_programs",
     "tp": "gpu_engine",
     "peers": "gpu_programs",
     "fa3": "gpu_kernels",

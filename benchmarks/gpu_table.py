@@ -177,6 +177,15 @@ def _by_shape(rows: list[Result], told: Callable[[Result], str]) -> Iterator[str
         yield from _wrapped(f"  {shape}", cells)
 
 
+def _guesses(result: Result) -> Iterator[str]:
+    tests = {name: found for name, found in result.items() if "rc" in found}
+    yield from _tests(tests)
+    for name, gains in result.items():
+        if name not in tests:
+            cells = [f"{cell} {gain:.2f}" for cell, gain in gains.items()]
+            yield from _wrapped(f"guessing over not guessing, {name}", cells)
+
+
 def _peers(result: Result) -> Iterator[str]:
     for found in result.values():
         cells = [
@@ -237,6 +246,7 @@ _SECTIONS: dict[str, Callable[[Result], Iterator[str]]] = {
     "bench": _bench,
     "profile": _profile,
     "kernels": _kernels,
+    "guesses": _guesses,
     "tp": _one_line("one rank"),
     "peers": _peers,
     "fa3": _fa3,

@@ -41,7 +41,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.compare import run_child
-from nanoserve.bench.hardware import describe
+from nanoserve.bench.hardware import choose_device, describe
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.speculative.config import METHODS
@@ -226,14 +226,20 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--tokens", type=int, default=200, help="of output")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--graphs", action="store_true", help="of guessing steps, on a GPU")
     parser.add_argument("--llama-cpp", help="the Python that has llama-cpp-python, to measure it")
     args = parser.parse_args()
     if args.llama_cpp and ("answers" in args.texts or args.method != "ngram" or args.model):
         parser.error("--llama-cpp has scripted texts, and no method but its own")
+    if args.llama_cpp and (args.graphs or args.device == "cuda"):
+        parser.error("--llama-cpp is measured on a CPU")
     args.words = documentation()
     streams = [int(number) for number in args.streams.split(",")]
     guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
     guesses |= {"model": args.model} if args.model else {}
+    guesses |= {"enforce_eager": False} if args.graphs else {}
+    device = choose_device(args.device)
     args.questions = held_out_questions(80) if "answers" in args.texts else []
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"max_model_len": args.prompt + args.tokens + 8}
@@ -242,8 +248,8 @@ def main() -> None:
             model = folder
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
             options |= {"load_format": "dummy", "tokenizer": "tiny-qwen3"}
-        options |= {"enable_prefix_caching": False}
-        print(f"{describe('cpu')}, torch {torch.__version__}\n")
+        options |= {"enable_prefix_caching": False, "device": device}
+        print(f"{describe(device)}, torch {torch.__version__}\n")
         if args.llama_cpp:
             print(f"{args.shape}, llama.cpp's lookup, {args.rounds} rounds\n")
             run_llama_cpp(args, streams, folder)

@@ -11,5 +11,6 @@ have come out without guessing, token for token, greedy or at random, whoever gu
 of a wrong guess lie behind what counts as computed, and are overwritten before anybody reads them.
 
 `config`: what can be asked for. `ngram`, `suffix`, `draft_model`, `head_proposer`: who guesses.
-`goodput`: how many guesses pay. `scheduler`, `engine`: a step's guesses, from plan to tokens.
+`goodput`: how many guesses pay, by `step_costs`. `scheduler`, `engine`: a step's guesses, from plan
+to tokens.
 """

@@ -120,11 +120,11 @@ class Goodput:
     def note_step(self, num_rows: int, num_guesses: int, num_right: int, seconds: float) -> None:
         """What a step has taken that only decoded."""
         costs = self.costs(num_rows)
-        costs.note(num_guesses, seconds / num_rows)
         if num_guesses and costs.plain is not None:
             costs.judge(num_guesses, num_right, seconds / num_rows)
             self._num_tokens += num_rows + num_right
             self._num_plain_tokens += seconds / costs.plain
+        costs.note(num_guesses, seconds / num_rows)
         self._num_since_plain = self._num_since_plain + 1 if num_guesses else 0
 
     def probability(self, record: Record) -> float:

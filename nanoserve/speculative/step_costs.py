@@ -65,9 +65,14 @@ class StepCosts:
 
         The best of several estimates is most often too good an estimate, and single steps take
         longer than others like them: a model that guesses for a new sequence computes its prompt.
+        Steps that were only tried, to see what they take, say nothing, nor do those that would
+        have had more guesses, were it known what these take.
         """
+        is_known = len(self._times.get(place_of(num_guesses), ())) >= _FEWEST_TIMES
+        if not is_known or num_guesses >= len(self.relative) - 1 < self._most_guesses:
+            return
         # A step that somebody else has disturbed is not all of the balance.
-        took = min(seconds_per_row / self.plain, _MOST_SURPRISE * self._expected(num_guesses))
+        took = min(seconds_per_row / self.plain, _MOST_SURPRISE * self.relative[num_guesses])
         memory = 1 - 1 / self._num_balanced
         self._took = memory * self._took + took
         self._yielded = memory * self._yielded + 1 + num_right / self._num_rows
@@ -80,9 +85,6 @@ class StepCosts:
             self._took = self._yielded = self._num_judged = 0
         elif self._yielded > _GOOD_GAIN * self._took:
             self._pause = _SHORTEST_PAUSE
-
-    def _expected(self, num_guesses: int) -> float:
-        return self.relative[min(num_guesses, len(self.relative) - 1)]
 
     def _find(self, plain: deque[float]) -> None:
         self.plain, self._num_new = median_low(plain), 0

@@ -34,7 +34,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
     stages = ["facts", "bench", "tp", "sweep"]
     if full_size:  # what is left out runs whole programs, which have tests of their own
-        stages = ["facts", "smoke", "bench", "profile", "kernels", "tp", "sweep"]
+        stages = ["facts", "smoke", "bench", "profile", "kernels", "guesses", "tp", "sweep"]
     out = tmp_path / "day"
     day = run("--out", str(out), "--device", "cpu", "--stages", ",".join(reversed(stages)))
     assert day.returncode == 0, day.stdout + (out / "log.txt").read_text()
@@ -45,6 +45,10 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
     result = {record["stage"]: record["result"] for record in records}
     assert result["facts"]["copy GB/s"] > 0
     assert len(result["bench"]["default"]["seconds"]) == 2
+    if full_size:  # graphs are for a GPU; the tests are only collected
+        assert result["guesses"].keys() == {"tests of guesses", "kernel by kernel"}
+        assert result["guesses"]["tests of guesses"]["collected"] == 18
+        assert result["guesses"]["kernel by kernel"].keys() == {"copy 1", "random 1"}
     assert result["tp"]["an engine over it"] == "same answers"
     assert result["sweep"]["tiny: ragged"]["best"][0]["us"] > 0
     assert day.stdout.rstrip().endswith("\n".join(table(records)))
@@ -146,6 +150,7 @@ def results() -> dict[str, dict[str, Any]]:
         "profile": {f"{n} rows": step for n in range(10)} | {"0 rows": {"wall us": 1.0}},
         "kernels": {f"decode {n}": RATE for n in range(20)}
         | {f"product {n}": {"16": RATE | {"TFLOP/s": 1.0}} for n in range(5)},
+        "guesses": {"tests of guesses": tests, "graphs": {"copy 1": 2.5, "random 16": 0.99}},
         "tp": {"all-reduce": "right"},
         "peers": {"in turns": {"unit": "tok/s", "nanoserve": [9.0], "failed": ["b FAILED: c"]}},
         "fa3": {f"decode {n}": beside for n in range(10)},
