@@ -22,6 +22,7 @@ _FADING = 0.98  # a step
 _MODEL_BELIEF = 2.0  # guesses that others' count for, in what is expected of a sequence
 _BELIEF = 10.0  # guesses that a likelihood is believed for, before any was judged
 _MEMORY = 0.95  # a row
+_PATIENT_MISSES = 3
 _MOST_WAIT = 32  # steps
 _REFUSED_WAIT = 8  # steps, where guesses were good and did not pay
 
@@ -53,9 +54,13 @@ class Record:
             self.num_misses = self.ask_at = 0
 
     def miss(self, step: int) -> None:
-        """Nothing was guessed: ask less often."""
+        """Nothing was guessed: ask less often.
+
+        Not at once: behind a word that is another one than in what is copied, some tokens must
+        agree before the place is found again.
+        """
         self.num_misses += 1
-        self.wait(step, min(2 ** (self.num_misses + 1), _MOST_WAIT))
+        self.wait(step, min(2 ** max(0, self.num_misses - _PATIENT_MISSES), _MOST_WAIT))
 
     def wait(self, step: int, count: int) -> None:
         """Up to so many steps. Those of several sequences end together: most steps ask nobody."""
