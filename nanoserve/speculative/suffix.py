@@ -9,7 +9,7 @@ The paper keeps a suffix tree. Here an index says where the last few tokens have
 is followed back from there, and only the latest places are looked at: a bound on time and memory.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.config import SpeculativeConfig
@@ -19,8 +19,9 @@ _KEY = 3  # tokens that must agree
 _MOST_PLACES = 8  # of one key in one index
 _MOST_TOKENS = 100_000  # of finished requests, of one cache key
 _MOST_CACHE_KEYS = 16
+_NO_TOKEN = -1  # behind each finished text
 
-# A text, and the position behind an occurrence in it.
+# Tokens, and the position behind an occurrence in them.
 Place = tuple[list[int], int]
 
 
@@ -40,11 +41,11 @@ class SuffixProposer(TextProposer):
         if len(token_ids) < _KEY:
             return []
         if own is None or own.num_added > len(token_ids):
-            own = self._own[seq] = PlaceIndex()
+            own = self._own[seq] = PlaceIndex(token_ids)
         # What ends with the last token is not there yet: nothing is known to follow it.
-        own.add(token_ids, len(token_ids) - 1)
+        own.add(_KEY, len(token_ids) - 1)
         key = tuple(token_ids[-_KEY:])
-        places = list(own.places.get(key, ()))
+        places = own.places(key)
         finished = self._finished.get(seq.cache_key)
         if finished is not None:
             places += finished.places(key)
@@ -94,26 +95,40 @@ def _following(place: Place, own: list[int], guesses: list[int]) -> int | None:
     text, end = place
     end += len(guesses)
     if end < len(text):
-        return text[end]
+        return text[end] if text[end] != _NO_TOKEN else None
     # Behind the end of the sequence itself come its guesses.
     return guesses[end - len(text)] if text is own else None
 
 
 class PlaceIndex:
-    """Where each `_KEY` tokens have occurred lately."""
+    """Where each `_KEY` tokens of a list that grows have occurred lately.
 
-    def __init__(self) -> None:
-        self.places: dict[tuple[int, ...], deque[Place]] = {}
+    Most have once: that is a number, and only for others there is a list.
+    """
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
         self.num_added = 0
+        self._ends: dict[tuple[int, ...], int | list[int]] = {}
 
-    def add(self, text: list[int], end: int) -> None:
-        """What ends at `end` or before, and was not added yet."""
-        for i in range(max(self.num_added + 1, _KEY), end + 1):
-            key = tuple(text[i - _KEY : i])
-            if key not in self.places:
-                self.places[key] = deque(maxlen=_MOST_PLACES)
-            self.places[key].append((text, i))
-        self.num_added = max(self.num_added, end)
+    def add(self, first: int, last: int) -> None:
+        """What ends at `first` ... `last`, if it was not added before."""
+        first, token_ids, ends = max(first, self.num_added + 1), self.token_ids, self._ends
+        tails = (token_ids[first - _KEY + i : last - _KEY + i + 1] for i in range(_KEY))
+        for end, key in enumerate(zip(*tails, strict=True), first):
+            known = ends.get(key)
+            if known is None:
+                ends[key] = end
+            elif isinstance(known, int):
+                ends[key] = [known, end]
+            else:
+                known.append(end)
+                del known[:-_MOST_PLACES]
+        self.num_added = max(self.num_added, last)
+
+    def places(self, key: tuple[int, ...]) -> list[Place]:
+        ends = self._ends.get(key, [])
+        return [(self.token_ids, end) for end in ([ends] if isinstance(ends, int) else ends)]
 
 
 class FinishedTexts:
@@ -121,17 +136,19 @@ class FinishedTexts:
 
     def __init__(self, max_requests: int) -> None:
         self._most_texts = max(1, max_requests // 2)
-        self._older, self._newer = PlaceIndex(), PlaceIndex()
-        self._num_texts = self._num_tokens = 0
+        self._older, self._newer = PlaceIndex([]), PlaceIndex([])
+        self._num_texts = 0
 
     def add(self, text: list[int]) -> None:
-        if self._num_texts == self._most_texts or self._num_tokens > _MOST_TOKENS // 2:
-            self._older, self._newer = self._newer, PlaceIndex()
-            self._num_texts = self._num_tokens = 0
+        is_full = len(self._newer.token_ids) > _MOST_TOKENS // 2
+        if self._num_texts == self._most_texts or is_full:
+            self._older, self._newer = self._newer, PlaceIndex([])
+            self._num_texts = 0
         self._num_texts += 1
-        self._num_tokens += len(text)
-        self._newer.num_added = 0  # of this text
-        self._newer.add(text, len(text) - 1)
+        start = len(self._newer.token_ids)
+        self._newer.token_ids += [*text, _NO_TOKEN]
+        # No match reaches back into the text before, and behind its last token nothing follows.
+        self._newer.add(start + _KEY, start + len(text) - 1)
 
     def places(self, key: tuple[int, ...]) -> list[Place]:
-        return [*self._older.places.get(key, ()), *self._newer.places.get(key, ())]
+        return self._older.places(key) + self._newer.places(key)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from nanoserve.speculative.goodput import Goodput
+from nanoserve.speculative.step_costs import StepCosts
 
 STEPS = 3000
 MOST = 8  # guesses of a row
@@ -97,3 +98,22 @@ def test_the_choice_loses_nothing_and_finds_most_of_what_there_is(
             print(shown)
             assert found > 0.98, shown
             assert found > 0.85 * possible, shown
+
+
+def test_what_has_lost_lately_pauses_for_longer_each_time() -> None:
+    costs = StepCosts(num_rows=4, most_guesses=32, is_model=False)
+    for num_guesses, seconds_per_row in [(0, 1.0)] * 5 + [(8, 1.5)] * 6:
+        costs.note(num_guesses, seconds_per_row)
+    for _ in range(50):
+        costs.judge(8, 4, 1.5)  # two tokens a row in the time of one and a half
+        costs.judge(16, 0, 9.0)  # tried: nobody knew what so many take
+    assert costs.can_pay
+    pauses = []
+    for _ in range(5):
+        while costs.can_pay:
+            costs.judge(8, 1, 1.5)
+        pauses.append(0)
+        while not costs.can_pay:
+            costs.note(0, 1.0)
+            pauses[-1] += 1
+    assert pauses == [8, 16, 32, 64, 64]

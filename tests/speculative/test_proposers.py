@@ -102,4 +102,4 @@ def test_finished_requests_are_bounded(kept: int, expected: list[int]) -> None:
     assert proposer.guess(sequence([8, 8, 1, 2, 3]), 8) == expected
     assert proposer.guess(sequence([8, 100, 101, 102]), 8) == []  # long gone
     indexes = [i for f in proposer._finished.values() for i in (f._older, f._newer)]
-    assert sum(len(index.places) for index in indexes) <= kept * 8
+    assert sum(len(index._ends) for index in indexes) <= kept * 8
