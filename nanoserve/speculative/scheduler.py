@@ -55,7 +55,7 @@ class SpeculativeScheduler(Scheduler):
             self.proposer.begin(seq)
         is_time = self._step >= self._ask_at or self.goodput is None
         # Who computes a prompt is not kept waiting by guesses.
-        is_free = not plan.admitted and not plan.preempted
+        is_free = plan.rows and not plan.admitted and not plan.preempted
         if is_time and is_free and plan.num_tokens == len(plan.rows):
             self._add_guesses(plan)
         return plan
