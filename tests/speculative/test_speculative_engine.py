@@ -8,6 +8,9 @@ import pytest
 from proposers import Oracle, Wrong
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.config import EngineConfig
+from nanoserve.speculative.ngram import NgramProposer
+from nanoserve.speculative.scheduler import SpeculativeScheduler
 from nanoserve.trace.reader import read_trace
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -169,3 +172,11 @@ def test_processors_of_the_engine_do_not_go_with_guesses() -> None:
 def test_a_negative_number_of_guesses_is_refused() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens=-1"):
         SamplingParams(num_speculative_tokens=-1)
+
+
+def test_a_step_without_rows_asks_nobody() -> None:
+    """As when all that run wait for a step that is still under way."""
+    config = EngineConfig("none", speculative_config={"method": "ngram"}).for_device("cpu")
+    scheduler = SpeculativeScheduler(config, num_kv_blocks=8, max_model_len=64)
+    scheduler.proposer = NgramProposer(3, 4)
+    assert not scheduler.schedule().rows
