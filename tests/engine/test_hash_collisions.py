@@ -29,7 +29,7 @@ class BirthdaySearch:
 
     def __init__(self, block_size: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(block_size)
-        self.manager = BlockManager(num_blocks, block_size)
+        self.manager = BlockManager(num_blocks, block_size, prefix_cache_seed=block_size)
         self.prefix_in: dict[int, tuple[int, ...]] = {}  # by block: what its K and V stand for
         self.of_hash: dict[bytes, set[tuple[int, ...]]] = {}
         self.counts: Counter[str] = Counter()
