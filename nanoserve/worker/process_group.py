@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
+_FAREWELL = timedelta(seconds=1)  # for a collective that was left, when all others are dead
 
 
 class Group:
@@ -30,6 +31,8 @@ class Group:
     def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
         self._process_group, self._store, self._device = process_group, store, device
         self._is_cuda = device.type == "cuda"
+        self._is_aborted = False
+        self._left: Any = None  # a collective that nobody waits for any more
         self.device_bytes = 0  # that NCCL has taken from the GPU, beside torch's own memory
         self._sum, self._minimum, self._maximum = (dist.AllreduceOptions() for _ in range(3))
         self._minimum.reduceOp, self._maximum.reduceOp = dist.ReduceOp.MIN, dist.ReduceOp.MAX
@@ -62,8 +65,10 @@ class Group:
 
     def abort(self) -> None:
         """Make collectives that wait for a dead rank fail."""
+        self._is_aborted = True
         process_group = self._process_group
-        if process_group is None:  # let go meanwhile
+        # It may have been let go meanwhile. Gloo cannot abort: whoever waits looks up, and leaves.
+        if process_group is None or not self._is_cuda:
             return
         try:
             process_group.abort()
@@ -73,7 +78,12 @@ class Group:
     def close(self) -> None:
         if self._is_cuda:  # else its destructor says that nobody has destroyed it
             self.abort()
-        self._process_group = self._store = None
+        elif self._left is not None:
+            with contextlib.suppress(RuntimeError):
+                self._left.wait(_FAREWELL)
+            if not self._left.is_completed():  # the destructor would wait for it
+                self.leak()
+        self._process_group = self._store = self._left = None
 
     def leak(self) -> None:
         """Keep the group and its store for ever, even when Python ends."""
@@ -81,12 +91,18 @@ class Group:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _wait(self, work: Any) -> None:
-        """On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard."""
+        """On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard.
+
+        Nor is a dead rank always noticed there: gloo was seen to wait out its whole timeout.
+        """
         if self._is_cuda:
             if work is not None:  # None: it was launched on the current stream, in order
                 work.wait()  # for the stream: this does not block
             return
         while not work.is_completed():
+            if self._is_aborted:
+                self._left = work
+                raise RuntimeError("another rank is gone, and this collective was left")
             with contextlib.suppress(RuntimeError):  # this wait has ended, or the work has failed
                 work.wait(_LOOK_UP)
         work.wait()  # at once: its error, if it has one

@@ -82,8 +82,7 @@ class TensorParallelExecutor:
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_group, 0, size, store, device, self._timeout)
             groups.append(self._workers.watch(meet))
-            if device.type == "cuda":  # where a dead rank is not noticed by those who wait for it
-                self._workers.on_failure = groups[0].abort
+            self._workers.on_failure = groups[0].abort
             self.runner = make_runner(TensorParallel(0, size, groups[0]))
             self._stack.callback(self.runner.close)
             num_bytes = 2 * self.runner.layout.num_bytes

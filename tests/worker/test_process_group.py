@@ -1,8 +1,14 @@
-"""NCCL's side of a group, on a machine that has none: a stand-in, and torch's own stubs."""
+"""NCCL's side of a group, on a machine that has none: a stand-in, and torch's own stubs.
+
+And what gloo cannot: leave a collective that a dead rank does not come to.
+"""
 
 import ast
 import logging
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -127,8 +133,42 @@ class Broken:
 
 def test_why_a_group_could_not_be_aborted_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="nanoserve"):
-        Group(Broken(), None, torch.device("cpu")).abort()
+        Group(Broken(), None, GPU).abort()
     assert "could not be aborted" in caplog.text and "no communicator" in caplog.text
+
+
+# ---------------------------------------------------------------- gloo
+
+# Rank 1 has come, and comes to no collective: as if gloo had not noticed that it is dead.
+LEAVE_A_SUM = """
+import threading, torch
+from nanoserve.worker.process_group import join_group, serve_store
+
+store, cpu, groups = serve_store(2), torch.device("cpu"), {}
+meet = lambda rank: groups.update({rank: join_group(rank, 2, store, cpu, 300)})
+other = threading.Thread(target=meet, args=[1])
+other.start()
+meet(0)
+other.join()
+threading.Timer(0.3, groups[0].abort).start()
+try:
+    groups[0].all_reduce(torch.ones(3))
+except RuntimeError as error:
+    print(error)
+groups[0].close()
+groups[0].abort()  # a worker that fails after the end changes nothing
+print("closed")
+"""
+
+
+def test_a_sum_to_which_a_dead_rank_does_not_come_is_left_and_nothing_waits_for_it() -> None:
+    """Nor does the end of Python: else it would be the 300 seconds of the group's timeout."""
+    began = time.monotonic()
+    command = [sys.executable, "-c", LEAVE_A_SUM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "another rank is gone" in done.stdout and done.stdout.endswith("closed\n")
+    print(f"after {time.monotonic() - began:.1f} seconds")
 
 
 # ---------------------------------------------------------------- what torch says of itself

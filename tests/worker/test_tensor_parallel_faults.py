@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.engine.executor import StepResult
 from nanoserve.sampling.processors import SlotState
 from nanoserve.worker.model_runner import Handle
+from nanoserve.worker.process_group import Group
 from nanoserve.worker.worker_processes import WorkerError
 
 pytestmark = pytest.mark.skipif(
@@ -112,6 +114,38 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_step(checkpoint: Path) -> No
             with pytest.raises(WorkerError, match="signal 9"):
                 llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+
+
+class DeafWork:
+    """A collective whose end is never noticed."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+
+def test_a_worker_that_is_killed_and_gloo_does_not_notice(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once on a busy machine, where rank 0 waited for the whole of the group's timeout."""
+    with make_llm(checkpoint) as llm:
+        executor = llm.engine.executor
+        (pid,), (group,) = executor.worker_pids, executor._groups
+        killed_at: list[float] = []
+
+        def wait_for_the_dead(work: Any) -> None:
+            if not killed_at:
+                killed_at.append(time.monotonic())
+                os.kill(pid, signal.SIGKILL)
+            Group._wait(group, DeafWork())
+
+        monkeypatch.setattr(group, "_wait", wait_for_the_dead)
+        with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
+            llm.generate([1, 2, 3], SHORT, use_tqdm=False)
+        tell_time(killed_at[0])
 
 
 def test_tokens_of_a_step_in_which_a_worker_dies_are_nobodys(
