@@ -142,10 +142,12 @@ def test_why_a_group_could_not_be_aborted_is_logged(caplog: pytest.LogCaptureFix
 # Rank 1 has come, and comes to no collective: as if gloo had not noticed that it is dead.
 LEAVE_A_SUM = """
 import threading, torch
-from nanoserve.worker.process_group import join_group, serve_store
+from nanoserve.worker.process_group import find_store, join_group, serve_store
 
-store, cpu, groups = serve_store(2), torch.device("cpu"), {}
-meet = lambda rank: groups.update({rank: join_group(rank, 2, store, cpu, 300)})
+groups, stores = {}, [serve_store(2)]
+stores.append(find_store(stores[0].port, 2))
+join = lambda rank: join_group(rank, 2, stores[rank], torch.device("cpu"), 300)
+meet = lambda rank: groups.update({rank: join(rank)})
 other = threading.Thread(target=meet, args=[1])
 other.start()
 meet(0)
