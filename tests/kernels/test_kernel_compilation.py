@@ -21,11 +21,21 @@ from sass import bytes_loaded, count_instructions, disassembler
 
 SCRIPT = compile_kernels.__file__
 # Every case for one of them, the usual ones for the others; `compile_kernels.py 80` compiles all.
-USUAL = r"bfloat16.*(head_dim=128|vocab=151936|hidden=(256|1024)|size=3072)|int[48].* inputs="
+USUAL = "|".join(
+    [
+        r"attention bfloat16 head_dim=128 heads=(8:1|4:2 (sliding_window soft_cap|kv=fp8))",
+        r"(experts|norm) bfloat16.* hidden=(256|1024)|experts of",
+        r"store_kv bfloat16.* head_dim=128",
+        r"bfloat16 (vocab=151936|size=3072)",
+        r"scaled_product int8 .*=4096",
+        r"grouped_product int.* (offset=False rows=64|float16 .*rows=1) ",
+        r"grouped_product int4 (bfloat16|float32) group=32 offset=True",
+    ]
+)
 E4M3 = r"e4m3"  # a tensor core's from compute capability 8.9 on
 # Where there is less shared memory, also those that take the most of it.
 LARGE = r"attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
-LARGE = rf"{LARGE}|(scaled|grouped)_product int"
+LARGE = rf"{LARGE}|(scaled|grouped)_product int.* rows=1024 "
 WANTED = {
     80: USUAL,
     86: LARGE,
