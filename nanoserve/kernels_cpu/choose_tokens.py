@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from nanoserve.kernels_cpu.values import FAST, array_at, to_float
+from nanoserve.kernels_cpu.values import EXACT, FAST, array_at, to_float
 
 _AT_ONCE = 256  # tokens, whose bounds are looked at together
 _WEYL = np.uint32(0x9E3779B9)
@@ -51,6 +51,11 @@ def _bound(u):
     return _LN2 * (np.float32(127) - bits) + _SLACK
 
 
+@njit(**EXACT)
+def _score(logit, temperature, u):
+    return logit / temperature - np.float32(math.log(-math.log1p(-np.float64(u))))
+
+
 @njit(**FAST)
 def _winner(logits, temperature, key):
     """The best token of a row, -1 where `best_tokens` has none."""
@@ -67,8 +72,7 @@ def _winner(logits, temperature, key):
         for i in range(size):
             if not scores[i] <= best:
                 u = min(_uniform(key, start + i), np.float32(1 - 2.0**-24))
-                noise = np.float32(math.log(-math.log1p(-np.float64(u))))
-                score = to_float(logits[start + i]) / temperature - noise
+                score = _score(to_float(logits[start + i]), temperature, u)
                 if not score < np.inf:
                     return -1
                 if score > best:

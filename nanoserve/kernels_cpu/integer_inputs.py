@@ -3,10 +3,10 @@
 import numpy as np
 from numba import njit
 
-from nanoserve.kernels_cpu.values import FAST, to_float
+from nanoserve.kernels_cpu.values import EXACT, to_float
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def quantize_row(x, row, largest, shift, codes, starts, sums, scale):
     """codes = x / scale, with scale = largest / 127: of a row, which becomes NaN if it holds one.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.kernels_cpu.values import (
     ELEMENTS,
+    EXACT,
     FAST,
     address,
     array_at,
@@ -81,7 +82,7 @@ def tokens(
     return tuple(map(address, tensors)), sizes, eps, *elements
 
 
-@njit(inline="always", **FAST)
+@njit(inline="always", **EXACT)
 def token_arrays(addresses, sizes, element, weight_element):
     """(heads, q, cos, sin, q_weight, k_weight, positions, slots) of a step's tokens."""
     heads, q, cos, sin, q_weight, k_weight, positions, slots = addresses
@@ -99,23 +100,28 @@ def token_arrays(addresses, sizes, element, weight_element):
 
 
 @njit(**FAST)
-def _scale(x, eps):
-    """1 / sqrt(mean(x^2) + eps)"""
+def _sum_of_squares(x):
     total = np.float32(0)
     for i in range(len(x)):
         value = to_float(x[i])
         total += value * value
-    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + np.float32(eps))
+    return total
 
 
-@njit(**FAST)
+@njit(**EXACT)
+def _scale(x, eps):
+    """1 / sqrt(mean(x^2) + eps)"""
+    return np.float32(1) / np.sqrt(_sum_of_squares(x) / np.float32(len(x)) + np.float32(eps))
+
+
+@njit(**EXACT)
 def _normalise(x, weight, eps, out):
     scale = _scale(x, eps)
     for i in range(len(x)):
         store(out, i, to_float(x[i]) * scale * to_float(weight[i]))
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _rms_norm(x, out, weight, num_rows, size, eps, element, weight_element):
     x, out = array_at(x, (num_rows, size), element), array_at(out, (num_rows, size), element)
     weight = array_at(weight, (size,), weight_element)
@@ -123,7 +129,7 @@ def _rms_norm(x, out, weight, num_rows, size, eps, element, weight_element):
         _normalise(x[row], weight, eps, out[row])
 
 
-@njit(parallel=True, **FAST)
+@njit(parallel=True, **EXACT)
 def _rms_norm_parallel(x, out, weight, num_rows, size, eps, element, weight_element):
     x, out = array_at(x, (num_rows, size), element), array_at(out, (num_rows, size), element)
     weight = array_at(weight, (size,), weight_element)
@@ -131,14 +137,14 @@ def _rms_norm_parallel(x, out, weight, num_rows, size, eps, element, weight_elem
         _normalise(x[row], weight, eps, out[row])
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _add_and_normalise(x, residual, weight, eps):
     for i in range(len(x)):
         store(residual, i, to_float(x[i]) + to_float(residual[i]))
     _normalise(residual, weight, eps, x)
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _add_rms_norm(x, residual, weight, num_rows, size, eps, element, weight_element):
     x = array_at(x, (num_rows, size), element)
     residual = array_at(residual, (num_rows, size), element)
@@ -147,7 +153,7 @@ def _add_rms_norm(x, residual, weight, num_rows, size, eps, element, weight_elem
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
-@njit(parallel=True, **FAST)
+@njit(parallel=True, **EXACT)
 def _add_rms_norm_parallel(x, residual, weight, num_rows, size, eps, element, weight_element):
     x = array_at(x, (num_rows, size), element)
     residual = array_at(residual, (num_rows, size), element)
@@ -156,7 +162,7 @@ def _add_rms_norm_parallel(x, residual, weight, num_rows, size, eps, element, we
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _silu_and_mul_row(gate_up, out):
     size = len(out)
     for i in range(size):
@@ -166,7 +172,7 @@ def _silu_and_mul_row(gate_up, out):
         store(out, i, gate * sigmoid * up)
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _silu_and_mul(gate_up, out, num_rows, size, element):
     gate_up = array_at(gate_up, (num_rows, 2 * size), element)
     out = array_at(out, (num_rows, size), element)
@@ -174,7 +180,7 @@ def _silu_and_mul(gate_up, out, num_rows, size, element):
         _silu_and_mul_row(gate_up[row], out[row])
 
 
-@njit(parallel=True, **FAST)
+@njit(parallel=True, **EXACT)
 def _silu_and_mul_parallel(gate_up, out, num_rows, size, element):
     gate_up = array_at(gate_up, (num_rows, 2 * size), element)
     out = array_at(out, (num_rows, size), element)
@@ -182,7 +188,7 @@ def _silu_and_mul_parallel(gate_up, out, num_rows, size, element):
         _silu_and_mul_row(gate_up[row], out[row])
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _store_kv(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
     arrays = token_arrays(addresses, sizes, element, weight_element)
@@ -191,7 +197,7 @@ def _store_kv(addresses, sizes, eps, element, weight_element, kv_cache, cache_sh
         _store_token(token, arrays, eps, kv_cache)
 
 
-@njit(parallel=True, **FAST)
+@njit(parallel=True, **EXACT)
 def _store_kv_parallel(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
     arrays = token_arrays(addresses, sizes, element, weight_element)
     kv_cache = array_at(kv_cache, (2, *cache_shape, sizes[2]), element)
@@ -199,7 +205,7 @@ def _store_kv_parallel(addresses, sizes, eps, element, weight_element, kv_cache,
         _store_token(token, arrays, eps, kv_cache)
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _store_token(token, arrays, eps, kv_cache):
     all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
     heads, q, slot = all_heads[token], all_q[token], slots[token]
@@ -217,7 +223,7 @@ def _store_token(token, arrays, eps, kv_cache):
             v[i] = source[i]
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def norm_and_turn(x, weight, eps, cos, sin, out):
     half = len(x) // 2
     if len(weight):

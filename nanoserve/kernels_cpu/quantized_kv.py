@@ -9,10 +9,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.quantized_kv import LARGEST_CODE, SMALLEST_SCALE, QuantizedKV
 from nanoserve.kernels_cpu.ops import FEW, NumbaOps, norm_and_turn, token_arrays, tokens
-from nanoserve.kernels_cpu.values import ELEMENTS, FAST, address, array_at, store, to_float
-
-# A division stays a division here: codes are those that torch finds, bit for bit.
-_EXACT = {**FAST, "fastmath": False}
+from nanoserve.kernels_cpu.values import ELEMENTS, EXACT, address, array_at, store, to_float
 
 
 class QuantizedNumbaOps(NumbaOps):
@@ -39,7 +36,7 @@ class QuantizedNumbaOps(NumbaOps):
         return q
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _store_kv(addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code):
     """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
     arrays = token_arrays(addresses, sizes, element, weight_element)
@@ -49,7 +46,7 @@ def _store_kv(addresses, sizes, eps, element, weight_element, cache, shape, larg
         _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
 
 
-@njit(parallel=True, **FAST)
+@njit(parallel=True, **EXACT)
 def _store_kv_parallel(
     addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code
 ):
@@ -60,7 +57,7 @@ def _store_kv_parallel(
         _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
 
 
-@njit(**FAST)
+@njit(**EXACT)
 def _store_token(token, arrays, eps, codes, scales, largest_code):
     all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
     heads, q, slot = all_heads[token], all_q[token], slots[token]
@@ -81,9 +78,9 @@ def _store_token(token, arrays, eps, codes, scales, largest_code):
         scales[1, block, head, offset] = quantize_head(values, largest_code, v_codes)
 
 
-@njit(**_EXACT)
+@njit(**EXACT)
 def quantize_head(values, largest_code, codes):
-    """`quantize` of a head; returns its scale."""
+    """`quantize` of a head, bit for bit; returns its scale."""
     bits = values.view(np.int32)
     largest = np.int32(0)
     for i in range(len(bits)):  # magnitudes are in the order of their bits, infinity, then NaN last

@@ -17,6 +17,9 @@ from torch import Tensor
 
 # Sums may be reordered, which is what makes vectors of them; infinities and NaN stay what they are.
 FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "cache": True}
+# What makes no sums gains nothing by it and would lose: how (a * b) * c is reordered depends on
+# what is compiled around it, and a row would get other bits where there are many.
+EXACT = {**FAST, "fastmath": False}
 _LOG2_E = np.float32(math.log2(math.e))
 
 
