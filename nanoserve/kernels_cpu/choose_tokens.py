@@ -53,6 +53,7 @@ def _bound(u):
 
 @njit(**EXACT)
 def _score(logit, temperature, u):
+    """A logit with the noise of `Sampler`."""
     return logit / temperature - np.float32(math.log(-math.log1p(-np.float64(u))))
 
 

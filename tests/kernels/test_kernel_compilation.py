@@ -35,7 +35,7 @@ USUAL = "|".join(
 E4M3 = r"e4m3"  # a tensor core's from compute capability 8.9 on
 # Where there is less shared memory, also those that take the most of it.
 LARGE = r"attention \w+ (head_dim=128 heads=4:2 prefill|head_dim=256 heads=4:2 (pre|dec))"
-LARGE = rf"{LARGE}|(scaled|grouped)_product int.* rows=1024 "
+LARGE = rf"{LARGE}|(scaled|grouped)_product int.* rows=(1|1024) "
 WANTED = {
     80: USUAL,
     86: LARGE,

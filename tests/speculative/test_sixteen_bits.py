@@ -12,9 +12,7 @@ import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.outputs import RequestOutput
 
-# In log-probability. The largest of both models' logits lie between 8 and 34, where neighbours in
-# bfloat16 are 1/16 to 1/4 apart. Which products round otherwise depends on the processor.
-NEAR_TIE = 1 / 4 + 1e-3
+NEAR_TIE = 0.05  # in log-probability
 GLOSSARY = Path(nanoserve.__file__).parent / "tiny_qwen3" / "glossary.json"
 
 
@@ -64,7 +62,7 @@ def test_where_tokens_differ_they_nearly_tied(method: dict[str, Any], full_size:
     guessed, num_right = answers(count, method | {"adaptive": False, "num_speculative_tokens": 5})
     gaps = first_differences(plain, guessed)
     print(f"{method['method']}: {num_right} right guesses, {len(gaps)} of {count} answers differ")
-    assert max(gaps, default=0) <= NEAR_TIE
+    assert max(gaps, default=0) < NEAR_TIE
     assert num_right > 5 * count
 
 
@@ -72,6 +70,7 @@ def test_where_tokens_differ_they_nearly_tied(method: dict[str, Any], full_size:
 def test_a_model_that_is_sure_of_nothing_differs_in_near_ties_alone(
     backend: str, tmp_path: Path, full_size: bool
 ) -> None:
+    """Random weights in bfloat16, whose logits are 1/16 or 1/8 apart where they are large."""
     count, rng = 200 if full_size else 40, random.Random(0)
     make_qwen3(tmp_path, vocab_size=2048, dtype="bfloat16", hidden_size=128, num_hidden_layers=4)
     prompts = [[rng.randrange(2048) for _ in range(20)] for _ in range(count)]
@@ -86,4 +85,4 @@ def test_a_model_that_is_sure_of_nothing_differs_in_near_ties_alone(
     gaps = first_differences(*found)
     print(f"{backend}: {num_guesses} guesses, {len(gaps)} of {count} answers differ, by {gaps}")
     assert num_guesses > 10 * count
-    assert max(gaps, default=0) <= NEAR_TIE
+    assert max(gaps, default=0) <= 2 / 16 + 1e-3
