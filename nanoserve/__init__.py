@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanoserve.outputs import CompletionOutput, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.server.async_llm import AsyncLLM
+    from nanoserve.structured.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _HOME = {
@@ -44,6 +46,7 @@ _HOME = {
     "CompletionOutput": "nanoserve.outputs",
     "BeamSearchParams": "nanoserve.beam_search",
     "AsyncLLM": "nanoserve.server.async_llm",
+    "StructuredOutputsParams": "nanoserve.structured.params",
 }
 
 

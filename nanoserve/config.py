@@ -100,6 +100,8 @@ class EngineConfig:
 
     # Guess tokens and verify several in a step: a dictionary, see nanoserve.speculative.config.
     speculative_config: Any = None
+    # How grammars of requests are computed: a dictionary, see nanoserve.structured.config.
+    structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for
     trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
@@ -140,6 +142,11 @@ class EngineConfig:
             from nanoserve.speculative.config import SpeculativeConfig
 
             self.speculative_config = SpeculativeConfig.of(self.speculative_config, self)
+        if self.structured_outputs_config is not None:
+            from nanoserve.structured.config import StructuredOutputsConfig
+
+            guiding = StructuredOutputsConfig.of(self.structured_outputs_config)
+            self.structured_outputs_config = guiding
         self._check_names()
         self._check_pairs()
 

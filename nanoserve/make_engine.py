@@ -6,6 +6,7 @@ from typing import Any
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_executor
@@ -34,4 +35,12 @@ def make_engine(model: str | Path, options: dict[str, Any]) -> LLMEngine:
         engine_class = prepare_engine(config, model_config)
     checkpoint.fetch_weights()
     executor = make_executor(config, model_config, checkpoint.folder)
-    return engine_class(config, model_config, executor, tokenizer)
+    engine = engine_class(config, model_config, executor, tokenizer)
+    engine.guide = _guide
+    return engine
+
+
+def _guide(engine: LLMEngine, request: Request) -> None:
+    from nanoserve.structured.engine import start_guiding
+
+    start_guiding(engine, request)

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import check_bool, check_int, check_number, require
+
+if TYPE_CHECKING:
+    from nanoserve.structured.params import StructuredOutputsParams
 
 # (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
@@ -83,12 +86,15 @@ class SamplingParams:
         prefix cache, because what is cached has no logits.
     num_speculative_tokens: at most so many tokens are guessed per step, 0 for none; None leaves it
         to the engine (`speculative_config`). What is generated does not depend on it.
+    structured_outputs: a grammar, a JSON schema, a regular expression or a choice that the output
+        obeys; see `nanoserve.structured.params.StructuredOutputsParams`.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
     spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
         around them, as most do not; False writes them as they are.
 
     Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
-    penalties, logits_processors; then, for requests that sample, temperature, min_p, top_k, top_p.
+    penalties, logits_processors, structured_outputs; then, for requests that sample, temperature,
+    min_p, top_k, top_p.
     Tokens tied with the last kept one are kept with it, so the result does not depend on how a
     sort breaks ties.
 
@@ -121,6 +127,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logits_processors: list[RowProcessor] | None = None
     num_speculative_tokens: int | None = None
+    structured_outputs: "StructuredOutputsParams | None" = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -150,6 +157,10 @@ class SamplingParams:
             from nanoserve.request_lists import checked_lists
 
             vars(self).update(checked_lists(given))
+        if self.structured_outputs is not None:
+            from nanoserve.structured.params import StructuredOutputsParams
+
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self._check_pairs()
 
     @property
@@ -175,7 +186,13 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters stands between the model and the choice."""
         asked = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.logits_processors)
+        if self.structured_outputs is not None and self.filters_logits:
+            return True  # what a grammar forbids is forbidden before anything is filtered
         return self.has_penalties or self.min_tokens > 0 or any(asked)
+
+    @property
+    def filters_logits(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def _check_pairs(self) -> None:
         """What two parameters must agree on."""

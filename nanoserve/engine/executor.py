@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import TokenLogprobs
@@ -61,6 +63,25 @@ class StepResult:
     hidden: Any = None
 
 
+class Limit(Protocol):
+    """What may be chosen in a sequence's rows of one step: behind its last token, and each guess.
+
+    Asked when the tokens of the step before are known. Raises `ValueError` if nobody can tell.
+    """
+
+    def first_illegal(self, token_ids: list[int]) -> int | None:
+        """Of the tokens chosen in these rows, the index of the first that may not come.
+
+        Behind one that was not guessed none counts.
+        """
+
+    def fill(self, index: int, mask: np.ndarray) -> None:
+        """Set bit t % 32 of word t // 32 for each token t that row `index` may take, and no other.
+
+        mask: int32 [ceil(vocab_size / 32)].
+        """
+
+
 class Executor(Protocol):
     """The muscle. Steps run in the order in which they are launched.
 
@@ -76,9 +97,10 @@ class Executor(Protocol):
     def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
         """Launch the model; returns the step's handle. Does not wait."""
 
-    def expect(self, guesses: dict[int, list[int]]) -> None:
+    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Limit]) -> None:
         """By slot, what the step that was launched last guesses: whatever changes the logits behind
-        a guess must take it, and those before it, as chosen."""
+        a guess must take it, and those before it, as chosen. And what may be chosen at all, which
+        is asked when that step is sampled."""
 
     def sample(self, handle: Any) -> None:
         """Launch the sampler. By now the step before has been collected."""

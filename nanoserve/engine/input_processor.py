@@ -68,7 +68,7 @@ class InputProcessor:
         self.eos_token_ids = model_config.eos_token_ids
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
-        self._tokenizer = tokenizer
+        self._tokenizer, self._guiding = tokenizer, config.structured_outputs_config
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -177,6 +177,8 @@ class InputProcessor:
             raise ValueError(
                 "stop and bad_words are texts: they need a tokenizer, and there is none"
             )
+        if params.structured_outputs is not None:
+            params.structured_outputs.check(self._guiding, self._tokenizer)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
                 raise ValueError(

@@ -41,8 +41,11 @@ class LLMEngine:
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
     Threads may share an engine: a call waits until another one is over. `clock` gives seconds, and
-    is the only one that is read.
+    is the only one that is read. `guide` prepares an engine for a request with a grammar; it is set
+    by whoever builds the engine.
     """
+
+    guide: "Callable[[LLMEngine, Request], None]"
 
     def __init__(
         self,
@@ -96,6 +99,8 @@ class LLMEngine:
                 raise ValueError("this engine is closed")
             if request.request_id in self.output_processor.requests:
                 raise ValueError(f"request_id={request.request_id!r} is already in use")
+            if request.params.structured_outputs is not None:
+                self.guide(self, request)
             with recovery(self):
                 seed = request.params.seed
                 seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
@@ -202,10 +207,7 @@ class LLMEngine:
         batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
         self._watch.lap(times, "pack")
         sees_all = bool(self.config.logits_processors)
-        changes = [
-            SlotChange.of(seq, with_tokens=sees_all or seq.params.changes_logits)
-            for seq in plan.admitted
-        ]
+        changes = [SlotChange.of(s, sees_all or s.params.changes_logits) for s in plan.admitted]
         step = Step(plan, batch, times, self.executor.forward(batch, changes))
         self._watch.lap(times, "execute")
         return step

@@ -97,8 +97,10 @@ class OutputProcessor:
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 
-    def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
-        return self._output(request, self._end(request, "abort", finish, now))
+    def abort(
+        self, request: Request, finish: Finish, now: float, reason: str = "abort"
+    ) -> RequestOutput:
+        return self._output(request, self._end(request, reason, finish, now))
 
     def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
         """End `seq` if its text, which may be decoded now, has run into a stop string."""

@@ -27,6 +27,7 @@ _CHANGES = (
     "frequency_penalty",
     "presence_penalty",
     "logits_processors",
+    "structured_outputs",
 )
 _UNCHANGED = SamplingParams(temperature=0)
 

@@ -7,7 +7,8 @@ In vLLM's order, each on what the one before has left:
 3. `min_tokens`: EOS and stop tokens become -inf until there are enough tokens;
 4. `logit_bias`: is added;
 5. penalties: repetition over prompt and output, then frequency and presence over the output;
-6. the request's own `logits_processors`, then those of the engine.
+6. the request's own `logits_processors`, then those of the engine;
+7. `structured_outputs`: what its grammar does not allow becomes -inf.
 
 Rows that ask for none of it never come here. Each function below works on all rows of a step at
 once, by (row, token) pairs: a row's cost is the tokens it names, not the vocabulary.
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import Limit, SlotChange
 
 
 class TokenCounts:
@@ -91,7 +92,8 @@ class SlotState:
         self.counts: TokenCounts | None = None
         if params.has_penalties:
             self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
-        self._guesses: list[int] = []  # of the step under way
+        self.limit: Limit | None = None  # what a grammar allows in the step under way
+        self._guesses: list[int] = []  # of that step
         self._num_void = 0  # rows of that step that lie behind a wrong one
 
     def expect(self, guesses: list[int]) -> None:
@@ -147,9 +149,10 @@ def apply_processors(
 
     Returns what requests' own processors raised, by row: no other request need suffer from that.
     """
+    given = states
     if len(set(states)) < len(states):
         seen: Counter[SlotState] = Counter()
-        given, states = states, []  # the caller's own stay as they are
+        states = []  # the caller's own stay as they are
         for state in given:
             states.append(state.behind(seen[state]))
             seen[state] += 1
@@ -165,6 +168,11 @@ def apply_processors(
             errors[row] = error
     for batch_processor in of_engine:
         batch_processor(logits, states)
+    limits = [state.limit for state in given]
+    if any(limits):
+        from nanoserve.sampling.masks import apply_limits
+
+        errors |= apply_limits(logits, limits)
     return errors
 
 

@@ -57,6 +57,7 @@ class Sampler:
         self._processors = processors  # the engine's own; they see every row
         self._vocab_size = vocab_size
         self._noise: Any = None  # made when the first row samples
+        self.limits: dict[int, Any] = {}  # by slot, of the next step: nanoserve.sampling.limits
 
     def set_slot(self, change: SlotChange) -> None:
         """The sequence in a slot is a new one."""
@@ -69,13 +70,6 @@ class Sampler:
         self._settings[change.slot] = settings = settings_of(change, state is not None)
         self._is_plain[change.slot] = state is None and settings.temperature == 0
 
-    def expect(self, guesses: dict[int, list[int]]) -> None:
-        """By slot, what the next step guesses: its rows are those of the last token and of each
-        guess, and what changes their logits sees the guesses before."""
-        for slot, token_ids in guesses.items():
-            if self._states[slot] is not None:
-                self._states[slot].expect(token_ids)
-
     def sample(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
     ) -> Sampled:
@@ -85,20 +79,28 @@ class Sampler:
         positions: [num_rows], the row's slot and the position that its new token will have.
         tensors: the batch on the device, for a sampler that reads these there.
         """
+        if self.limits:
+            from nanoserve.sampling.limits import sample_within
+
+            return sample_within(self, logits, slots, positions, tensors)
         settings, is_plain = self._settings[slots], self._is_plain[slots]
-        rest = np.flatnonzero(~is_plain)
+        plain, rest = np.flatnonzero(is_plain), np.flatnonzero(~is_plain)
         if not len(rest):
             token_ids = self._choose_plain(logits, slots, positions, tensors)
             return Sampled(token_ids, self._logprobs(logits, token_ids, settings), [], {})
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        plain = np.flatnonzero(is_plain)
         if len(plain):
             index = tensor_of(plain, logits)
             token_ids[index] = self._choose_plain(logits[index], slots[plain], positions[plain])
         index = tensor_of(rest, logits)
         own = logits[index].float()
         states = [(row, self._states[slots[row]]) for row in rest if settings["is_changed"][row]]
-        errors = self._change(own, settings[rest], states) if states else {}
+        errors: dict[int, Exception] = {}
+        if states:
+            from nanoserve.sampling.processors import apply_processors
+
+            with rows_of(own, np.flatnonzero(settings["is_changed"][rest])) as part:
+                errors = apply_processors(part, [s for _, s in states], self._processors)
         token_ids[index] = self._choose(own, settings[rest], slots[rest], positions[rest])
         errors = {int(states[i][0]): error for i, error in errors.items()}
         return Sampled(token_ids, self._logprobs(logits, token_ids, settings), states, errors)
@@ -139,14 +141,6 @@ class Sampler:
             values = (tensor_of(settings[name][filtered], logits) for name in names)
             with rows_of(logits, filtered) as part:
                 apply_filters(part, *values)
-
-    def _change(
-        self, logits: torch.Tensor, settings: np.ndarray, states: "list[tuple[int, SlotState]]"
-    ) -> dict[int, Exception]:
-        from nanoserve.sampling.processors import apply_processors
-
-        with rows_of(logits, np.flatnonzero(settings["is_changed"])) as part:
-            return apply_processors(part, [state for _, state in states], self._processors)
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray

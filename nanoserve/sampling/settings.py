@@ -30,8 +30,7 @@ def settings_of(change: SlotChange, is_changed: bool) -> Settings:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        is_filtered=not params.is_greedy
-        and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+        is_filtered=params.filters_logits,
         seed=change.seed % 2**64,
         completion=change.completion,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,

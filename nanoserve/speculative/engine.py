@@ -51,9 +51,12 @@ class SpeculativeEngine(LLMEngine):
         self.scheduler: SpeculativeScheduler = scheduler_class(
             config, executor.num_kv_blocks, executor.max_model_len
         )
-        self.scheduler.proposer = make_proposer(executor, self.scheduler)
-        self._stats = SpeculativeStats()
-        self._accepted_at = [0] * config.speculative_config.num_speculative_tokens
+        self.start_guessing(make_proposer, config.speculative_config.num_speculative_tokens)
+
+    def start_guessing(self, make_proposer: MakeProposer, most_guesses: int) -> None:
+        self.scheduler.proposer = make_proposer(self.executor, self.scheduler)
+        self._stats = SpeculativeStats(**vars(self._stats))
+        self._accepted_at = [0] * most_guesses
         if self.scheduler.goodput is not None:
             self.observers.append(self._note_time)
 
@@ -63,9 +66,12 @@ class SpeculativeEngine(LLMEngine):
 
     def _launch(self, plan: Plan) -> Step:
         step = super()._launch(plan)
-        if plan.guesses:
-            self.executor.expect({seq.slot: ids for seq, ids in plan.guesses.items()})
+        self._expect(plan)
         return step
+
+    def _expect(self, plan: Plan) -> None:
+        if plan.guesses:
+            self.executor.expect({seq.slot: ids for seq, ids in plan.guesses.items()}, {})
 
     def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
         if not plan.guesses:

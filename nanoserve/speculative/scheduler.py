@@ -38,10 +38,15 @@ class SpeculativeScheduler(Scheduler):
 
     def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
         super().__init__(config, num_kv_blocks, max_model_len)
-        self._most = config.speculative_config.num_speculative_tokens
+        self.start_guessing(config)
+
+    def start_guessing(self, config: EngineConfig) -> None:
+        """Without a `speculative_config` nobody is asked for guesses."""
         asked = config.speculative_config
-        is_model = asked.model is not None
-        self.goodput = Goodput(self._most, is_model) if asked.adaptive else None
+        self._most = 0 if asked is None else asked.num_speculative_tokens
+        self.goodput = None
+        if asked is not None and asked.adaptive:
+            self.goodput = Goodput(self._most, asked.model is not None)
         self._is_ahead = config.async_scheduling
         self._records: dict[Sequence, Record] = {}
         self._step = 0
@@ -53,11 +58,10 @@ class SpeculativeScheduler(Scheduler):
         for seq in plan.admitted:
             self._ask_at = 0
             self.proposer.begin(seq)
-        is_time = self._step >= self._ask_at or self.goodput is None
         # Who computes a prompt is not kept waiting by guesses.
         is_free = plan.rows and not plan.admitted and not plan.preempted
-        if is_time and is_free and plan.num_tokens == len(plan.rows):
-            self._add_guesses(plan)
+        if is_free and plan.num_tokens == len(plan.rows):
+            self._guess(plan)
         return plan
 
     def settle(self, plan: Plan, token_ids: list[list[int]]) -> None:
@@ -77,9 +81,14 @@ class SpeculativeScheduler(Scheduler):
             self.goodput.note_guesses(record, len(guesses), right)
             self._ask_at = min(self._ask_at, record.ask_at)
 
+    def _guess(self, plan: Plan) -> None:
+        if self._most and (self._step >= self._ask_at or self.goodput is None):
+            self._add_guesses(plan)
+
     def _may_guess(self, seq: Sequence) -> bool:
         # A processor of its own may count how often it is called.
-        return seq.params.num_speculative_tokens != 0 and not seq.params.logits_processors
+        may_guess = seq.params.num_speculative_tokens != 0 and not seq.params.logits_processors
+        return may_guess and self._most > 0
 
     def _add_guesses(self, plan: Plan) -> None:
         num_rows = len(plan.rows)

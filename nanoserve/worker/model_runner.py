@@ -104,8 +104,10 @@ class ModelRunner:
                 handle.logits = self.model.compute_logits(handle.hidden)
         return handle
 
-    def expect(self, guesses: dict[int, list[int]]) -> None:
-        self.sampler.expect(guesses)
+    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
+        from nanoserve.sampling.limits import expect
+
+        expect(self.sampler, guesses, limits)
 
     @torch.inference_mode()
     def sample(self, handle: Handle) -> None:

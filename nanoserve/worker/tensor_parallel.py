@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,8 +124,8 @@ class TensorParallelExecutor:
             self._is_amid_collectives = False
             return handle
 
-    def expect(self, guesses: dict[int, list[int]]) -> None:
-        self.runner.expect(guesses)
+    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
+        self.runner.expect(guesses, limits)
 
     def sample(self, handle: Handle) -> None:
         with self._recovery():

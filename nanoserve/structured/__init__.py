@@ -1,0 +1,1 @@
+"""Output that obeys a grammar: what may come next, token by token."""

@@ -1,0 +1,144 @@
+"""Grammars by llguidance: a lexer of derivatives under an Earley parser, made as outputs need it.
+
+Compiling takes a millisecond, because little is computed ahead; what a step may compute is bounded,
+so no grammar holds up other requests. Where the next bytes are certain, so are the next tokens: the
+mask has the one that the tokenizer would use for them, so that a guided output is cut into tokens
+as the model has learned it.
+"""
+
+import json
+import secrets
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as TokenizerBackend
+
+from nanoserve.structured.source import Source
+
+# Half of the library's own: what a step computes beyond that takes 10 ms, and ends its request.
+_LIMITS = LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000)
+# Measured: a list of choices takes 80 times its text, a schema less.
+_BYTES_OF_ANY, _BYTES_OF_CHARACTER = 2**16, 100
+_MOST_TOLD = 600  # characters of a message
+
+
+class Guidance:
+    """Compiles for one tokenizer. To make it takes 1 s where there are 150,000 tokens."""
+
+    def __init__(self, backend: TokenizerBackend, vocab_size: int) -> None:
+        # Its own end token, which no model has: it stands for whatever ids end a request.
+        own = TokenizerBackend.from_str(backend.to_str())
+        own.no_truncation()
+        own.no_padding()
+        name = f"<|end {secrets.token_hex(8)}|>"
+        own.add_special_tokens([AddedToken(name, special=True)])
+        end = own.token_to_id(name)
+        self._tokenizer = LLTokenizer(own.to_str(), max(vocab_size, end + 1), end)
+
+    def compile(self, source: Source) -> "CompiledByGuidance":
+        grammar = to_llguidance(source)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        _check(matcher)
+        compiled = CompiledByGuidance(matcher, self._tokenizer, len(source.text))
+        # What may come first: nothing at all, perhaps, or more than may be computed.
+        compiled.start().fill(np.empty(compiled.num_words, dtype=np.int32))
+        return compiled
+
+
+class CompiledByGuidance:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, num_characters: int) -> None:
+        self._matcher, self._end = matcher, tokenizer.eos_token
+        self.num_words = -(-tokenizer.vocab_size // 32)
+        self.num_bytes = _BYTES_OF_ANY + _BYTES_OF_CHARACTER * num_characters
+
+    def start(self) -> "GuidanceGrammar":
+        return GuidanceGrammar(self._matcher.deep_copy(), self.num_words, self._end)
+
+
+class GuidanceGrammar:
+    """One output."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, end: int) -> None:
+        self._matcher, self._end = matcher, end
+        self._mask = np.empty(num_words, dtype=np.uint32)
+
+    def fill(self, mask: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        _check(self._matcher)
+        self._mask[self._end // 32] &= ~np.uint32(1 << self._end % 32)
+        mask[:] = self._mask.view(np.int32)[: len(mask)]
+
+    def count_legal(self, token_ids: list[int]) -> int:
+        num_legal = self._matcher.validate_tokens(token_ids)
+        _check(self._matcher)
+        return num_legal
+
+    def accept(self, token_ids: list[int]) -> None:
+        self._matcher.consume_tokens(token_ids)
+        _check(self._matcher)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        _check(self._matcher)
+
+    def forced(self, most: int) -> list[int]:
+        token_ids = self._matcher.compute_ff_tokens()[:most]
+        _check(self._matcher)
+        return token_ids
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._matcher.is_stopped()
+
+
+def check(source: Source) -> None:
+    """Raise `ValueError` for what cannot be compiled; no tokenizer is needed for that."""
+    grammar = to_llguidance(source)
+    is_error, told = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
+    if is_error:
+        raise ValueError(_first_lines(told[0]))
+
+
+def to_llguidance(source: Source) -> str:
+    """A grammar in the library's own language."""
+    kind, text = source.kind, source.text
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        # As one lexeme, so that ten thousand of them take no longer at a token than two.
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+    if kind == "structural_tag":
+        return _from_structural_tag(json.loads(text))
+    if kind == "grammar":
+        return llguidance.grammar_from("grammar", text)
+    options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    if source.whitespace:
+        options = {"whitespace_pattern": source.whitespace}
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)
+
+
+def _from_structural_tag(tag: dict[str, Any]) -> str:
+    tags = []
+    for structure in tag["structures"]:
+        begin, schema, end = structure["begin"], structure["schema"], structure["end"]
+        trigger = next(trigger for trigger in tag["triggers"] if begin.startswith(trigger))
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise ValueError(_first_lines(matcher.get_error()))
+
+
+def _first_lines(error: str) -> str:
+    """Behind these, the library describes its own state."""
+    return " ".join(error.partition("\n<state>")[0].split())[:_MOST_TOLD]
