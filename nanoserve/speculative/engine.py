@@ -121,7 +121,7 @@ class SpeculativeEngine(LLMEngine):
         if plan.num_tokens == num_rows + num_guesses and not plan.admitted and not plan.preempted:
             seconds = times.schedule + times.pack + times.execute + times.update
             num_right = sum(plan.num_right.values())
-            self.scheduler.goodput.note_step(num_rows, num_guesses, num_right, seconds)
+            self.scheduler.note_step(plan, num_rows, num_guesses, num_right, seconds)
 
 
 def prepare_engine(config: EngineConfig, model_config: ModelConfig) -> Callable[..., LLMEngine]:

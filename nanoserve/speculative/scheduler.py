@@ -1,6 +1,7 @@
 """A step's guesses, where there is room for them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Plan, Row
@@ -80,6 +81,10 @@ class SpeculativeScheduler(Scheduler):
         if record is not None and self.goodput is not None:  # else it has ended
             self.goodput.note_guesses(record, len(guesses), right)
             self._ask_at = min(self._ask_at, record.ask_at)
+
+    def note_step(self, plan: Plan, *figures: Any) -> None:
+        """What a step has taken, see `Goodput.note_step`."""
+        self.goodput.note_step(*figures)
 
     def _guess(self, plan: Plan) -> None:
         if self._most and (self._step >= self._ask_at or self.goodput is None):

@@ -16,10 +16,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerBackend
 
+from nanoserve.structured.regex import portable
 from nanoserve.structured.source import Source
 
-# Half of the library's own: what a step computes beyond that takes 10 ms, and ends its request.
-_LIMITS = LLParserLimits(step_lexer_fuel=100_000, step_max_items=25_000)
+# What a token would need beyond these takes more than 10 ms, and ends its request.
+_LIMITS = LLParserLimits(step_lexer_fuel=300_000, step_max_items=25_000)
 # Measured: a list of choices takes 80 times its text, a schema less.
 _BYTES_OF_ANY, _BYTES_OF_CHARACTER = 2**16, 100
 _MOST_TOLD = 600  # characters of a message
@@ -110,7 +111,7 @@ def to_llguidance(source: Source) -> str:
     """A grammar in the library's own language."""
     kind, text = source.kind, source.text
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(portable(text))
     if kind == "choice":
         # As one lexeme, so that ten thousand of them take no longer at a token than two.
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))

@@ -1,5 +1,7 @@
 """Forced runs as guesses: where a grammar leaves one way, there is nothing to wait for."""
 
+from typing import Any
+
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.speculative.scheduler import AheadScheduler, Asked, SpeculativeScheduler
@@ -38,6 +40,10 @@ class GuidedScheduler(SpeculativeScheduler):
                 self.finish(seq, "stop")
                 seq.finish_reason = "stop"
         return joined
+
+    def note_step(self, plan: Plan, *figures: Any) -> None:
+        if self._forced.isdisjoint(plan.guesses):  # what runs cost says nothing of others' guesses
+            super().note_step(plan, *figures)
 
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
         if seq not in self._forced:
