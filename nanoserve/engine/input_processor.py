@@ -136,6 +136,10 @@ class InputProcessor:
         prompt_logprobs = None if params.prompt_logprobs is None else [None]
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs)
 
+    def check_guide(self, guide: Any) -> None:
+        """Raise `ValueError` for a grammar that cannot be had here."""
+        guide.check(self._guiding, self._tokenizer)
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one, and its token ids."""
         text = None
@@ -178,7 +182,7 @@ class InputProcessor:
                 "stop and bad_words are texts: they need a tokenizer, and there is none"
             )
         if params.structured_outputs is not None:
-            params.structured_outputs.check(self._guiding, self._tokenizer)
+            self.check_guide(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
                 raise ValueError(

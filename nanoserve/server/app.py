@@ -153,6 +153,10 @@ class ApiServer:
         arrived = self.llm.engine.clock()
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
+        try:
+            await self.llm.check_guide(body.guide)
+        except ValueError as error:
+            raise ApiError.of(error) from None
         requests = await self._prepare(lambda: make(body, engine, new_id))
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time

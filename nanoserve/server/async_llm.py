@@ -27,6 +27,7 @@ from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputR
 
 if TYPE_CHECKING:
     from nanoserve.server.engine_process import EngineFront
+    from nanoserve.structured.params import StructuredOutputsParams
     from nanoserve.tokenizer import Message
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class AsyncLLM:
         self._stream_interval = check_int("stream_interval", stream_interval, 1)
         self._request_ids = map("request-{}".format, count())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
+        self._checking = ThreadPoolExecutor(1, thread_name_prefix="nanoserve checks")
         # By request. Who reads holds the reader; here it must not stay when it is dropped.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
@@ -115,7 +117,8 @@ class AsyncLLM:
         """
         request_id = self.new_request_id() if request_id is None else request_id
         process = self.engine.input_processor.process
-        return self._outputs_of(partial(process, request_id, prompt, sampling_params, priority))
+        make = partial(process, request_id, prompt, sampling_params, priority)
+        return self._outputs_of(make, sampling_params)
 
     def chat(
         self,
@@ -138,7 +141,7 @@ class AsyncLLM:
             process = self.engine.input_processor.process
             return process(request_id, prompt, sampling_params, priority)
 
-        return self._outputs_of(make)
+        return self._outputs_of(make, sampling_params)
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output. An id that is unknown is no error."""
@@ -155,6 +158,17 @@ class AsyncLLM:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
         finally:
             self._num_preparing -= 1
+
+    async def check_guide(self, guide: "StructuredOutputsParams | None") -> None:
+        """Raise `ValueError` for what no output can be made to obey.
+
+        To find that out may take as long as a hundred texts take to tokenise, so it has a thread of
+        its own; afterwards it is known.
+        """
+        if guide is not None:
+            processor = self.engine.input_processor
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._checking, processor.check_guide, guide)
 
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue what `engine.input_processor` made; one task reads all that comes of it."""
@@ -208,6 +222,7 @@ class AsyncLLM:
         self._end()
         self.owner.join()
         self._tokenizing.shutdown()
+        self._checking.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -215,8 +230,12 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
-    async def _outputs_of(self, make: Callable[[], Request]) -> AsyncIterator[RequestOutput]:
+    async def _outputs_of(
+        self, make: Callable[[], Request], sampling_params: SamplingParams | None
+    ) -> AsyncIterator[RequestOutput]:
         self._check_is_running()
+        if isinstance(sampling_params, SamplingParams):
+            await self.check_guide(sampling_params.structured_outputs)
         reader = self.open([await self.prepare(make)])
         try:
             while not reader.is_over:

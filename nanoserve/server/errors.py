@@ -47,8 +47,8 @@ class ApiError(Exception):
             return error
         if isinstance(error, ValidationError):
             return cls._of_fields(error)
-        if isinstance(error, ValueError):  # the engine's, which begin with `name=value`
-            found = re.match(r"(\w+)=", str(error))
+        if isinstance(error, ValueError):  # the engine's, which begin with `name=value` or `name: `
+            found = re.match(r"(\w+)(=|: )", str(error))
             return cls(400, str(error), found and found[1])
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")

@@ -154,7 +154,7 @@ class Metrics:
             counter = self._counter(name, told)
             counter.add_metric([*self._labels.values()], value)
             yield counter
-        if self._engine.config.speculative_config is not None:
+        if hasattr(stats, "num_drafts"):  # also of an engine that has met its first grammar
             yield from self._speculation(stats)
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():

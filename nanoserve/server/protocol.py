@@ -6,12 +6,15 @@ would change the answer, and cannot be honoured, are refused by name.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
+from nanoserve.server.guides import guide_of
+from nanoserve.structured.params import StructuredOutputsParams
 
 # Fields of `SamplingParams` that have the same name here.
 _SAME = (
@@ -25,7 +28,6 @@ _SAME = (
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -36,13 +38,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": ("medium",),
     "use_beam_search": (False,),
+    "guided_decoding_backend": ("auto",),
     "length_penalty": (1,),
     "truncate_prompt_tokens": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "chat_template": (),  # a template is a program: only the checkpoint's own runs
     "logits_processors": ([],),
     "vllm_xargs": ({},),
@@ -53,6 +51,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _ADVICE = {
     "best_of": "ask for n completions, with logprobs to choose by",
     "chat_template": "templates come from the checkpoint; chat_template_kwargs go to it",
+    "guided_decoding_backend": "whoever starts the server chooses structured_outputs_config",
     "use_beam_search": "LLM.beam_search() searches offline",
 }
 # OpenAI's roles, and what templates call them.
@@ -107,6 +106,13 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     num_speculative_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
@@ -114,6 +120,11 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+    @cached_property
+    def guide(self) -> StructuredOutputsParams | None:
+        """What the answer must look like."""
+        return guide_of(self)
 
     @property
     def include_usage(self) -> bool:
@@ -130,6 +141,7 @@ class GenerationBody(Body):
         given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.logit_bias:
             given["logit_bias"] = _with_ids("logit_bias", self.logit_bias)
+        given["structured_outputs"] = self.guide
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         own = {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind}
         return SamplingParams(**{**defaults, **given, **own})

@@ -1,19 +1,30 @@
 """Who knows grammars, by name; each is imported when the first request asks for it."""
 
-from functools import lru_cache, partial
+from collections import OrderedDict
+from functools import partial
 from typing import Any
+
+from xxhash import xxh3_128_digest
 
 from nanoserve.structured.compiler import Compiler
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.source import Source
 
-_FEW = 2**14  # characters of a grammar that is worth remembering that it is good
+_MOST_KNOWN = 1024
+# By library and source, why it cannot be compiled, or None: the last ones that were asked for.
+_known: "OrderedDict[tuple[str, str, str, bytes], str | None]" = OrderedDict()
 
 
 def check(library: str, source: Source) -> None:
     """Raise `ValueError` for what cannot be compiled; without a tokenizer, which takes longer."""
-    check = _check_once if len(source.text) <= _FEW else _check
-    check(library, source)
+    key = (library, source.kind, source.whitespace, xxh3_128_digest(source.text.encode()))
+    if key not in _known:
+        _known[key] = _fault(library, source)
+        while len(_known) > _MOST_KNOWN:
+            _known.popitem(last=False)
+    fault = _known.get(key)
+    if fault is not None:
+        raise ValueError(f"structured_outputs: {source.kind}: {fault}")
 
 
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
@@ -26,7 +37,7 @@ def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: i
     return Compiler(partial(Guidance, tokenizer.backend, vocab_size))
 
 
-def _check(library: str, source: Source) -> None:
+def _fault(library: str, source: Source) -> str | None:
     if library == "xgrammar":
         from nanoserve.structured.xgrammar import check
     else:
@@ -34,7 +45,5 @@ def _check(library: str, source: Source) -> None:
     try:
         check(source)
     except ValueError as error:
-        raise ValueError(f"structured_outputs: {source.kind}: {error}") from None
-
-
-_check_once = lru_cache(maxsize=256)(_check)
+        return str(error)
+    return None

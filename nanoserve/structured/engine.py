@@ -77,9 +77,9 @@ class GuidedEngine(SpeculativeEngine):
         """Have its grammar compiled; if that takes time, the request will be held."""
         source = request.params.structured_outputs.source(self._guiding)
         future = self._compiler.compile(source)
-        if future.done():
+        if future.done() and future.exception() is None:
             self._guide(request, future.result())
-        else:
+        else:  # also to end it, if it cannot be compiled
             deadline = self.clock() + _TIME_LIMIT
             self._compiling[request.request_id] = Compiling(request, future, deadline)
 

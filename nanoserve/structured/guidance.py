@@ -31,12 +31,9 @@ class Guidance:
 
     def __init__(self, backend: TokenizerBackend, vocab_size: int) -> None:
         # Its own end token, which no model has: it stands for whatever ids end a request.
-        own = TokenizerBackend.from_str(backend.to_str())
-        own.no_truncation()
-        own.no_padding()
-        name = f"<|end {secrets.token_hex(8)}|>"
-        own.add_special_tokens([AddedToken(name, special=True)])
-        end = own.token_to_id(name)
+        own, end_name = _without_specials(backend), _secret_name()
+        own.add_special_tokens([AddedToken(end_name, special=True)])
+        end = own.token_to_id(end_name)
         self._tokenizer = LLTokenizer(own.to_str(), max(vocab_size, end + 1), end)
 
     def compile(self, source: Source) -> "CompiledByGuidance":
@@ -45,7 +42,10 @@ class Guidance:
         _check(matcher)
         compiled = CompiledByGuidance(matcher, self._tokenizer, len(source.text))
         # What may come first: nothing at all, perhaps, or more than may be computed.
-        compiled.start().fill(np.empty(compiled.num_words, dtype=np.int32))
+        try:
+            compiled.start().fill(np.empty(compiled.num_words, dtype=np.int32))
+        except ValueError as error:
+            raise ValueError(f"{source.kind}: nothing can begin with it: {error}") from None
         return compiled
 
 
@@ -73,8 +73,16 @@ class GuidanceGrammar:
         mask[:] = self._mask.view(np.int32)[: len(mask)]
 
     def count_legal(self, token_ids: list[int]) -> int:
-        num_legal = self._matcher.validate_tokens(token_ids)
-        _check(self._matcher)
+        num_legal = 0
+        for token_id in token_ids:
+            if num_legal:
+                self._matcher.consume_token(token_ids[num_legal - 1])
+            # What is forced has one spelling, though others would be the same text.
+            run = self._matcher.compute_ff_tokens()
+            if (run and run[0] != token_id) or not self._matcher.validate_tokens([token_id]):
+                break
+            num_legal += 1
+        self.rollback(max(0, min(num_legal, len(token_ids) - 1)))
         return num_legal
 
     def accept(self, token_ids: list[int]) -> None:
@@ -97,6 +105,29 @@ class GuidanceGrammar:
     @property
     def is_terminated(self) -> bool:
         return self._matcher.is_stopped()
+
+
+def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
+    """The tokenizer, with special tokens under names that nobody can write.
+
+    So "<|im_end|>" in somebody's grammar is text, and becomes the tokens of its letters.
+    """
+    state = json.loads(backend.to_str())
+    specials = [token for token in state["added_tokens"] if token["special"]]
+    names = {token["content"]: _secret_name() for token in specials}
+    for token in specials:
+        token["content"] = names[token["content"]]
+    vocab = state["model"]["vocab"]
+    if isinstance(vocab, dict):
+        state["model"]["vocab"] = {names.get(name, name): i for name, i in vocab.items()}
+    else:  # of a Unigram model: texts and their scores
+        state["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocab]
+    state |= {"truncation": None, "padding": None, "post_processor": None}
+    return TokenizerBackend.from_str(json.dumps(state))
+
+
+def _secret_name() -> str:
+    return f"<|{secrets.token_hex(12)}|>"
 
 
 def check(source: Source) -> None:

@@ -86,9 +86,11 @@ class StepLimit:
             return None  # what the model computed there is no number
         before = self._guesses[:index]
         try:
-            if token_id in self._guided.seq.stop_token_ids and self._may_end(grammar, before):
-                return None
-            return None if grammar.count_legal([*before, token_id]) > index else index
+            grammar.accept(before)
+            is_end = token_id in self._guided.seq.stop_token_ids and grammar.may_end
+            is_legal = is_end or grammar.count_legal([token_id]) == 1
+            grammar.rollback(len(before))
+            return None if is_legal else index
         except ValueError as error:
             raise _named(error) from None
 
@@ -110,12 +112,6 @@ class StepLimit:
             for token_id in seq.stop_token_ids:
                 if token_id < 32 * len(bits):
                     bits[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-    def _may_end(self, grammar: Grammar, before: list[int]) -> bool:
-        grammar.accept(before)
-        may_end = grammar.may_end
-        grammar.rollback(len(before))
-        return may_end
 
 
 def _named(error: ValueError) -> ValueError:

@@ -78,6 +78,7 @@ class StructuredOutputsParams:
         kind = given[0]
         if kind == "choice":
             check_list("choice", self.choice, is_text, "texts that are not empty", False)
+            _check_encodes("choice", "".join(self.choice))
             require(
                 len(self.choice) <= _MOST_CHOICES,
                 f"choice has {len(self.choice)} texts; at most {_MOST_CHOICES} are allowed",
@@ -137,6 +138,10 @@ class StructuredOutputsParams:
 def _check_text(name: str, value: Any) -> None:
     require(is_text(value), f"{name}={shown(value)} must be a text that is not empty")
     _check_size(name, len(value))
+    _check_encodes(name, value)
+
+
+def _check_encodes(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:

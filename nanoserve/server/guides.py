@@ -1,0 +1,56 @@
+"""What an answer must look like: OpenAI's `response_format`, and vLLM's fields for the same."""
+
+from typing import Any
+
+from nanoserve.server.errors import ApiError
+from nanoserve.structured.params import StructuredOutputsParams
+
+# vLLM's older fields, and what they are called in `structured_outputs`.
+_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def guide_of(body: Any) -> StructuredOutputsParams | None:
+    """What the body of a request asks for, or None. `ApiError` names the field that is wrong."""
+    given = {name: getattr(body, name) for name in ("response_format", "structured_outputs")}
+    given |= {name: getattr(body, name) for name in _ALIASES}
+    if (given["response_format"] or {}).get("type") == "text":
+        del given["response_format"]
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise ApiError(400, f"{' and '.join(asked)} ask for the same: give one", asked[1])
+    if not asked:
+        return None
+    (name,) = asked
+    try:
+        if name == "response_format":
+            return StructuredOutputsParams(**_from_format(given[name]))
+        if name == "structured_outputs":
+            return StructuredOutputsParams.of(given[name])
+        more = {}
+        if body.guided_whitespace_pattern is not None:
+            more["whitespace_pattern"] = body.guided_whitespace_pattern
+        return StructuredOutputsParams(**{_ALIASES[name]: given[name]}, **more)
+    except ValueError as error:
+        raise ApiError(400, f"{name}: {error}", name) from error
+
+
+def _from_format(asked: dict[str, Any]) -> dict[str, Any]:
+    kind = asked.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        described = asked.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            raise ValueError("json_schema must be {'name': text, 'schema': {...}}")
+        return {"json": schema}
+    if kind == "structural_tag":
+        tag = {name: asked.get(name) for name in ("structures", "triggers")}
+        return {"structural_tag": tag}
+    known = ("text", "json_object", "json_schema", "structural_tag")
+    raise ValueError(f"type={kind!r:.50} is not one of {known}")
