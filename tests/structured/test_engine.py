@@ -115,7 +115,7 @@ def test_eos_comes_only_where_the_grammar_may_end(llm: LLM) -> None:
     """However much the model wants to stop."""
     eager = {"logit_bias": {EOS: 100}}
     output = answer(llm, guided(regex="[a-z]{5,}", **eager))
-    assert 5 <= len(output.text) and output.finish_reason == "stop"
+    assert len(output.text) >= 5 and output.finish_reason == "stop"
     fewest = answer(llm, guided(regex="[a-z]*", **eager))
     assert fewest.text == "" and fewest.token_ids == [] and fewest.finish_reason == "stop"
     other = answer(llm, guided(regex="[a-z]{5,}", stop_token_ids=[0], logit_bias={0: 100}))
@@ -142,7 +142,7 @@ def test_where_nothing_is_left_only_that_request_fails(llm: LLM) -> None:
     params = [
         guided(regex="[0-9]{4}"),
         guided(regex="[0-9]{4}", allowed_token_ids=[EOS, 300]),
-        guided(regex="[0-9]{4}", logit_bias={i: -100 for i in digits}),
+        guided(regex="[0-9]{4}", logit_bias=dict.fromkeys(digits, -100)),
         guided(regex="[0-9]{4}", allowed_token_ids=[EOS, 300], temperature=1.0, top_k=5, seed=1),
     ]
     outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)

@@ -1,0 +1,1 @@
+"""Tools: what a model may call, and what it has called."""

@@ -1,0 +1,41 @@
+"""The calls of Llama 3: the whole answer is JSON, one object for each."""
+
+from nanoserve.server.tools.json_so_far import read_object, skip_space
+from nanoserve.server.tools.parsed import Text, ToolCall, call_of
+
+TAG = "<|python_tag|>"
+
+
+def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
+    """(content, calls). An answer that does not begin with an object, or whose object has no
+    arguments, is content: JSON may have been asked for. Behind the calls all else is."""
+    content, calls, at = Text(), [], 0
+    while True:
+        begin = _skip(text, at, bool(calls))
+        rest = text[begin:]
+        if not rest or (TAG.startswith(rest) and not rest.startswith("{")):
+            if is_final:
+                content.add(text[at:])
+            break
+        found = read_object(text, begin)
+        call = call_of(text, found, needs_arguments=True)
+        if call is not None:
+            content.end_piece()
+            calls.append(call)
+        if call is None and (found.is_bad or found.end is not None or is_final):
+            content.add(text[at:] if not calls else rest)
+            break
+        if call is None or found.end is None:
+            break
+        at = found.end
+    return content.joined(is_final), calls
+
+
+def _skip(text: str, at: int, is_behind_a_call: bool) -> int:
+    """What may stand before an object."""
+    at = skip_space(text, at)
+    while is_behind_a_call and text[at : at + 1] in (";", ","):
+        at = skip_space(text, at + 1)
+    if text.startswith(TAG, at):
+        at = skip_space(text, at + len(TAG))
+    return at

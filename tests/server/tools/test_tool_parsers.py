@@ -1,0 +1,229 @@
+"""Calls and reasoning in an answer, however it is cut into pieces."""
+
+import json
+import random
+from collections.abc import Callable
+from itertools import combinations, pairwise
+
+import pytest
+
+from nanoserve.server.tools.formats import FORMATS, detect
+from nanoserve.server.tools.json_so_far import read_object
+from nanoserve.server.tools.parsed import Parsed, ToolCall
+from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
+
+ARGUMENTS = [
+    "{}",
+    '{"city": "Paris"}',
+    '{"city": "\u5317\u4eac", "days": [1, 2.5, null, true]}',
+    '{"text": "a } ] \\" {", "n": {"deep": {"er": [[]]}}}',
+    '{"tag": "</tool_call> <tool_call> [TOOL_CALLS]"}',
+    '{ "spaced" :  "out" ,\n "b": -1e5 }',
+    '{"back": "\\\\", "line": "\\n", "e": "\\u00e9"}',
+]
+WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+def hermes(*objects: str) -> str:
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+def call(name: str, arguments: str, is_complete: bool = True) -> ToolCall:
+    return ToolCall(name, arguments, is_complete)
+
+
+PARIS = call("get_weather", '{"city": "Paris"}')
+# By format: texts, and what they say.
+CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
+    "hermes": [
+        ("", "", []),
+        ("Just text.", "Just text.", []),
+        (" spaces stay \n", " spaces stay \n", []),
+        ("1 < 2 and <tool", "1 < 2 and <tool", []),
+        (hermes(WEATHER), "", [PARIS]),
+        (f"I look.\n\n{hermes(WEATHER)}\n", "I look.", [PARIS]),
+        (f"{hermes(WEATHER)}\nThere.", "There.", [PARIS]),
+        (f"a\n{hermes(WEATHER)} b {hermes(WEATHER)}\nc", "a\nb\nc", [PARIS, PARIS]),
+        (hermes(WEATHER, '{"name": "g", "arguments": {}}'), "", [PARIS, call("g", "{}")]),
+        (hermes('{"name": "g"}'), "", [call("g", "{}")]),
+        (hermes('{"name": "g", "arguments": null}'), "", [call("g", "{}")]),
+        (hermes('{"name": "g", "arguments": "{\\"a\\": 1}"}'), "", [call("g", '{"a": 1}')]),
+        (hermes('{"arguments": {"a": 1}, "name": "g"}'), "", [call("g", '{"a": 1}')]),
+        (hermes('{"name": "g", "parameters": {"a": 1}}'), "", [call("g", '{"a": 1}')]),
+        (hermes('{"name": "g", "name": "h", "arguments": {}}'), "", [call("g", "{}")]),
+        (hermes('{"name": "g", "arguments": 5}'), "", [call("g", "5")]),
+        (hermes('{"name": "g", "id": 7, "arguments": {}}'), "", [call("g", "{}")]),
+        (f"<tool_call>{WEATHER}", "", [PARIS]),  # the closing tag was left out
+        (f"<tool_call>{WEATHER}</tool", "", [PARIS]),
+        ('<tool_call>\n{"name": "g", "arguments": {"a": [1', "", [call("g", '{"a": [1', False)]),
+        (hermes("no JSON"), hermes("no JSON"), []),
+        (hermes('{"no name": 1}'), hermes('{"no name": 1}'), []),
+        (
+            hermes('{"name": "g", "arguments": nope}'),
+            hermes('{"name": "g", "arguments": nope}'),
+            [],
+        ),
+        ('<tool_call>\n{"name": "g', '<tool_call>\n{"name": "g', []),
+        (f"{hermes('{oops')}\n{hermes(WEATHER)}", hermes("{oops"), [PARIS]),
+    ],
+    "llama3_json": [
+        ("Just text.", "Just text.", []),
+        ('{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+        ('<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+        (f' {WEATHER}; {{"name": "g", "parameters": {{}}}}\n', "", [PARIS, call("g", "{}")]),
+        (f"{WEATHER}\n{WEATHER}", "", [PARIS, PARIS]),
+        ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+        ('{"answer": [1, 2]} and more', '{"answer": [1, 2]} and more', []),
+        ('{"name": "g", "parameters": {"a', "", [call("g", '{"a', False)]),
+        (f"{WEATHER} is a call", "is a call", [PARIS]),
+        ("{broken", "{broken", []),
+    ],
+    "mistral": [
+        ("Just text. [TOOL", "Just text. [TOOL", []),
+        (f"[TOOL_CALLS][{WEATHER}]", "", [PARIS]),
+        (f"Well. [TOOL_CALLS] [{WEATHER}, {WEATHER}]", "Well.", [PARIS, PARIS]),
+        ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "", [PARIS]),
+        ('[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]g{}', "", [PARIS, call("g", "{}")]),
+        ('[TOOL_CALLS][{"name": "g", "arguments": {"a": ', "", [call("g", '{"a": ', False)]),
+        ("[TOOL_CALLS]!", "[TOOL_CALLS]!", []),
+    ],
+}
+EVERY = [(name, *case) for name, cases in CASES.items() for case in cases]
+
+
+def parser(name: str, reasoning: str | None = None) -> Callable[[str, bool], Parsed]:
+    return lambda text, is_final: parse_answer(text, is_final, FORMATS[name], reasoning)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), EVERY)
+def test_an_answer_says(name: str, text: str, content: str, calls: list[ToolCall]) -> None:
+    assert FORMATS[name].parse(text, True) == (content, calls)
+
+
+def check_growth(parse: Callable[[str, bool], Parsed], text: str) -> None:
+    """Of no beginning need anything be taken back."""
+    states = [NOTHING, *(parse(text[:end], False) for end in range(len(text) + 1))]
+    states.append(parse(text, True))
+    for before, now in pairwise(states):
+        assert now.content.startswith(before.content), (before, now)
+        assert now.reasoning.startswith(before.reasoning), (before, now)
+        assert len(now.calls) >= len(before.calls)
+        for old, new in zip(before.calls, now.calls, strict=False):
+            assert new.name == old.name and new.arguments.startswith(old.arguments)
+
+
+def streamed(parse: Callable[[str, bool], Parsed], pieces: list[str]) -> Parsed:
+    """What a client has who puts the differences together."""
+    text, before, told = "", NOTHING, Parsed("", "", [])
+    calls: list[list[str]] = []
+    for number, piece in enumerate([*pieces, ""]):
+        text += piece
+        now = parse(text, number == len(pieces))
+        delta = difference(before, now)
+        told = Parsed(told.reasoning + delta.reasoning, told.content + delta.content, [])
+        for index, name, arguments in delta.calls:
+            assert (name is not None) == (index == len(calls))
+            if name is not None:
+                calls.append([name, ""])
+            calls[index][1] += arguments
+        before = now
+    whole = [
+        ToolCall(*call, one.is_complete) for call, one in zip(calls, before.calls, strict=True)
+    ]
+    return told._replace(calls=whole)
+
+
+@pytest.mark.parametrize(("name", "text"), [case[:2] for case in EVERY])
+def test_however_it_is_cut_it_says_the_same(name: str, text: str) -> None:
+    parse, rng = parser(name), random.Random(text)
+    check_growth(parse, text)
+    expected = parse(text, True)
+    cuts = [[], *([i] for i in range(len(text))), range(len(text))]
+    pairs = list(combinations(range(len(text)), 2))
+    cuts += rng.sample(pairs, min(len(pairs), 300))
+    cuts += [sorted(rng.sample(range(len(text)), min(len(text), 7))) for _ in range(50)]
+    for cut in cuts:
+        borders = [0, *cut, len(text)]
+        pieces = [text[a:b] for a, b in pairwise(borders)]
+        assert streamed(parse, pieces) == expected, pieces
+
+
+PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>"]
+PIECES += ["</think>", '{"name": "g", "arguments": ', "{", "}", '"', "\\", "]", "[", ",", " ", "\n"]
+
+
+def test_garbage_is_no_danger(full_size: bool) -> None:
+    """Neither lost, nor taken back, nor an exception."""
+    rng = random.Random(5)
+    for number in range(4000 if full_size else 400):
+        name, text, *_ = rng.choice(EVERY)
+        for _ in range(rng.randint(1, 4)):
+            at, kind = rng.randrange(len(text) + 1), rng.randrange(3)
+            if kind == 0:
+                text = text[:at] + text[at + rng.randint(1, 5) :]
+            elif kind == 1:
+                text = text[:at] + rng.choice(PIECES) + text[at:]
+            else:
+                text = text[:at] + text[at - rng.randint(0, 20) :]
+        parse = parser(name, rng.choice([None, None, "qwen3", "deepseek_r1"]))
+        check_growth(parse, text)
+        pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
+        expected = parse(text, True)
+        assert streamed(parse, pieces) == expected
+        if not expected.calls and not expected.reasoning and "think>" not in text:
+            assert expected.content == text or name != "hermes", number
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
+    one, rng = FORMATS[name], random.Random(name)
+    for _ in range(50):
+        wanted = [
+            call(rng.choice(["f", "get_weather", "a-b_c"]), rng.choice(ARGUMENTS))
+            for _ in range(rng.randint(1, 4))
+        ]
+        written = [one.call_begin(name) + arguments + one.end for name, arguments, _ in wanted]
+        text = one.before + one.separator.join(written) + one.after
+        assert one.parse(text, True) == ("", wanted)
+        assert all(json.loads(arguments) is not None for _, arguments, _ in wanted)
+
+
+@pytest.mark.parametrize(
+    ("parser_name", "text", "reasoning", "answer"),
+    [
+        ("qwen3", "<think>\nWell.\n</think>\n\nYes.", "Well.", "Yes."),
+        ("qwen3", "Yes.", "", "Yes."),
+        ("qwen3", "<think>and on and on", "and on and on", ""),
+        ("qwen3", "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("qwen3", "No <think>tag</think>", "", "No <think>tag</think>"),
+        ("deepseek_r1", "Well.\n</think>\nYes.", "Well.", "Yes."),
+        ("deepseek_r1", "<think>Well.</think>Yes.", "Well.", "Yes."),
+        ("deepseek_r1", "never an end </thin", "never an end </thin", ""),
+    ],
+)
+def test_reasoning_is_split_off(parser_name: str, text: str, reasoning: str, answer: str) -> None:
+    def parse(text: str, is_final: bool) -> Parsed:
+        return parse_answer(text, is_final, None, parser_name)
+
+    assert parse(text, True) == Parsed(reasoning, answer, [])
+    check_growth(parse, text)
+    assert streamed(parse, list(text)) == parse(text, True)
+
+
+def test_a_call_amid_a_thought_is_none() -> None:
+    text = f"<think>{hermes(WEATHER)}</think>{hermes(WEATHER)}"
+    assert parser("hermes", "qwen3")(text, True) == Parsed(hermes(WEATHER), "", [PARIS])
+
+
+def test_depth_and_length_are_no_danger() -> None:
+    deep = '{"name": "g", "arguments": {"a": ' + "[" * 20_000
+    (content, calls) = FORMATS["hermes"].parse(f"<tool_call>{deep}", True)
+    assert content == "" and calls[0].arguments.endswith("[[[")
+    assert read_object("{" * 20_000, 0).is_bad
+
+
+def test_a_template_tells_the_format() -> None:
+    assert detect("... <tool_call> ...").name == "hermes"
+    assert detect("... [TOOL_CALLS] ...").name == "mistral"
+    assert detect('<|start_header_id|> ... "parameters"').name == "llama3_json"
+    assert detect("{{ message.content }}") is None and detect(None) is None
