@@ -32,6 +32,10 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.first_characters = sorted({content[0] for content in self._tokens})
 
+    def id_of(self, text: str) -> int | None:
+        """The token that is written so, if there is one."""
+        return self._tokens[text][0] if text in self._tokens else None
+
     def found_in(self, text: str) -> list[str]:
         """All that stand in `text`, in their order."""
         return self._pattern.findall(text)

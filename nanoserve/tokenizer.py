@@ -62,6 +62,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """All of them one after the other, if there are several."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with the special tokens that the model expects around a text."""
         try:

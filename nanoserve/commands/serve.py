@@ -66,6 +66,10 @@ def _parser() -> ArgumentParser:
     add("--allowed-origins", nargs="+", metavar="URL", help="other sites' pages (none)")
     queue = "sequences that may wait before others get a 429 (all)"
     add("--max-queue", type=int, metavar="N", help=queue)
+    tools = "how the model writes calls: hermes, llama3_json, mistral (as its template shows)"
+    add("--tool-call-parser", metavar="NAME", help=tools)
+    thoughts = "split off what the model thinks before it answers: qwen3, deepseek_r1"
+    add("--reasoning-parser", metavar="NAME", help=thoughts)
     for name, told in (
         ("max_n", "completions that a request may ask for"),
         ("max_prompts", "of one request"),
@@ -78,6 +82,8 @@ def _parser() -> ArgumentParser:
         default, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
         add(flag, type=type(default), metavar="X", help=f"{told} ({default})")
     add = group.add_argument
+    always = "as is always so; accepted for scripts made for vLLM"
+    add("--enable-auto-tool-choice", action="store_true", help=always)
     add("--access-log", action="store_true", help="a line for each request")
     process = "run the engine in a process of its own (%(default)s)"
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)

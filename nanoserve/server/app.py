@@ -35,6 +35,10 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.responses import EventStream, whole_response
 from nanoserve.server.settings import ServerSettings
+from nanoserve.server.tools.answer import ToolAnswer
+from nanoserve.server.tools.asked import tool_use_of
+from nanoserve.server.tools.formats import FORMATS, detect
+from nanoserve.server.tools.grammar import guide_of_tools
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -47,6 +51,11 @@ class ApiServer:
             raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init")
         self.llm, self.settings = llm, settings
         self.names = settings.served_model_name or [llm.engine.config.model]
+        named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
+        known = detect(template) if named is None else FORMATS[named]
+        # Who is forced to call can be forced to write it in any way.
+        self.tool_format = known or FORMATS["hermes"]
+        self.shows_tools = known is not None and "tools" in (template or "")
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
         llm.call_soon(partial(start_metrics, self.names[0], settings.metrics_prefix))
@@ -110,7 +119,26 @@ class ApiServer:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
-        return await self._generate(request, body, chat_requests, ChatAnswer)
+        use = tool_use_of(
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+            self.tool_format,
+            self.shows_tools,
+        )
+        reasoning_parser = self.settings.reasoning_parser
+        if use is None and reasoning_parser is None:
+            return await self._generate(request, body, chat_requests, ChatAnswer)
+        specials: tuple[str, ...] = ()
+        if use is not None:
+            specials = use.format.special_tokens
+            guide = guide_of_tools(use, self.llm.engine.tokenizer.special_tokens.id_of)
+            if guide is not None and body.guide is not None:
+                told = "tools that are forced or strict leave no room for another format"
+                raise ApiError(400, told, "response_format", "unsupported")
+            body.guide = guide or body.guide
+        make = partial(chat_requests, kept_specials=specials)
+        return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """vLLM's: the token ids of a text or of a conversation."""
@@ -147,7 +175,7 @@ class ApiServer:
         request: Request,
         body: GenerationBody,
         make: Callable[..., list[Any]],
-        answer_kind: type[Answer],
+        answer_kind: Callable[..., Answer],
     ) -> Response:
         """Tokenise, queue, and answer, at once or as it comes."""
         arrived = self.llm.engine.clock()

@@ -14,8 +14,13 @@ from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import ChatBody
 
 
-def chat_requests(body: ChatBody, engine: LLMEngine, new_id: Any) -> list[Request]:
-    """The one request of a conversation. It tokenises, so it is called off the event loop."""
+def chat_requests(
+    body: ChatBody, engine: LLMEngine, new_id: Any, kept_specials: tuple[str, ...] = ()
+) -> list[Request]:
+    """The one request of a conversation. It tokenises, so it is called off the event loop.
+
+    kept_specials: special tokens that the text of the answer must keep, if the model has them.
+    """
     if body.echo:
         raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
     if body.top_logprobs is not None and not body.logprobs:
@@ -27,6 +32,9 @@ def chat_requests(body: ChatBody, engine: LLMEngine, new_id: Any) -> list[Reques
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)
+    is_kept = any(engine.tokenizer.special_tokens.id_of(text) is not None for text in kept_specials)
+    if is_kept and body.skip_special_tokens is None:
+        params.skip_special_tokens = False
     request_id, priority = new_id(), body.priority or 0
     return [engine.input_processor.process(request_id, prompt, params, priority)]
 
@@ -64,17 +72,27 @@ class ChatAnswer(Answer):
         if index not in self._begun:
             self._begun.add(index)
             events.append(self._delta(index, '{"role": "assistant", "content": ""}'))
-        if completion.text or completion.logprobs:
-            content = f'{{"content": {json.dumps(completion.text)}}}'
+        news = self._news(index, completion)
+        if news or completion.logprobs:
             shown = "null"
             if completion.logprobs is not None:
                 shown = json.dumps(self._logprobs(completion.token_ids, completion.logprobs))
-            events.append(self._delta(index, content, shown))
+            events.append(self._delta(index, news or "{}", shown))
         if completion.finish_reason in ("stop", "length"):
-            end = json.dumps(completion.finish_reason)
+            end = json.dumps(self._reason(index, completion))
             end += f', "stop_reason": {json.dumps(completion.stop_reason)}'
             events.append(self._delta(index, "{}", finish_reason=end))
         return events
+
+    def _news(self, index: int, completion: CompletionOutput) -> str:
+        """The delta of a choice, as JSON; "" if there is nothing in it."""
+        return f'{{"content": {json.dumps(completion.text)}}}' if completion.text else ""
+
+    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        return {"role": "assistant", "content": completion.text, "refusal": None}
+
+    def _reason(self, index: int, completion: CompletionOutput) -> str | None:
+        return completion.finish_reason
 
     def _delta(
         self, index: int, delta: str, shown: str = "null", finish_reason: str = "null"
@@ -92,8 +110,8 @@ class ChatAnswer(Answer):
             shown = self._logprobs(completion.token_ids, completion.logprobs)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": self._message(index, completion),
             "logprobs": shown,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": self._reason(index, completion),
             "stop_reason": completion.stop_reason,
         }

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guides import guide_of
+from nanoserve.server.tools.asked import with_parsed_arguments
 from nanoserve.structured.params import StructuredOutputsParams
 
 # Fields of `SamplingParams` that have the same name here.
@@ -121,7 +122,7 @@ class GenerationBody(Body):
     priority: int | None = None
     cache_salt: str | None = None
 
-    @cached_property
+    @cached_property  # of a conversation, tools may set another one
     def guide(self) -> StructuredOutputsParams | None:
         """What the answer must look like."""
         return guide_of(self)
@@ -174,6 +175,9 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     allow_special_tokens: bool | None = None  # ours: typed special tokens are control tokens
 
@@ -184,6 +188,8 @@ class ChatBody(GenerationBody):
     def template_arguments(self) -> dict[str, Any]:
         names = ("add_generation_prompt", "continue_final_message", "documents")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.tools and self.tool_choice != "none":
+            given["tools"] = self.tools
         own = self.chat_template_kwargs or {}
         for name in ("chat_template", "tokenize", "return_dict", "mark_text", "messages"):
             if name in own:
@@ -215,6 +221,7 @@ def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     if role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"messages: role={role!r:.50} must be one of {known}", "messages")
+    message = with_parsed_arguments(message)
     return message | {"role": _ROLES[role], "content": _text_of(message.get("content"))}
 
 

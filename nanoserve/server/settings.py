@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from nanoserve.checks import check_int, check_list, check_number, is_text
+from nanoserve.checks import check_choice, check_int, check_list, check_number, is_text
+from nanoserve.server.tools.formats import FORMATS
+from nanoserve.server.tools.reasoning import STARTS_INSIDE
 
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
 
@@ -26,6 +28,8 @@ class ServerSettings:
     heartbeat_interval: float = 15.0  # a proxy gives up a stream that is silent for a minute
     allowed_origins: list[str] = field(default_factory=list)  # of other sites' pages (CORS)
     metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
+    tool_call_parser: str | None = None  # how the model writes calls; None: as its template shows
+    reasoning_parser: str | None = None  # how it writes what it thinks before it answers
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
@@ -34,5 +38,9 @@ class ServerSettings:
             self.max_queue = check_int("max_queue", self.max_queue, 1)
         for name in ("body_timeout", "heartbeat_interval"):
             check_number(name, getattr(self, name), 0, None, excludes_low=True)
+        if self.tool_call_parser is not None:
+            check_choice("tool_call_parser", self.tool_call_parser, tuple(FORMATS))
+        if self.reasoning_parser is not None:
+            check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS_INSIDE))
         for name in ("served_model_name", "api_key", "allowed_origins"):
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")

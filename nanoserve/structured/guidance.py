@@ -149,6 +149,8 @@ def to_llguidance(source: Source) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if kind == "structural_tag":
         return _from_structural_tag(json.loads(text))
+    if kind == "grammar" and text.startswith("%llguidance"):
+        return LLMatcher.grammar_from_lark(text)
     if kind == "grammar":
         return llguidance.grammar_from("grammar", text)
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}

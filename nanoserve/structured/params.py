@@ -14,7 +14,7 @@ _MOST_CHARACTERS = {
     "json": 2**19,
     "regex": 2**14,
     "choice": 2**19,
-    "grammar": 2**17,
+    "grammar": 2**19,
     "structural_tag": 2**19,
     "whitespace_pattern": 2**8,
 }

@@ -85,14 +85,14 @@ BAD_CHATS = {
     "content of a number": ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     "tools": (CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     "a forced tool": (CHAT | {"tool_choice": "required"}, "tool_choice"),
-    "JSON asked for": (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    "XML asked for": (CHAT | {"response_format": {"type": "xml"}}, "response_format"),
     "a template": (CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
     "a template inside": (
         CHAT | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         "chat_template_kwargs.chat_template",
     ),
     "top_logprobs alone": (CHAT | {"top_logprobs": 2}, "top_logprobs"),
-    "guided": (CHAT | {"guided_regex": "a+"}, "guided_regex"),
+    "guided twice": (CHAT | {"guided_json": {}, "guided_regex": "a+"}, "guided_regex"),
     "echo": (CHAT | {"echo": True}, "echo"),
     "effort": (CHAT | {"reasoning_effort": "high"}, "reasoning_effort"),
 }

@@ -49,7 +49,7 @@ def read_object(text: str, at: int) -> ObjectSoFar:
         key_end = end_of_value(text, at) if text[at] == '"' else -1
         if key_end is None:
             break
-        key = _as_text(text[at:key_end]) if key_end > 0 else None
+        key = text_of(text[at:key_end]) if key_end > 0 else None
         at = skip_space(text, max(key_end, 0))
         if key is None or text[at : at + 1] not in (":", ""):
             return ObjectSoFar(members, None, True)
@@ -111,7 +111,8 @@ def _end_of_string(text: str, at: int) -> int | None:
     return None
 
 
-def _as_text(literal: str) -> str | None:
+def text_of(literal: str) -> str | None:
+    """What a string of JSON says; None if it is none."""
     try:
         return json.loads(literal, strict=False)
     except ValueError:

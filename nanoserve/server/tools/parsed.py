@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from nanoserve.server.tools.json_so_far import ObjectSoFar
+from nanoserve.server.tools.json_so_far import ObjectSoFar, text_of
 
 
 class ToolCall(NamedTuple):
@@ -48,17 +48,18 @@ def call_of(text: str, found: ObjectSoFar, needs_arguments: bool = False) -> Too
 
     needs_arguments: without them it is no call, but JSON that has a name.
     """
-    name, is_whole = found.members.get("name"), found.end is not None
-    if name is None or not name.is_complete or text[name.start] != '"':
+    member, is_whole = found.members.get("name"), found.end is not None
+    if member is None or not member.is_complete or text[member.start] != '"':
         return None
+    name = text_of(text[member.start : member.end])
     keys = [key for key in found.members if key in ("arguments", "parameters")]
     arguments: str | None = "{}" if is_whole and not needs_arguments else None
     if keys:
         member = found.members[keys[0]]
         arguments = arguments_of(text[member.start : member.end], member.is_complete)
-    if arguments is None:
+    if name is None or arguments is None:
         return None
-    return ToolCall(json.loads(text[name.start : name.end], strict=False), arguments, is_whole)
+    return ToolCall(name, arguments, is_whole)
 
 
 def arguments_of(written: str, is_complete: bool) -> str | None:
