@@ -102,11 +102,12 @@ def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> 
 class Decoding:
     """The steps of one engine in which all of its sequences decode, some at a time."""
 
-    def __init__(self, llm: LLM, scripts: list[Any], played: Script) -> None:
+    def __init__(self, llm: LLM, scripts: list[Any], played: Script, **settings: Any) -> None:
         self._engine, self._played = llm.engine, played
+        settings = {"temperature": 0, "ignore_eos": True} | settings
         for number, (prompt, answer) in enumerate(scripts):
             played.add(str(number), prompt, answer)
-            params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+            params = SamplingParams(max_tokens=len(answer), **settings)
             self._engine.add_request(str(number), prompt, params)
         requests = self._engine.output_processor.requests.values()
         self._sequences = [request.sequences[0] for request in requests]

@@ -23,6 +23,9 @@ class Grammar(Protocol):
     def count_legal(self, token_ids: list[int]) -> int:
         """How many of these may come, one behind the other, from the first on."""
 
+    def advance(self, token_id: int) -> bool:
+        """Take it, if it may come."""
+
     def accept(self, token_ids: list[int]) -> None:
         """They have come. Raises `ValueError` if one of them must not."""
 

@@ -65,6 +65,7 @@ class GuidanceGrammar:
     def __init__(self, matcher: LLMatcher, num_words: int, end: int) -> None:
         self._matcher, self._end = matcher, end
         self._mask = np.empty(num_words, dtype=np.uint32)
+        self._run: list[int] | None = None  # what is forced now, if anybody has asked
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -74,29 +75,36 @@ class GuidanceGrammar:
 
     def count_legal(self, token_ids: list[int]) -> int:
         num_legal = 0
-        for token_id in token_ids:
-            if num_legal:
-                self._matcher.consume_token(token_ids[num_legal - 1])
-            # What is forced has one spelling, though others would be the same text.
-            run = self._matcher.compute_ff_tokens()
-            if (run and run[0] != token_id) or not self._matcher.validate_tokens([token_id]):
-                break
+        while num_legal < len(token_ids) and self.advance(token_ids[num_legal]):
             num_legal += 1
-        self.rollback(max(0, min(num_legal, len(token_ids) - 1)))
+        self.rollback(num_legal)
         return num_legal
 
-    def accept(self, token_ids: list[int]) -> None:
-        self._matcher.consume_tokens(token_ids)
+    def advance(self, token_id: int) -> bool:
+        # What is forced has one spelling, though others would be the same text.
+        run = self._forced()
+        if run and run[0] != token_id:
+            return False
+        if self._matcher.try_consume_tokens([token_id]):
+            self._run = run[1:] or None
+            return True
         _check(self._matcher)
+        return False
+
+    def accept(self, token_ids: list[int]) -> None:
+        if token_ids:
+            self._run = None
+            self._matcher.consume_tokens(token_ids)
+            _check(self._matcher)
 
     def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-        _check(self._matcher)
+        if num_tokens:
+            self._run = None
+            self._matcher.rollback(num_tokens)
+            _check(self._matcher)
 
     def forced(self, most: int) -> list[int]:
-        token_ids = self._matcher.compute_ff_tokens()[:most]
-        _check(self._matcher)
-        return token_ids
+        return self._forced()[:most]
 
     @property
     def may_end(self) -> bool:
@@ -105,6 +113,12 @@ class GuidanceGrammar:
     @property
     def is_terminated(self) -> bool:
         return self._matcher.is_stopped()
+
+    def _forced(self) -> list[int]:
+        if self._run is None:
+            self._run = self._matcher.compute_ff_tokens()
+            _check(self._matcher)
+        return self._run
 
 
 def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:

@@ -13,7 +13,8 @@ class Guided:
     """The grammar of one sequence, which follows its tokens whenever somebody asks.
 
     So nothing that happens to a sequence need be told here: what was preempted keeps its tokens,
-    and from what was undone after an error the grammar goes back.
+    and from what was undone after an error the grammar goes back. It may also be ahead: a token
+    that was found legal is taken at once, before it has joined.
     """
 
     def __init__(self, seq: Sequence, grammar: Grammar) -> None:
@@ -40,6 +41,44 @@ class Guided:
                 raise self.error from None
             self._num_accepted += num_new
         return self._grammar
+
+    def first_illegal(self, guesses: list[int], token_ids: list[int]) -> int | None:
+        """See `Limit`. All guesses are legal."""
+        index = num_right(guesses, token_ids)
+        token_id = token_ids[index]
+        if token_id < 0:
+            return None  # what the model computed there is no number
+        grammar = self.grammar
+        try:
+            if index:  # these have been chosen
+                grammar.accept(guesses[:index])
+                self._num_accepted += index
+            if token_id in self.seq.stop_token_ids and grammar.may_end:
+                return None
+            if not grammar.advance(token_id):
+                return index
+        except ValueError as error:
+            self.error = _named(error)
+            raise self.error from None
+        self._num_accepted += 1
+        return None
+
+    def fill(self, before: list[int], mask: np.ndarray) -> None:
+        """What may come behind these, which are legal."""
+        grammar = self.grammar
+        try:
+            grammar.accept(before)
+            grammar.fill(mask)
+            may_end = grammar.may_end
+            grammar.rollback(len(before))  # they may turn out to be wrong
+        except ValueError as error:
+            self.error = _named(error)
+            raise self.error from None
+        if may_end:
+            bits = mask.view(np.uint32)
+            for token_id in self.seq.stop_token_ids:
+                if token_id < 32 * len(bits):
+                    bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def is_terminated(self) -> bool:
         """Whether nothing can come any more. An error is told when the next token is sampled."""
@@ -77,41 +116,18 @@ class StepLimit:
     def __init__(self, guided: Guided, guesses: list[int]) -> None:
         self._guided, self._guesses = guided, guesses
 
+    # With a step ahead a sequence may have ended, and nobody will get what is sampled for it.
+
     def first_illegal(self, token_ids: list[int]) -> int | None:
         if self._guided.seq.finished:
-            return None  # with a step ahead: nobody will get these
-        index = num_right(self._guesses, token_ids)
-        grammar, token_id = self._guided.grammar, token_ids[index]
-        if token_id < 0:
-            return None  # what the model computed there is no number
-        before = self._guesses[:index]
-        try:
-            grammar.accept(before)
-            is_end = token_id in self._guided.seq.stop_token_ids and grammar.may_end
-            is_legal = is_end or grammar.count_legal([token_id]) == 1
-            grammar.rollback(len(before))
-            return None if is_legal else index
-        except ValueError as error:
-            raise _named(error) from None
+            return None
+        return self._guided.first_illegal(self._guesses, token_ids)
 
     def fill(self, index: int, mask: np.ndarray) -> None:
-        seq = self._guided.seq
-        if seq.finished:
+        if self._guided.seq.finished:
             mask[:] = -1
-            return
-        grammar, before = self._guided.grammar, self._guesses[:index]
-        try:
-            grammar.accept(before)
-            grammar.fill(mask)
-            may_end = grammar.may_end
-            grammar.rollback(len(before))
-        except ValueError as error:
-            raise _named(error) from None
-        if may_end:
-            bits = mask.view(np.uint32)
-            for token_id in seq.stop_token_ids:
-                if token_id < 32 * len(bits):
-                    bits[token_id // 32] |= np.uint32(1 << token_id % 32)
+        else:
+            self._guided.fill(self._guesses[:index], mask)
 
 
 def _named(error: ValueError) -> ValueError:
