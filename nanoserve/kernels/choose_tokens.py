@@ -5,7 +5,8 @@ log E), with the noise computed where it is used: from the same hash of (seed, p
 token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
 once and nothing of their size is written. One program takes a part of one row's vocabulary, since
 the few rows of a step alone would leave most of a GPU idle; a second kernel picks the best part.
-Rows with a top-k, top-p or min-p filter bring its border, see `filter_logits.py`.
+Rows with a top-k, top-p or min-p filter bring its border, see `filter_logits.py`. Rows with a
+grammar bring a mask of what it allows, a bit for each token (not run on a GPU yet).
 """
 
 import numpy as np
@@ -49,6 +50,8 @@ def choose_tokens(
     positions: torch.Tensor,
     settings: torch.Tensor,
     borders: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Token ids, int64 [num_rows].
 
@@ -58,6 +61,9 @@ def choose_tokens(
     settings: int32 [num_slots, 8], rows by `pack_settings`.
     borders: float32 [num_rows], from `filter_borders`, if any row of the step has a filter: rows
         that sample draw nothing whose logit / temperature is below.
+    masks, mask_rows: int32 [num_masks, ceil(vocab_size / 32)], bit t % 32 of word t // 32 set for
+        each token t that may be drawn; and int32 [num_rows], which of them a row goes by, -1 for
+        none. What is no finite number is an error also where it is forbidden.
     Of equal scores the lowest id wins. A row whose best score is no finite number gives -1: it has
     NaN or infinity somewhere, or nothing above -inf.
     """
@@ -68,6 +74,9 @@ def choose_tokens(
     check_tensor("settings", settings, torch.int32, len(settings), SETTINGS_WORDS.value)
     if borders is not None:
         check_tensor("borders", borders, torch.float32, num_rows)
+    if masks is not None:
+        check_tensor("masks", masks, torch.int32, len(masks), -(-vocab_size // 32))
+        check_tensor("mask_rows", mask_rows, torch.int32, num_rows)
     # In plain Python: Triton's `next_power_of_2` and `cdiv` take microseconds.
     part = min(_PART, 1 << (vocab_size - 1).bit_length())
     num_parts = -(-vocab_size // part)
@@ -80,6 +89,8 @@ def choose_tokens(
         positions,
         settings,
         borders,
+        masks,
+        mask_rows,
         best_scores,
         best_ids,
         logits.stride(0),
@@ -121,6 +132,8 @@ def _best_of_parts(
     positions,
     settings,
     borders,
+    masks,
+    mask_rows,
     best_scores,
     best_ids,
     row_stride,
@@ -135,6 +148,13 @@ def _best_of_parts(
     scores = tl.load(address, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
     # A maximum may pass over not-a-number. Infinity stays the best to the end, where it is seen.
     scores = tl.where(scores == scores, scores, float("inf"))
+    if masks is not None:
+        mask_row = tl.load(mask_rows + row).to(tl.int64)
+        NUM_WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
+        words = masks + tl.maximum(mask_row, 0) * NUM_WORDS + token_ids // 32
+        bits = tl.load(words, mask=token_ids < VOCAB_SIZE, other=0) >> (token_ids % 32)
+        is_allowed = (bits & 1 != 0) | (mask_row < 0) | (scores == float("inf"))
+        scores = tl.where(is_allowed, scores, -float("inf"))
     slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS
     temperature = tl.load(slot_settings).to(tl.float32, bitcast=True)
     if temperature > 0:

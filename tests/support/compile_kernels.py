@@ -119,12 +119,16 @@ def _store_kv(
     store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers)
 
 
-def _choose_tokens(vocab_size: int, dtype: torch.dtype, is_filtered: bool) -> None:
+def _choose_tokens(
+    vocab_size: int, dtype: torch.dtype, is_filtered: bool, is_masked: bool = False
+) -> None:
     integers = torch.zeros(4, dtype=torch.int32)
     settings = torch.from_numpy(np.stack([pack_settings(1.0, 0, 0)] * 4))
     logits = torch.zeros(4, vocab_size, dtype=dtype)
     borders = filter_borders(logits, integers, settings) if is_filtered else None
-    choose_tokens(logits, integers, integers, settings, borders)
+    masks = torch.zeros(4, -(-vocab_size // 32), dtype=torch.int32) if is_masked else None
+    mask_rows = integers if is_masked else None
+    choose_tokens(logits, integers, integers, settings, borders, masks, mask_rows)
 
 
 def _add_rms_norm(hidden: int, dtype: torch.dtype) -> None:
@@ -157,6 +161,8 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
         for vocab_size, is_filtered in ((2048, True), (151_936, True), (151_936, False)):
             label = f"choose_tokens {dtype} vocab={vocab_size} filtered={is_filtered}"
             cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
+    masked = partial(_choose_tokens, 151_936, torch.bfloat16, False, True)
+    cases.append(("choose_tokens bfloat16 vocab=151936 masked", masked))
     return [(label.replace("torch.", ""), call) for label, call in cases]
 
 

@@ -8,15 +8,19 @@ import pytest
 import torch
 from count_replays import count_replays
 from late_cuda import LateCuda
+from tiny_checkpoints import make_qwen3
 
 import nanoserve.sampling.fused_sampler as fused_sampler
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
+from nanoserve.make_engine import _guide
+from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -138,3 +142,48 @@ def test_a_planted_fault_comes_out_as_other_tokens(
     except (IndexError, OverflowError, RuntimeError, ValueError) as error:
         tokens = repr(error)
     assert tokens != expected
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
+@pytest.mark.parametrize("graphs", [{}, {"capture_sampling": True}], ids=str)
+def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, graphs: dict[str, bool]
+) -> None:
+    pytest.importorskip("llguidance")
+    make_qwen3(tmp_path, vocab_size=2048)
+    guides: list[dict[str, Any]] = [
+        {"regex": "[a-z]{5}, [0-9]{3}"},
+        {"choice": ["block table", "KV cache"]},
+        {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 4}},
+    ]
+    kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 9}]
+    asked = [
+        SamplingParams(
+            max_tokens=20,
+            structured_outputs=StructuredOutputsParams(**guides[i % 3]),
+            **kinds[i // 3],
+        )
+        for i in range(9)
+    ]
+    asked[4:4] = [SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)] * 2
+
+    def answers(engine: LLMEngine) -> list[str]:
+        for i, params in enumerate(asked):
+            engine.add_request(str(i), [3 + i, 4], params)
+        done: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        assert [done[str(i)].error for i in range(len(asked))] == [None] * len(asked)
+        return [done[str(i)].outputs[0].text for i in range(len(asked))]
+
+    options = OPTIONS | {"seed": 0}
+    with LLM(tmp_path, tokenizer="tiny-qwen3", device="cpu", **options) as llm:
+        expected = answers(llm.engine)
+    cuda = LateCuda()
+    made = make_engine(tmp_path, cuda, monkeypatch, async_scheduling=ahead, **graphs)
+    tokenizer = Tokenizer(bundled_checkpoint("tiny-qwen3"))
+    engine = LLMEngine(made.config, made.model_config, made.executor, tokenizer)
+    engine.guide = _guide
+    assert answers(engine) == expected
+    assert engine.stats.num_draft_tokens == 0  # runs are not forced where nobody has tried it
+    engine.close()
