@@ -17,14 +17,18 @@ _TOKENS = re.compile(
 )
 
 
-def portable(regex: str) -> str:
+def portable(regex: str, has_sets: bool = True) -> str:
     """The same, with classes that everybody agrees on. Raises `ValueError` for what is understood
-    in different ways: operations on sets, POSIX classes, possessive quantifiers."""
+    in different ways: operations on sets, POSIX classes, possessive quantifiers.
+
+    has_sets: whether whoever computes it knows classes within classes, and Unicode's.
+    """
     parts, is_class, is_negated, first = [], False, False, 0
     for found in _TOKENS.finditer(regex):
         text, kind = found[0], found.lastgroup
         if kind == "escape":
-            parts.append(_class_of(text, is_class and is_negated))
+            make = _class_of if has_sets else _flat_class_of
+            parts.append(make(text, is_class, is_class and is_negated))
             continue
         if kind == "possessive" and is_class:  # two characters of a class
             kind = "one"
@@ -48,7 +52,7 @@ def portable(regex: str) -> str:
     return "".join(parts)
 
 
-def _class_of(escape: str, is_negated: bool) -> str:
+def _class_of(escape: str, is_class: bool, is_negated: bool) -> str:
     """What stands for an escape such as `\\d`, in a class of what is not allowed, or elsewhere."""
     name = escape[1]
     if name.lower() not in _NARROW:
@@ -56,3 +60,12 @@ def _class_of(escape: str, is_negated: bool) -> str:
     if name.islower():
         return f"[{(_WIDE if is_negated else _NARROW)[name]}]"
     return f"[^{(_NARROW if is_negated else _WIDE)[name.lower()]}]"
+
+
+def _flat_class_of(escape: str, is_class: bool, is_negated: bool) -> str:
+    name = escape[1]
+    if name.lower() not in _NARROW:
+        return escape
+    is_known = name.islower() and not is_negated
+    require(is_known, f"{escape!r} is not supported there: list the characters that are meant")
+    return _NARROW[name] if is_class else f"[{_NARROW[name]}]"
