@@ -38,7 +38,8 @@ from nanoserve.server.settings import ServerSettings
 from nanoserve.server.tools.answer import ToolAnswer
 from nanoserve.server.tools.asked import tool_use_of
 from nanoserve.server.tools.formats import FORMATS, detect
-from nanoserve.server.tools.grammar import guide_of_tools
+from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
+from nanoserve.server.tools.reasoning import CLOSE, OPEN
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -129,14 +130,17 @@ class ApiServer:
         reasoning_parser = self.settings.reasoning_parser
         if use is None and reasoning_parser is None:
             return await self._generate(request, body, chat_requests, ChatAnswer)
-        specials: tuple[str, ...] = ()
+        specials: tuple[str, ...] = () if reasoning_parser is None else (OPEN, CLOSE)
+        special_id = self.llm.engine.tokenizer.special_tokens.id_of
         if use is not None:
-            specials = use.format.special_tokens
-            guide = guide_of_tools(use, self.llm.engine.tokenizer.special_tokens.id_of)
+            specials += use.format.special_tokens
+            guide = guide_of_tools(use, special_id)
             if guide is not None and body.guide is not None:
                 told = "tools that are forced or strict leave no room for another format"
                 raise ApiError(400, told, "response_format", "unsupported")
             body.guide = guide or body.guide
+        if body.guide is not None and reasoning_parser is not None:
+            body.guide = behind_reasoning(body.guide, reasoning_parser, special_id)
         make = partial(chat_requests, kept_specials=specials)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 

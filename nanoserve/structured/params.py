@@ -19,6 +19,7 @@ _MOST_CHARACTERS = {
     "whitespace_pattern": 2**8,
 }
 _MOST_CHOICES = 10_000
+_MOST_STRUCTURES = 128
 _WHITESPACE = r"[ \n\r\t]*"
 _DEEPEST = 100  # lists and dictionaries within each other
 # Of a schema, what holds schemas by names of anybody's choice, and what holds none.
@@ -77,13 +78,12 @@ class StructuredOutputsParams:
             _check_text("whitespace_pattern", self.whitespace_pattern)
         kind = given[0]
         if kind == "choice":
+            num = len(self.choice) if isinstance(self.choice, list | tuple) else 0
+            told = f"choice has {num} texts; at most {_MOST_CHOICES} are allowed"
+            require(num <= _MOST_CHOICES, told)
             check_list("choice", self.choice, is_text, "texts that are not empty", False)
-            _check_encodes("choice", "".join(self.choice))
-            require(
-                len(self.choice) <= _MOST_CHOICES,
-                f"choice has {len(self.choice)} texts; at most {_MOST_CHOICES} are allowed",
-            )
             _check_size("choice", sum(map(len, self.choice)))
+            _check_encodes("choice", "".join(self.choice))
         elif kind in ("regex", "grammar"):
             _check_text(kind, getattr(self, kind))
 
@@ -181,6 +181,9 @@ def _check_tag(tag: dict[str, Any]) -> None:
     structures, triggers = tag.get("structures"), tag.get("triggers")
     require(isinstance(structures, list) and isinstance(triggers, list) and structures, expected)
     require(all(map(is_text, triggers)), expected)
+    num = len(structures)
+    told = f"structural_tag has {num} structures; at most {_MOST_STRUCTURES} are allowed"
+    require(num <= _MOST_STRUCTURES, told)
     for structure in structures:
         is_whole = isinstance(structure, dict) and isinstance(structure.get("schema"), dict)
         require(is_whole and is_text(structure.get("begin")), expected)

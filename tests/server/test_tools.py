@@ -19,9 +19,10 @@ import openai
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.server.tools.asked import Function, ToolUse
 from nanoserve.server.tools.formats import FORMATS
-from nanoserve.server.tools.grammar import guide_of_tools
+from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.guidance import Guidance
+from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.tokenizer import Tokenizer
 
 WEATHER = {
@@ -271,3 +272,61 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
     assert free.may_end
     lax = [Function("now", {"type": "object"}, False)]
     assert guide_of_tools(ToolUse(form, lax, False, False, True), lambda text: None) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_what_is_thought_before_is_free_and_split_off(server_llm, name: str) -> None:
+    described = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    with (
+        served(server_llm, reasoning_parser=name) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        plain = client.chat.completions.create(**ASKED, temperature=0)
+        if name == "qwen3":  # it may think, and this model does not
+            assert plain.choices[0].message.content and plain.choices[0].message.reasoning is None
+        else:  # it is thinking from its first word on, and this one never stops
+            assert plain.choices[0].message.reasoning and not plain.choices[0].message.content
+        # What closes the thought, if the model does not think of it.
+        closing = {"logit_bias": {} if name == "qwen3" else bias_to("</think>")}
+        asked = {"response_format": described, "temperature": 0, **closing}
+        answer = client.chat.completions.create(**ASKED | asked)
+        (choice,) = answer.choices
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        text, _, reason, reasoning = streamed(client, **asked)
+        assert (text, reason) == (choice.message.content or "", choice.finish_reason)
+        assert reasoning == (choice.message.reasoning or "")
+
+
+def bias_to(text: str) -> dict[str, float]:
+    """For the tokens of a text that this tokenizer cuts into pieces."""
+    encoded = Tokenizer(bundled_checkpoint("tiny-qwen3")).encode(text, False)
+    return {str(token_id): 20.0 for token_id in encoded}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("guide", "right", "wrong"),
+    [
+        ({"json": SCHEMA}, '{"term": "a", "level": "easy"}', '{"term": 1'),
+        ({"regex": r"a/\d+"}, "a/12", "a12"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+    ],
+)
+def test_behind_a_thought_the_format_holds(
+    name: str, guide: dict[str, Any], right: str, wrong: str, backend: TokenizerBackend
+) -> None:
+    whole = behind_reasoning(StructuredOutputsParams(**guide), name, lambda text: None)
+    compiled = Guidance(backend, 2048).compile(whole.source(StructuredOutputsConfig()))
+    thoughts = ["<think>Is it { or yes?\n</think>\n\n", "Well. </think>"]
+    thoughts = thoughts if name == "deepseek_r1" else [thoughts[0], ""]
+    for thought in thoughts:
+        for text, is_right in ((right, True), (wrong, False)):
+            grammar, token_ids = compiled.start(), backend.encode(thought + text).ids
+            assert (grammar.count_legal(token_ids) == len(token_ids)) is is_right, thought + text
+            if is_right:
+                grammar.accept(token_ids)
+                assert grammar.may_end
+    if name == "qwen3":
+        text = backend.encode("Just text, without a thought").ids
+        assert compiled.start().count_legal(text) < len(text)

@@ -4,8 +4,12 @@ import json
 import re
 from collections.abc import Callable
 
+from nanoserve.server.errors import ApiError
 from nanoserve.server.tools.asked import Function, ToolUse
+from nanoserve.server.tools.reasoning import CLOSE, OPEN, STARTS_INSIDE
+from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.params import StructuredOutputsParams
+from nanoserve.structured.regex import portable
 
 _MOST_CALLS = 16
 # JSON in one way, with a space behind each comma and colon.
@@ -49,6 +53,41 @@ def guide_of_tools(use: ToolUse, special_id: SpecialId) -> StructuredOutputsPara
         ]
     rules += writer.calls(use.functions, begin, form.end)
     return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules]))
+
+
+def behind_reasoning(
+    guide: StructuredOutputsParams, parser: str, special_id: SpecialId
+) -> StructuredOutputsParams:
+    """The same for a model that thinks first: its thoughts are free."""
+    writer, rules = _Writer(special_id), _rules_of(guide)
+    close = special_id(CLOSE)
+    thought = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
+    if close is not None:
+        thought = rf"thought: /(.|\n)*/ <[{close}]>"
+    opened = f"{writer.literal(OPEN)} thought SPACE content"
+    other = "thought SPACE content" if STARTS_INSIDE[parser] else "content"
+    start = f"start: {opened} | {other}"
+    lines = ["%llguidance {}", start, thought, r"SPACE: /[ \n]*/", *rules]
+    return StructuredOutputsParams(grammar="\n".join(lines))
+
+
+def _rules_of(guide: StructuredOutputsParams) -> list[str]:
+    """The rule `content`, and those that it needs."""
+    if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # of tools
+        lines = guide.grammar.split("\n")[1:]
+        return [re.sub("^start:", "content:", line) for line in lines]
+    source = guide.source(StructuredOutputsConfig())
+    if source.kind == "regex":
+        regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
+        return [f"content: /{regex}/"]
+    if source.kind == "choice":
+        return ["content: CHOICE", "CHOICE: " + " | ".join(map(json.dumps, guide.choice or ()))]
+    if source.kind == "json" and not source.whitespace:
+        return [f"content: %json {json.dumps(json.loads(source.text) | {'x-guidance': _COMPACT})}"]
+    told = (
+        "with a --reasoning-parser, formats are JSON in one line, regular expressions and choices"
+    )
+    raise ApiError(400, told, "structured_outputs", "unsupported")
 
 
 class _Writer:
