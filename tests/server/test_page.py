@@ -1,6 +1,7 @@
 """The page at `/` in a real browser: one server and one Chromium for all of it."""
 
 import contextlib
+import json
 import re
 import shutil
 import time
@@ -263,6 +264,49 @@ def test_keys_and_parameters(tab: Tab) -> None:
     ]
     tab.page.reload()
     assert tab.page.input_value("[name=temperature]") == "0.5"
+
+
+def test_json_by_a_schema_is_asked_for_and_set_out(tab: Tab) -> None:
+    asked = tab.answer_with(stream_of('{"term": "block", ', '"n": [1, 2]}'))
+    schema = {"type": "object", "properties": {"term": {"type": "string"}}}
+    page = tab.page
+    assert page.is_hidden("#has-schema")
+    page.click("#open-settings")
+    page.fill("[name=schema]", "no JSON")
+    page.click("#settings .primary")
+    assert page.is_visible("#settings")  # not with that schema
+    page.fill("[name=schema]", json.dumps(schema))
+    page.click("#settings .primary")
+    assert page.is_hidden("#settings") and page.is_visible("#has-schema")
+    tab.ask("one")
+    tab.answer()
+    described = {"name": "answer", "schema": schema}
+    assert asked[0]["response_format"] == {"type": "json_schema", "json_schema": described}
+    shown = page.inner_text(".assistant pre code")
+    assert json.loads(shown) == {"term": "block", "n": [1, 2]} and len(shown.splitlines()) == 7
+    page.reload()
+    assert page.is_visible("#has-schema")
+    page.click("#drop-schema")
+    assert page.is_hidden("#has-schema") and page.input_value("[name=schema]") == ""
+
+
+def test_the_model_answers_by_the_example_schema(tab: Tab) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    page = tab.page
+    page.click("#open-settings")
+    page.click("#example-schema")
+    page.fill("[name=temperature]", "0")
+    page.click("#settings .primary")
+    tab.ask("What is a KV cache?")
+    tab.answer()
+    told = json.loads(page.inner_text(".assistant pre code"))
+    assert {*told} == {"term", "difficulty", "is_about_memory"}
+    page.click("#open-settings")
+    page.fill("[name=schema]", '{"type": "array", "uniqueItems": true}')
+    page.click("#settings .primary")
+    tab.ask("And a block?")
+    tab.wait_for("[...document.querySelectorAll('.note.error')].length === 1")
+    assert "uniqueItems" in page.inner_text(".note.error")
 
 
 def test_thoughts_are_folded_and_not_sent_again(tab: Tab) -> None:

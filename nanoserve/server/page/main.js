@@ -50,6 +50,7 @@ async function answer() {
   const conversation = current;
   const messages = messagesOf(conversation, settings.system);
   const message = { role: "assistant", content: "", thinking: "", state: "waiting" };
+  if (settings.schema) message.format = "json";
   conversation.messages.push(message);
   let saved = performance.now();
   const coming = new Answer(message, () => {

@@ -71,7 +71,8 @@ export class AssistantMessage {
     const isComing = state === "waiting" || state === "streaming";
     const split = splitThinking(message.content);
     const thinking = (message.thinking || split.thinking).trim();
-    const answer = split.answer.replace(/^\s+/, "");
+    const told = split.answer.replace(/^\s+/, "");
+    const answer = message.format === "json" && told ? fenced(told) : told;
     this.#shown = showMarkdown(this.text, answer, this.#shown);
     this.thoughts.hidden = !thinking;
     this.thinking.textContent = thinking;
@@ -91,6 +92,17 @@ export class AssistantMessage {
     if (this.note.textContent !== text) this.note.textContent = text;
     this.note.setAttribute("role", this.message.state === "error" ? "alert" : "status");
   }
+}
+
+// JSON as a block of code, set out once it is whole. No line of it can begin with a fence.
+function fenced(text) {
+  let shown = text;
+  try {
+    shown = JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    // It is still coming, or was cut off.
+  }
+  return `\`\`\`json\n${shown}\n\`\`\``;
 }
 
 function noteText({ state, notice, error, reason, timing }, answer) {
