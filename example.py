@@ -9,9 +9,10 @@ python example.py --ask "What is a block table?"   your own questions, as many a
 import argparse
 import sys
 import time
+from importlib.util import find_spec
 from itertools import cycle
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
 QUESTIONS = [
     "What is a KV cache?",
@@ -23,6 +24,16 @@ QUESTIONS = [
     "Define the block manager, please.",
     "Who are you?",
 ]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "language": {"enum": ["English", "Chinese"]},
+        "is_arithmetic": {"type": "boolean"},
+        "subject": {"type": "string", "maxLength": 30},
+    },
+    "required": ["language", "is_arithmetic", "subject"],
+    "additionalProperties": False,
+}
 FOLLOW_UPS = ["What is prefix caching?", "什么是调度器？", "What is 9 + 16?", "Explain top-p."]
 
 
@@ -46,6 +57,18 @@ def ask(llm: LLM, conversations: list[list[dict[str, str]]], max_tokens: int) ->
         from_cache = f"   [{cached} of {total} prompt tokens from the cache]" if cached else ""
         print(f"\n> {conversation[-1]['content']}{from_cache}\n  {answer}")
         conversation.append({"role": "assistant", "content": answer})
+
+
+def describe(llm: LLM, questions: list[str]) -> None:
+    """JSON by a schema, whatever the model would rather say; the bundled one knows no JSON."""
+    if find_spec("llguidance") is None:
+        print("  This needs another package: pip install 'nanoserve[guided]'")
+        return
+    guide = StructuredOutputsParams(json=SCHEMA)
+    params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=guide)
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    for question, output in zip(questions, llm.chat(conversations, params), strict=True):
+        print(f"\n> {question}\n  {output.outputs[0].text}")
 
 
 def main() -> None:
@@ -72,6 +95,9 @@ def main() -> None:
         for conversation, follow_up in zip(conversations, cycle(FOLLOW_UPS), strict=False):
             conversation.append({"role": "user", "content": follow_up})
         ask(llm, conversations, args.max_tokens)
+
+        print("\n4. JSON by a schema.")
+        describe(llm, args.ask[:3])
 
         stats, seconds = llm.stats, time.perf_counter() - loaded
         print(

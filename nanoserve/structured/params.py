@@ -14,7 +14,8 @@ _MOST_CHARACTERS = {
     "json": 2**19,
     "regex": 2**14,
     "choice": 2**19,
-    "grammar": 2**19,
+    "grammar": 2**15,
+    "%llguidance": 2**19,  # what tools make
     "structural_tag": 2**19,
     "whitespace_pattern": 2**8,
 }
@@ -85,7 +86,9 @@ class StructuredOutputsParams:
             _check_size("choice", sum(map(len, self.choice)))
             _check_encodes("choice", "".join(self.choice))
         elif kind in ("regex", "grammar"):
-            _check_text(kind, getattr(self, kind))
+            text = getattr(self, kind)
+            is_made = is_text(text) and text.startswith("%llguidance")
+            _check_text("%llguidance" if is_made else kind, text)
 
     def source(self, config: StructuredOutputsConfig) -> Source:
         """The grammar as text, completed by what the engine says of JSON."""
