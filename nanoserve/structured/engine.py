@@ -12,6 +12,7 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.engine import SpeculativeEngine
 from nanoserve.speculative.proposer import TextProposer
 from nanoserve.structured.backends import make_compiler
+from nanoserve.structured.compiler import Compiler
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import CompiledGrammar
 from nanoserve.structured.guided import Guided, StepLimit
@@ -28,8 +29,10 @@ def start_guiding(engine: LLMEngine, request: Request) -> None:
     of a class whose methods know grammars. So whoever asks for none never pays for them.
     """
     if not isinstance(engine, GuidedEngine):
+        guiding = engine.config.structured_outputs_config or StructuredOutputsConfig()
+        compiler = make_compiler(guiding, engine.tokenizer, engine.model_config.vocab_size)
         engine.__class__ = GuidedEngine
-        engine.start_guiding()
+        engine.start_guiding(guiding, compiler)
     engine.prepare(request)
 
 
@@ -54,11 +57,10 @@ class GuidedEngine(SpeculativeEngine):
 
     scheduler: GuidedScheduler
 
-    def start_guiding(self) -> None:
+    def start_guiding(self, guiding: StructuredOutputsConfig, compiler: Compiler) -> None:
         """Become one, between two steps."""
         config = self.config
-        self._guiding = config.structured_outputs_config or StructuredOutputsConfig()
-        self._compiler = make_compiler(self._guiding, self.tokenizer, self.model_config.vocab_size)
+        self._guiding, self._compiler = guiding, compiler
         self._compiling: dict[str, Compiling] = {}
         is_ahead = config.async_scheduling
         self.scheduler.__class__ = GuidedAheadScheduler if is_ahead else GuidedScheduler
