@@ -70,7 +70,8 @@ def guided_run(seed: int, path: Path, reference: LLM) -> GuidedRun:
     rng = random.Random(f"grammars of {seed}")
     options: dict[str, Any] = {"structured_outputs_config": {"jump_forward": rng.random() < 0.8}}
     if rng.random() < 0.6:
-        options["speculative_config"] = rng.choice([NGRAM, {"method": "suffix"}]) | {
+        draft = {"method": "draft_model", "model": str(path), "dtype": "float32"}
+        options["speculative_config"] = rng.choice([NGRAM, {"method": "suffix"}, draft]) | {
             "num_speculative_tokens": rng.choice([1, 4, 20]),
             "adaptive": rng.random() < 0.3,
         }
@@ -79,7 +80,8 @@ def guided_run(seed: int, path: Path, reference: LLM) -> GuidedRun:
         scheduler = run.engine.scheduler
         suffix = SuffixProposer(SpeculativeConfig(method="suffix"))
         mixed = Mixed(rng, VOCAB_SIZE, [scheduler.proposer, suffix])
-        scheduler.proposer = rng.choice([scheduler.proposer, Wrong(VOCAB_SIZE), mixed, mixed])
+        if not scheduler.proposer.is_model:
+            scheduler.proposer = rng.choice([scheduler.proposer, Wrong(VOCAB_SIZE), mixed, mixed])
     return run
 
 
