@@ -20,9 +20,6 @@ class Grammar(Protocol):
         mask: int32 [ceil(num_tokens / 32)]. Raises `ValueError` if that is too much to compute.
         """
 
-    def count_legal(self, token_ids: list[int]) -> int:
-        """How many of these may come, one behind the other, from the first on."""
-
     def advance(self, token_id: int) -> bool:
         """Take it, if it may come."""
 
@@ -58,3 +55,12 @@ class Backend(Protocol):
 
     def compile(self, source: Source) -> CompiledGrammar:
         """Raises `ValueError` that names what is wrong, or not supported."""
+
+
+def count_legal(grammar: Grammar, token_ids: list[int]) -> int:
+    """How many of these may come, one behind the other, from the first on."""
+    num_legal = 0
+    while num_legal < len(token_ids) and grammar.advance(token_ids[num_legal]):
+        num_legal += 1
+    grammar.rollback(num_legal)
+    return num_legal

@@ -73,13 +73,6 @@ class GuidanceGrammar:
         self._mask[self._end // 32] &= ~np.uint32(1 << self._end % 32)
         mask[:] = self._mask.view(np.int32)[: len(mask)]
 
-    def count_legal(self, token_ids: list[int]) -> int:
-        num_legal = 0
-        while num_legal < len(token_ids) and self.advance(token_ids[num_legal]):
-            num_legal += 1
-        self.rollback(num_legal)
-        return num_legal
-
     def advance(self, token_id: int) -> bool:
         # What is forced has one spelling, though others would be the same text.
         run = self._forced()

@@ -4,7 +4,7 @@ import numpy as np
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.proposer import num_right
-from nanoserve.structured.grammar import Grammar
+from nanoserve.structured.grammar import Grammar, count_legal
 
 _MOST_WRONG = 2  # forced runs that a model may write in another way
 
@@ -100,7 +100,7 @@ class Guided:
     def legal(self, guesses: list[int]) -> list[int]:
         """Those of `guesses` before the first one that may not come."""
         try:
-            return guesses[: self.grammar.count_legal(guesses)]
+            return guesses[: count_legal(self.grammar, guesses)]
         except ValueError as error:
             self.error = _named(error)
             return []

@@ -8,6 +8,7 @@ import xgrammar
 from tokenizers import Tokenizer as TokenizerBackend
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
+from nanoserve.structured.grammar import count_legal
 from nanoserve.structured.source import Source
 from nanoserve.structured.xgrammar_schemas import known_regex, known_schema
 
@@ -64,13 +65,6 @@ class MatchedByXGrammar:
         self._look()
         mask[:] = self._mask[0, : len(mask)]
 
-    def count_legal(self, token_ids: list[int]) -> int:
-        num_legal = 0
-        while num_legal < len(token_ids) and self.advance(token_ids[num_legal]):
-            num_legal += 1
-        self.rollback(num_legal)
-        return num_legal
-
     def advance(self, token_id: int) -> bool:
         return token_id != self._end and self._matcher.accept_token(token_id)
 
@@ -87,7 +81,7 @@ class MatchedByXGrammar:
         """The text that must come, as it is cut by itself: its last token may go on behind it."""
         text = self._matcher.find_jump_forward_string()
         token_ids = self._backend.encode(text, add_special_tokens=False).ids[:-1] if text else []
-        return token_ids[: min(most, self.count_legal(token_ids))]
+        return token_ids[: min(most, count_legal(self, token_ids))]
 
     @property
     def may_end(self) -> bool:

@@ -21,6 +21,7 @@ from nanoserve.server.tools.asked import Function, ToolUse
 from nanoserve.server.tools.formats import FORMATS
 from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
 from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.structured.grammar import count_legal
 from nanoserve.structured.guidance import Guidance
 from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.tokenizer import Tokenizer
@@ -245,7 +246,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
         texts = ["Well. ", "Let me see", "\n"] if form.trigger else []
         for text in [*rng.sample(texts, min(1, len(texts))), form.trigger or "{"]:
             more = backend.encode(text).ids
-            assert grammar.count_legal(more) == len(more), text
+            assert count_legal(grammar, more) == len(more), text
             grammar.accept(more)
             token_ids += more
         assert not grammar.may_end
@@ -267,7 +268,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
     assert num_calls > 10
     free = compiled.start()
     words = backend.encode("Just a text, in which nothing is called.").ids
-    assert free.count_legal(words) == len(words)
+    assert count_legal(free, words) == len(words)
     free.accept(words)
     assert free.may_end
     lax = [Function("now", {"type": "object"}, False)]
@@ -323,10 +324,10 @@ def test_behind_a_thought_the_format_holds(
     for thought in thoughts:
         for text, is_right in ((right, True), (wrong, False)):
             grammar, token_ids = compiled.start(), backend.encode(thought + text).ids
-            assert (grammar.count_legal(token_ids) == len(token_ids)) is is_right, thought + text
+            assert (count_legal(grammar, token_ids) == len(token_ids)) is is_right, thought + text
             if is_right:
                 grammar.accept(token_ids)
                 assert grammar.may_end
     if name == "qwen3":
         text = backend.encode("Just text, without a thought").ids
-        assert compiled.start().count_legal(text) < len(text)
+        assert count_legal(compiled.start(), text) < len(text)
