@@ -37,7 +37,7 @@ LIMITS = {
     "bench": 160,
     "profile": 100,
     "kernels": 100,
-    "guesses": 180,
+    "guesses": 240,
     "tp": 60,
     "peers": 180,
     "fa3": 80,

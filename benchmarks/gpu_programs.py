@@ -76,6 +76,16 @@ def _told_tests(program: Program, report: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- guesses
 
 
+# Of what has never run on one either.
+_OTHER_TESTS = {
+    "tests of formats": ["tests/gpu/test_guided_gpu.py"],
+    "tests of fewer bits": [
+        "tests/gpu/test_quantized_kv_gpu.py",
+        "tests/gpu/test_quantized_weights_gpu.py",
+    ],
+}
+
+
 def guesses(job: Job) -> Measurements:
     """Whether answers are the same, and what guessing brings, without graphs and with them."""
     name = "tests of guesses"
@@ -84,6 +94,9 @@ def guesses(job: Job) -> Measurements:
     for name, more in (("kernel by kernel", ()), ("graphs", ("--graphs",))):
         if not (job.is_tiny and more):  # there are none without a GPU
             yield name, partial(_gains, job, name, *more)
+    for name, files in _OTHER_TESTS.items():
+        program = _start_tests(job, name, files[0], "-n", "0", *files[1:])
+        yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
 
 
 def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from nanoserve.structured import engine as structured_engine
 from nanoserve.structured.compiler import Compiler
 from nanoserve.structured.source import Source

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as TokenizerBackend
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from grammars import GRAMMARS
 from random_grammars import RandomSchema, random_regex
 

@@ -9,7 +9,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from hostile_grammars import hostile_grammars
 
 _LONGEST = 20  # seconds for one of them: none takes a tenth of that on an idle machine

@@ -14,7 +14,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from grammars import GRAMMARS, FromScratch
 
 from nanoserve.speculative.config import SpeculativeConfig

@@ -12,8 +12,8 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("llguidance")
-pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+pytest.importorskip("jsonschema", reason="pip install jsonschema")
 import jsonschema
 from random_grammars import RandomSchema, random_regex
 

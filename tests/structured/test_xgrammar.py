@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as TokenizerBackend
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
 pytest.importorskip("xgrammar")
-pytest.importorskip("jsonschema")
-pytest.importorskip("llguidance")
+pytest.importorskip("jsonschema", reason="pip install jsonschema")
+pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 import jsonschema
 from random_grammars import RandomSchema, random_regex
 

@@ -149,7 +149,7 @@ def test_a_planted_fault_comes_out_as_other_tokens(
 def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, graphs: dict[str, bool]
 ) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
     make_qwen3(tmp_path, vocab_size=2048)
     guides: list[dict[str, Any]] = [
         {"regex": "[a-z]{5}, [0-9]{3}"},
