@@ -1,10 +1,12 @@
 """A grammar that has been somewhere and back is as one that has not."""
 
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as TokenizerBackend
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
@@ -166,3 +168,47 @@ def test_what_nothing_can_begin_with_is_found_before_the_first_step(
 ) -> None:
     with pytest.raises(ValueError, match="nothing can begin with it"):
         compiled(guidance, **guide)
+
+
+def falling_back_to_bytes() -> TokenizerBackend:
+    """As SentencePiece's: "\u2581" is a space, and what has no token is written in bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *"abcdefghijklmnopqrstuvwxyz0123456789{}[]:,.", '"', "\u2581a", "ab", "12"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("\u2581", "a"), ("a", "b"), ("1", "2")]
+    model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    backend = TokenizerBackend(model)
+    prepend, spaces = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([prepend, spaces])
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    parts = [spaces, decoders.ByteFallback(), decoders.Fuse(), strip]
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens([AddedToken(name, special=True) for name in pieces[:3]])
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("guide", "right"),
+    [
+        ({"regex": "(ab|x \u00e9){1,3}"}, r"(ab|x \u00e9){1,3}"),
+        ({"choice": ["\u5757", "</s>", "a b"]}, "\u5757|</s>|a b"),
+        ({"json": {"type": "integer", "minimum": 10, "maximum": 12999}}, r"\d{2,5}"),
+    ],
+)
+def test_tokenizers_that_fall_back_to_bytes(guide: dict[str, Any], right: str) -> None:
+    backend, rng = falling_back_to_bytes(), random.Random(1)
+    size = backend.get_vocab_size()
+    shared, texts = compiled(Guidance(backend, size), **guide), set()
+    for _ in range(30):
+        grammar, token_ids = shared.start(), []
+        while not grammar.is_terminated and not (grammar.may_end and rng.random() < 0.3):
+            mask = np.empty(-(-size // 32), dtype=np.int32)
+            grammar.fill(mask)
+            legal = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            assert legal[0] > 2  # no special token
+            token_ids.append(int(rng.choice(legal)))
+            grammar.accept(token_ids[-1:])
+        before = backend.token_to_id("b")  # a space at the beginning would be stripped
+        texts.add(backend.decode([before, *token_ids])[1:])
+    assert len(texts) > 2
+    assert all(re.fullmatch(right, text) for text in texts), texts
