@@ -56,7 +56,7 @@ class InputProcessor:
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None:
-        self.clock = clock
+        self.clock, self._guiding = clock, config.structured_outputs_config
         self.by_priority = config.scheduling_policy == "priority"
         dtype = config.kv_cache_dtype  # in another one, K and V of the same tokens are others
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
@@ -68,7 +68,7 @@ class InputProcessor:
         self.eos_token_ids = model_config.eos_token_ids
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
-        self._tokenizer, self._guiding = tokenizer, config.structured_outputs_config
+        self._tokenizer = tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
