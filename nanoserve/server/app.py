@@ -38,7 +38,7 @@ from nanoserve.server.settings import ServerSettings
 from nanoserve.server.tools.answer import ToolAnswer
 from nanoserve.server.tools.asked import tool_use_of
 from nanoserve.server.tools.formats import FORMATS, detect
-from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
+from nanoserve.server.tools.grammar import guide_of_tools
 from nanoserve.server.tools.reasoning import CLOSE, OPEN
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -139,9 +139,7 @@ class ApiServer:
                 told = "tools that are forced or strict leave no room for another format"
                 raise ApiError(400, told, "response_format", "unsupported")
             body.guide = guide or body.guide
-        if body.guide is not None and reasoning_parser is not None:
-            body.guide = behind_reasoning(body.guide, reasoning_parser, special_id)
-        make = partial(chat_requests, kept_specials=specials)
+        make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
     async def tokenize(self, request: Request) -> dict[str, Any]:

@@ -12,14 +12,21 @@ from nanoserve.server import logprobs
 from nanoserve.server.answers import Answer
 from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import ChatBody
+from nanoserve.server.tools.grammar import behind_reasoning
+from nanoserve.server.tools.reasoning import starts_inside
 
 
 def chat_requests(
-    body: ChatBody, engine: LLMEngine, new_id: Any, kept_specials: tuple[str, ...] = ()
+    body: ChatBody,
+    engine: LLMEngine,
+    new_id: Any,
+    kept_specials: tuple[str, ...] = (),
+    reasoning_parser: str | None = None,
 ) -> list[Request]:
     """The one request of a conversation. It tokenises, so it is called off the event loop.
 
     kept_specials: special tokens that the text of the answer must keep, if the model has them.
+    reasoning_parser: how a model thinks before it begins with the format that is asked for.
     """
     if body.echo:
         raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
@@ -28,11 +35,16 @@ def chat_requests(
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
     prompt = chat_prompt(body, engine)
+    if reasoning_parser is not None and body.guide is not None:
+        is_inside = starts_inside(prompt["prompt"], reasoning_parser)
+        special_id = engine.tokenizer.special_tokens.id_of
+        body.guide = behind_reasoning(body.guide, is_inside, special_id)
     newer, older = body.max_completion_tokens, body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)
-    is_kept = any(engine.tokenizer.special_tokens.id_of(text) is not None for text in kept_specials)
+    special_id = engine.tokenizer.special_tokens.id_of
+    is_kept = any(special_id(text) is not None for text in kept_specials)
     if is_kept and body.skip_special_tokens is None:
         params.skip_special_tokens = False
     request_id, priority = new_id(), body.priority or 0

@@ -317,7 +317,9 @@ def bias_to(text: str) -> dict[str, float]:
 def test_behind_a_thought_the_format_holds(
     name: str, guide: dict[str, Any], right: str, wrong: str, backend: TokenizerBackend
 ) -> None:
-    whole = behind_reasoning(StructuredOutputsParams(**guide), name, lambda text: None)
+    whole = behind_reasoning(
+        StructuredOutputsParams(**guide), name == "deepseek_r1", lambda text: None
+    )
     compiled = Guidance(backend, 2048).compile(whole.source(StructuredOutputsConfig()))
     thoughts = ["<think>Is it { or yes?\n</think>\n\n", "Well. </think>"]
     thoughts = thoughts if name == "deepseek_r1" else [thoughts[0], ""]

@@ -10,6 +10,7 @@ from nanoserve.outputs import CompletionOutput
 from nanoserve.server.chat_completions import ChatAnswer
 from nanoserve.server.tools.asked import ToolUse
 from nanoserve.server.tools.parsed import Parsed
+from nanoserve.server.tools.reasoning import starts_inside
 from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
 
 
@@ -18,7 +19,10 @@ class ToolAnswer(ChatAnswer):
 
     def __init__(self, use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> None:
         super().__init__(*args)
-        self._use, self._reasoning_parser = use, reasoning_parser
+        self._use = use
+        self._is_inside: bool | None = None
+        if reasoning_parser is not None:
+            self._is_inside = starts_inside(self.requests[0].prompt, reasoning_parser)
         self._texts: dict[int, str] = {}  # by choice, as those below
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[int, list[str]] = {}
@@ -26,7 +30,7 @@ class ToolAnswer(ChatAnswer):
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
         is_final, form = completion.finish_reason is not None, self._use and self._use.format
-        parsed = parse_answer(text, is_final, form, self._reasoning_parser)
+        parsed = parse_answer(text, is_final, form, self._is_inside)
         if self._use is not None and not self._use.allows_several:
             parsed = parsed._replace(calls=parsed.calls[:1])
         ids = self._ids.setdefault(index, [])
@@ -53,7 +57,7 @@ class ToolAnswer(ChatAnswer):
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         parsed = self._parsed[index] = self._parse(index, completion)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if self._reasoning_parser is not None:
+        if self._is_inside is not None:
             reasoning = parsed.reasoning or None
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if parsed.calls:

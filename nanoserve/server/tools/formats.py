@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoserve.server.tools import hermes, llama3_json, mistral
 from nanoserve.server.tools.parsed import ToolCall
@@ -26,10 +26,11 @@ class ToolFormat:
     before: str = ""
     after: str = ""
     special_tokens: tuple[str, ...] = ()
+    is_in_json: bool = True  # whether the name is written as JSON has it
 
     def call_begin(self, name: str) -> str:
         """All of a call up to its arguments."""
-        return self.begin % json.dumps(name, ensure_ascii=False)
+        return self.begin % (json.dumps(name, ensure_ascii=False) if self.is_in_json else name)
 
 
 _FORMATS = [
@@ -63,14 +64,28 @@ _FORMATS = [
     ),
 ]
 FORMATS = {one.name: one for one in _FORMATS}
+# Newer models of Mistral name the function before its arguments. They are read by the same parser.
+_MISTRAL_BY_NAME = replace(
+    FORMATS["mistral"],
+    before="",
+    begin="[TOOL_CALLS]%s[ARGS]",
+    end="",
+    separator="",
+    after="",
+    is_in_json=False,
+)
+# What templates show whose models write calls in ways that nobody here reads.
+_UNKNOWN = ("<function=", "<arg_key>")
 
 
 def detect(chat_template: str | None) -> ToolFormat | None:
     """How the model of a template writes calls, by what it is shown of them."""
     template = chat_template or ""
+    if any(sign in template for sign in _UNKNOWN):
+        return None
     if "<tool_call>" in template:
         return FORMATS["hermes"]
     if mistral.TAG in template:
-        return FORMATS["mistral"]
+        return _MISTRAL_BY_NAME if mistral.ARGUMENTS in template else FORMATS["mistral"]
     is_llama = "<|start_header_id|>" in template and '"parameters"' in template
     return FORMATS["llama3_json"] if is_llama or llama3_json.TAG in template else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nanoserve.server.errors import ApiError
 from nanoserve.server.tools.asked import Function, ToolUse
-from nanoserve.server.tools.reasoning import CLOSE, OPEN, STARTS_INSIDE
+from nanoserve.server.tools.reasoning import CLOSE, OPEN
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.structured.regex import portable
@@ -56,16 +56,19 @@ def guide_of_tools(use: ToolUse, special_id: SpecialId) -> StructuredOutputsPara
 
 
 def behind_reasoning(
-    guide: StructuredOutputsParams, parser: str, special_id: SpecialId
+    guide: StructuredOutputsParams, is_inside: bool, special_id: SpecialId
 ) -> StructuredOutputsParams:
-    """The same for a model that thinks first: its thoughts are free."""
+    """The same for a model that thinks first: its thoughts are free.
+
+    is_inside: whether the answer begins within one; else it may open one, or not.
+    """
     writer, rules = _Writer(special_id), _rules_of(guide)
     close = special_id(CLOSE)
     thought = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
     if close is not None:
         thought = rf"thought: /(.|\n)*/ <[{close}]>"
     opened = f"{writer.literal(OPEN)} thought SPACE content"
-    other = "thought SPACE content" if STARTS_INSIDE[parser] else "content"
+    other = "thought SPACE content" if is_inside else "content"
     start = f"start: {opened} | {other}"
     lines = ["%llguidance {}", start, thought, r"SPACE: /[ \n]*/", *rules]
     return StructuredOutputsParams(grammar="\n".join(lines))

@@ -1,14 +1,19 @@
 """JSON that is still being written: which members of an object are there, and where they end.
 
-Read once from left to right, without recursion. Brackets and strings are followed; whether a number
-is one, say, is for whoever gets the text.
+Read once from left to right, without recursion, and only as far as it is JSON: a model that forgets
+a brace must not have all that it says behind it taken for part of a call.
 """
 
 import json
+import re
 from typing import NamedTuple
 
 _SPACE = " \t\n\r"
 _CLOSING = {"{": "}", "[": "]"}
+_WORD = re.compile(r"[\w.+-]+")
+_NUMBER_SO_FAR = re.compile(r"-?(\d+(\.\d*)?([eE][+-]?\d*)?)?")
+_LITERALS = ("true", "false", "null")
+_WHOLE_WORD = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|true|false|null")
 
 
 class Member(NamedTuple):
@@ -22,12 +27,19 @@ class Member(NamedTuple):
 class ObjectSoFar(NamedTuple):
     """members: by key, of several equal ones the first. end: behind the closing brace, or None.
 
-    is_bad: what stands there is no object, whatever may come.
+    stop: where it ceases to be an object, whatever may come; None if it does not.
     """
 
     members: dict[str, Member]
     end: int | None
-    is_bad: bool
+    stop: int | None = None
+
+
+class Value(NamedTuple):
+    """end: behind it, None if more of it may come. stop: where it ceases to be a value, or None."""
+
+    end: int | None
+    stop: int | None = None
 
 
 def skip_space(text: str, at: int) -> int:
@@ -41,62 +53,106 @@ def read_object(text: str, at: int) -> ObjectSoFar:
     members: dict[str, Member] = {}
     at = skip_space(text, at)
     if text[at : at + 1] != "{":
-        return ObjectSoFar(members, None, at < len(text))
+        return ObjectSoFar(members, None, at if at < len(text) else None)
     at = skip_space(text, at + 1)
     if text[at : at + 1] == "}":
-        return ObjectSoFar(members, at + 1, False)
+        return ObjectSoFar(members, at + 1)
     while at < len(text):
-        key_end = end_of_value(text, at) if text[at] == '"' else -1
+        if text[at] != '"':
+            return ObjectSoFar(members, None, at)
+        key_end = _end_of_string(text, at)
         if key_end is None:
             break
-        key = text_of(text[at:key_end]) if key_end > 0 else None
-        at = skip_space(text, max(key_end, 0))
+        key, begin = text_of(text[at:key_end]), at
+        at = skip_space(text, key_end)
         if key is None or text[at : at + 1] not in (":", ""):
-            return ObjectSoFar(members, None, True)
+            return ObjectSoFar(members, None, begin)
         start = skip_space(text, at + 1)
         if start >= len(text):
             break
-        end = end_of_value(text, start)
-        members.setdefault(key, Member(start, len(text) if end is None else end, end is not None))
-        if end is None:
-            break
-        at = skip_space(text, end)
-        separator = text[at : at + 1]
-        if end == start or separator not in (",", "}", ""):
-            return ObjectSoFar(members, None, True)
-        if separator == "}":
-            return ObjectSoFar(members, at + 1, False)
+        value = read_value(text, start)
+        so_far = next((i for i in (value.end, value.stop) if i is not None), len(text))
+        members.setdefault(key, Member(start, so_far, value.end is not None))
+        if value.end is None:
+            return ObjectSoFar(members, None, value.stop)
+        at = skip_space(text, value.end)
+        if text[at : at + 1] not in (",", "}", ""):
+            return ObjectSoFar(members, None, at)
+        if text[at : at + 1] == "}":
+            return ObjectSoFar(members, at + 1)
         at = skip_space(text, at + 1)
-    return ObjectSoFar(members, None, False)
+    return ObjectSoFar(members, None)
 
 
-def end_of_value(text: str, at: int) -> int | None:
-    """Behind the value that begins at `at`; None if more of it may come."""
-    if text[at] == '"':
-        return _end_of_string(text, at)
-    if text[at] not in _CLOSING:  # a number, a word: whatever ends it must have come
-        end = at
-        while end < len(text) and text[end] not in ",]}" + _SPACE:
-            end += 1
-        return end if end < len(text) else None
-    expected: list[str] = []
-    while at < len(text):
+def read_value(text: str, at: int) -> Value:
+    """The value that begins at `at`."""
+    closing: list[str] = []  # what ends the lists and objects that are open
+    wanted = "value"  # what comes next: a value, a key, or what stands between two of them
+    may_close = False  # instead of it
+    while True:
+        at = skip_space(text, at)
+        if at >= len(text):
+            return Value(None)
         character = text[at]
-        if character == '"':
+        if closing and may_close and character == closing[-1]:
+            closing.pop()
+            at += 1
+        elif wanted == "separator" and character == ",":
+            wanted, may_close = ("key" if closing[-1] == "}" else "value"), False
+            at += 1
+            continue
+        elif wanted == "colon" and character == ":":
+            wanted, may_close = "value", False
+            at += 1
+            continue
+        elif wanted in ("value", "key") and character == '"':
             end = _end_of_string(text, at)
             if end is None:
-                return None
+                return Value(None)
             at = end
+            if wanted == "key":
+                wanted = "colon"
+                may_close = False
+                continue
+        elif wanted == "value" and character in _CLOSING:
+            closing.append(_CLOSING[character])
+            wanted, may_close = ("key" if character == "{" else "value"), True
+            at += 1
             continue
-        if character in _CLOSING:
-            expected.append(_CLOSING[character])
-        elif character in "]}":
-            if expected.pop() != character:
-                return at  # which nobody expects there
-            if not expected:
-                return at + 1
-        at += 1
-    return None
+        elif wanted == "value" and (word := _WORD.match(text, at)) is not None:
+            known = at + _longest_beginning(word[0])
+            if known < word.end():
+                return Value(None, known)
+            if word.end() == len(text):
+                return Value(None)  # it may go on
+            if _WHOLE_WORD.fullmatch(word[0]) is None:
+                return Value(None, known)
+            at = word.end()
+        else:
+            return Value(None, at)
+        if not closing:
+            return Value(at)
+        wanted, may_close = "separator", True
+
+
+def text_of(literal: str) -> str | None:
+    """What a string of JSON says; None if it is none, or says what is no text."""
+    try:
+        value = json.loads(literal, strict=False)
+        value.encode()
+    except (ValueError, AttributeError):
+        return None
+    return value
+
+
+def _longest_beginning(word: str) -> int:
+    """How much of it may be a number or a literal, as far as it has come."""
+    of_number, of_literal = _NUMBER_SO_FAR.match(word).end(), 0
+    while of_literal < len(word):
+        if not any(literal.startswith(word[: of_literal + 1]) for literal in _LITERALS):
+            break
+        of_literal += 1
+    return max(of_number, of_literal)
 
 
 def _end_of_string(text: str, at: int) -> int | None:
@@ -109,11 +165,3 @@ def _end_of_string(text: str, at: int) -> int | None:
         else:
             at += 1
     return None
-
-
-def text_of(literal: str) -> str | None:
-    """What a string of JSON says; None if it is none."""
-    try:
-        return json.loads(literal, strict=False)
-    except ValueError:
-        return None

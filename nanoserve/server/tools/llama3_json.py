@@ -19,15 +19,19 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
             break
         found = read_object(text, begin)
         call = call_of(text, found, needs_arguments=True)
-        if call is not None:
-            content.end_piece()
-            calls.append(call)
-        if call is None and (found.is_bad or found.end is not None or is_final):
+        ended_at = found.stop if found.end is None else found.end
+        if call is None and (ended_at is not None or is_final):
             content.add(text[at:] if not calls else rest)
+        if call is None:
             break
-        if call is None or found.end is None:
+        content.end_piece()
+        calls.append(call)
+        if ended_at is None:
             break
-        at = found.end
+        if found.end is None:
+            content.add(text[ended_at:])
+            break
+        at = ended_at
     return content.joined(is_final), calls
 
 

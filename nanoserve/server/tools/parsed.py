@@ -1,6 +1,5 @@
 """What an answer says, as far as it has come."""
 
-import json
 from typing import NamedTuple
 
 from nanoserve.server.tools.json_so_far import ObjectSoFar, text_of
@@ -57,25 +56,22 @@ def call_of(text: str, found: ObjectSoFar, needs_arguments: bool = False) -> Too
     if keys:
         member = found.members[keys[0]]
         arguments = arguments_of(text[member.start : member.end], member.is_complete)
-    if name is None or arguments is None:
+    if not name or arguments is None:
         return None
     return ToolCall(name, arguments, is_whole)
 
 
 def arguments_of(written: str, is_complete: bool) -> str | None:
     """An object as it is written. Models also write null for none, and JSON within a text: what
-    these are is known at their end. None if it is not known yet, or never will be."""
+    these are is known at their end. None if it is not known yet."""
     if written[:1] in ("{", "["):
         return written
     if not is_complete:
         return None
-    try:
-        value = json.loads(written, strict=False)
-    except ValueError:
-        return None
-    if value is None:
+    if written == "null":
         return "{}"
-    return value if isinstance(value, str) and value.lstrip()[:1] == "{" else written
+    inner = text_of(written)
+    return inner if inner is not None and inner.lstrip()[:1] == "{" else written
 
 
 def without_beginning_of(text: str, tags: tuple[str, ...]) -> str:

@@ -7,14 +7,22 @@ OPEN, CLOSE = "<think>", "</think>"
 STARTS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
-def split(text: str, is_final: bool, starts_inside: bool) -> tuple[str, str]:
+def starts_inside(prompt: str | None, parser: str) -> bool:
+    """Whether an answer to this prompt begins within a thought: its end may tell."""
+    end = (prompt or "").rstrip()
+    if end.endswith((OPEN, CLOSE)):
+        return end.endswith(OPEN)
+    return STARTS_INSIDE[parser]
+
+
+def split(text: str, is_final: bool, is_inside: bool) -> tuple[str, str]:
     """(reasoning, answer). A thought that never ends is all that there is."""
     begun = text.lstrip()
     if begun.startswith(OPEN):
         thought = begun[len(OPEN) :]
     elif not is_final and OPEN.startswith(begun):
         return "", ""  # it may be about to open
-    elif starts_inside:
+    elif is_inside:
         thought = text
     else:
         return "", text

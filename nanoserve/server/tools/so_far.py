@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from nanoserve.server.tools.formats import ToolFormat
 from nanoserve.server.tools.parsed import Parsed
-from nanoserve.server.tools.reasoning import STARTS_INSIDE, split
+from nanoserve.server.tools.reasoning import split
 
 NOTHING = Parsed("", "", [])
 
@@ -29,12 +29,15 @@ class Delta:
 
 
 def parse_answer(
-    text: str, is_final: bool, tools: ToolFormat | None, reasoning_parser: str | None
+    text: str, is_final: bool, tools: ToolFormat | None, is_inside: bool | None
 ) -> Parsed:
-    """Of the text so far. Calls are looked for behind the reasoning alone."""
+    """Of the text so far. Calls are looked for behind the reasoning alone.
+
+    is_inside: whether it begins within a thought; None: nobody asks for those.
+    """
     reasoning = ""
-    if reasoning_parser is not None:
-        reasoning, text = split(text, is_final, STARTS_INSIDE[reasoning_parser])
+    if is_inside is not None:
+        reasoning, text = split(text, is_final, is_inside)
     if tools is None:
         return Parsed(reasoning, text, [])
     content, calls = tools.parse(text, is_final)

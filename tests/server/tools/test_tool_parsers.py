@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from itertools import combinations, pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from nanoserve.server.tools.formats import FORMATS, detect
 from nanoserve.server.tools.json_so_far import read_object
 from nanoserve.server.tools.parsed import Parsed, ToolCall
+from nanoserve.server.tools.reasoning import STARTS_INSIDE, starts_inside
 from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
 
 ARGUMENTS = [
@@ -65,6 +67,19 @@ CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
         ),
         ('<tool_call>\n{"name": "g', '<tool_call>\n{"name": "g', []),
         (f"{hermes('{oops')}\n{hermes(WEATHER)}", hermes("{oops"), [PARIS]),
+        (f"Use the <tool_call> tag.\n{hermes(WEATHER)}", "Use the <tool_call> tag.", [PARIS]),
+        (
+            f'<tool_call>\n{{"name": "g", "arguments": {{"a": 1\n</tool_call> b {hermes(WEATHER)}',
+            "b",
+            [call("g", '{"a": 1\n', False), PARIS],
+        ),
+        (f"<tool_call>{WEATHER}}}\n</tool_call> b", "b", [PARIS]),
+        (
+            '<tool_call>{"name": "g", "arguments": {"a": 1, oops}',
+            "oops}",
+            [call("g", '{"a": 1, ', False)],
+        ),
+        (hermes('{"name": "", "arguments": {}}'), hermes('{"name": "", "arguments": {}}'), []),
     ],
     "llama3_json": [
         ("Just text.", "Just text.", []),
@@ -77,6 +92,7 @@ CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
         ('{"name": "g", "parameters": {"a', "", [call("g", '{"a', False)]),
         (f"{WEATHER} is a call", "is a call", [PARIS]),
         ("{broken", "{broken", []),
+        ('{"name": "f", "parameters": {"a": 1} tail', "tail", [call("f", '{"a": 1}', False)]),
     ],
     "mistral": [
         ("Just text. [TOOL", "Just text. [TOOL", []),
@@ -86,13 +102,21 @@ CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
         ('[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]g{}', "", [PARIS, call("g", "{}")]),
         ('[TOOL_CALLS][{"name": "g", "arguments": {"a": ', "", [call("g", '{"a": ', False)]),
         ("[TOOL_CALLS]!", "[TOOL_CALLS]!", []),
+        (f"[TOOL_CALLS]{WEATHER}", "", [PARIS]),
+        ('[TOOL_CALLS]g[CALL_ID]a1[ARGS]{"a": 1}', "", [call("g", '{"a": 1}')]),
+        (
+            '[TOOL_CALLS]f[ARGS]{"a": 1[TOOL_CALLS]g[ARGS]{}',
+            "",
+            [call("f", '{"a": 1', False), call("g", "{}")],
+        ),
+        (f'[TOOL_CALLS][{WEATHER}, {{"no": 1}}]', '{"no": 1}]', [PARIS]),
     ],
 }
 EVERY = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
-def parser(name: str, reasoning: str | None = None) -> Callable[[str, bool], Parsed]:
-    return lambda text, is_final: parse_answer(text, is_final, FORMATS[name], reasoning)
+def parser(name: str, is_inside: bool | None = None) -> Callable[[str, bool], Parsed]:
+    return lambda text, is_final: parse_answer(text, is_final, FORMATS[name], is_inside)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), EVERY)
@@ -165,7 +189,7 @@ def test_garbage_is_no_danger(full_size: bool) -> None:
                 text = text[:at] + rng.choice(PIECES) + text[at:]
             else:
                 text = text[:at] + text[at - rng.randint(0, 20) :]
-        reasoning = rng.choice([None, None, "qwen3", "deepseek_r1"])
+        reasoning = rng.choice([None, None, False, True])
         parse = parser(name, reasoning)
         check_growth(parse, text)
         pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
@@ -175,9 +199,12 @@ def test_garbage_is_no_danger(full_size: bool) -> None:
             assert expected.content == text, number
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+NEWER_MISTRAL = "[TOOL_CALLS] [ARGS]"
+
+
+@pytest.mark.parametrize("name", [*FORMATS, NEWER_MISTRAL])
 def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
-    one, rng = FORMATS[name], random.Random(name)
+    one, rng = FORMATS.get(name) or detect(name), random.Random(name)
     for _ in range(50):
         wanted = [
             call(rng.choice(["f", "get_weather", "a-b_c"]), rng.choice(ARGUMENTS))
@@ -204,7 +231,7 @@ def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
 )
 def test_reasoning_is_split_off(parser_name: str, text: str, reasoning: str, answer: str) -> None:
     def parse(text: str, is_final: bool) -> Parsed:
-        return parse_answer(text, is_final, None, parser_name)
+        return parse_answer(text, is_final, None, STARTS_INSIDE[parser_name])
 
     assert parse(text, True) == Parsed(reasoning, answer, [])
     check_growth(parse, text)
@@ -213,17 +240,42 @@ def test_reasoning_is_split_off(parser_name: str, text: str, reasoning: str, ans
 
 def test_a_call_amid_a_thought_is_none() -> None:
     text = f"<think>{hermes(WEATHER)}</think>{hermes(WEATHER)}"
-    assert parser("hermes", "qwen3")(text, True) == Parsed(hermes(WEATHER), "", [PARIS])
+    assert parser("hermes", False)(text, True) == Parsed(hermes(WEATHER), "", [PARIS])
+
+
+def test_names_that_are_no_text_are_none() -> None:
+    """JSON can say half a character, which nobody could send on."""
+    content, calls = FORMATS["hermes"].parse(hermes('{"name": "\\ud83d", "arguments": {}}'), True)
+    assert not calls and content.isascii()
+    text = hermes('{"name": "g", "arguments": "{\\ud83d"}')
+    assert FORMATS["hermes"].parse(text, True)[1][0].arguments.isascii()
+
+
+@pytest.mark.parametrize("piece", ['<tool_call>{"a": [', '[TOOL_CALLS][{"a": [', '{"name": "', "["])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_long_answer_is_read_in_time(name: str, piece: str) -> None:
+    began = time.perf_counter()
+    FORMATS[name].parse(piece * (80_000 // len(piece)), True)
+    assert time.perf_counter() - began < 3  # quadratic, it would take ten times as long
 
 
 def test_depth_and_length_are_no_danger() -> None:
     deep = '{"name": "g", "arguments": {"a": ' + "[" * 20_000
     (content, calls) = FORMATS["hermes"].parse(f"<tool_call>{deep}", True)
     assert content == "" and calls[0].arguments.endswith("[[[")
-    assert read_object("{" * 20_000, 0).is_bad
+    assert read_object("{" * 20_000, 0).stop == 1
+
+
+def test_the_end_of_a_prompt_tells_whether_a_thought_is_open() -> None:
+    for name, usual in STARTS_INSIDE.items():
+        assert starts_inside("...assistant\n<think>\n", name)
+        assert not starts_inside("...assistant\n<think>\n\n</think>\n\n", name)
+        assert starts_inside("...assistant\n", name) is starts_inside(None, name) is usual
 
 
 def test_a_template_tells_the_format() -> None:
+    assert detect("<tool_call> <function=f>") is detect("<tool_call> <arg_key>") is None
+    assert detect(NEWER_MISTRAL).call_begin("f") == "[TOOL_CALLS]f[ARGS]"
     assert detect("... <tool_call> ...").name == "hermes"
     assert detect("... [TOOL_CALLS] ...").name == "mistral"
     assert detect('<|start_header_id|> ... "parameters"').name == "llama3_json"
