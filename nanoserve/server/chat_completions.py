@@ -34,16 +34,14 @@ def chat_requests(
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
-    prompt = chat_prompt(body, engine)
+    prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.guide is not None:
         is_inside = starts_inside(prompt["prompt"], reasoning_parser)
-        special_id = engine.tokenizer.special_tokens.id_of
         body.guide = behind_reasoning(body.guide, is_inside, special_id)
     newer, older = body.max_completion_tokens, body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)
-    special_id = engine.tokenizer.special_tokens.id_of
     is_kept = any(special_id(text) is not None for text in kept_specials)
     if is_kept and body.skip_special_tokens is None:
         params.skip_special_tokens = False
