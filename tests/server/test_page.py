@@ -266,47 +266,197 @@ def test_keys_and_parameters(tab: Tab) -> None:
     assert tab.page.input_value("[name=temperature]") == "0.5"
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "term": {"type": "string", "maxLength": 20},
+        "level": {"enum": ["easy", "hard"]},
+    },
+    "required": ["term", "level"],
+    "additionalProperties": False,
+}
+
+
+def set_schema(tab: Tab, text: str) -> None:
+    tab.page.click("#open-settings")
+    tab.page.fill("[name=schema]", text)
+    tab.page.click("#settings .primary")
+
+
 def test_json_by_a_schema_is_asked_for_and_set_out(tab: Tab) -> None:
-    asked = tab.answer_with(stream_of('{"term": "block", ', '"n": [1, 2]}'))
-    schema = {"type": "object", "properties": {"term": {"type": "string"}}}
+    pieces = ('{"term": "block", ', '"n": [1, 2], "none": {}}')
+    asked = tab.answer_with(*[stream_of(*pieces)] * 3)
     page = tab.page
     assert page.is_hidden("#has-schema")
-    page.click("#open-settings")
-    page.fill("[name=schema]", "no JSON")
-    page.click("#settings .primary")
-    assert page.is_visible("#settings")  # not with that schema
-    page.fill("[name=schema]", json.dumps(schema))
-    page.click("#settings .primary")
+    set_schema(tab, f"\ufeff {json.dumps(SCHEMA)}\n")
     assert page.is_hidden("#settings") and page.is_visible("#has-schema")
     tab.ask("one")
     tab.answer()
-    described = {"name": "answer", "schema": schema}
+    described = {"name": "answer", "schema": SCHEMA}
     assert asked[0]["response_format"] == {"type": "json_schema", "json_schema": described}
-    shown = page.inner_text(".assistant pre code")
-    assert json.loads(shown) == {"term": "block", "n": [1, 2]} and len(shown.splitlines()) == 7
+    shown = json.dumps({"term": "block", "n": [1, 2], "none": {}}, indent=2)
+    assert page.inner_text(".assistant pre code") == shown
     page.reload()
-    assert page.is_visible("#has-schema")
+    assert "JSON" in page.inner_text("#has-schema")
+    page.click("#conversations >> text=one")
+    assert page.inner_text(".assistant pre code") == shown  # it is kept that this is JSON
+    tab.ask("two")
+    tab.answer()
+    assert asked[1]["response_format"] == asked[0]["response_format"]
     page.click("#drop-schema")
     assert page.is_hidden("#has-schema") and page.input_value("[name=schema]") == ""
+    assert page.evaluate("document.activeElement.name") == "question"
+    tab.ask("three")
+    assert tab.answer() == "".join(pieces)
+    assert "response_format" not in asked[2]
 
 
-def test_the_model_answers_by_the_example_schema(tab: Tab) -> None:
-    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+def test_a_schema_that_is_switched_off_can_be_had_again(tab: Tab) -> None:
+    page = tab.page
+    set_schema(tab, json.dumps(SCHEMA))
+    page.click("#drop-schema")
+    page.reload()
+    assert page.is_hidden("#has-schema")  # for good
+    set_schema(tab, json.dumps(SCHEMA))
+    page.click("#drop-schema")
+    page.click("text=Undo")
+    assert json.loads(page.input_value("[name=schema]")) == SCHEMA
+    page.reload()
+    assert page.is_visible("#has-schema")
+    page.click("#open-settings")
+    assert page.is_hidden("#example-schema")  # it would overwrite what is there
+    page.click("#reset")
+    assert page.is_visible("#example-schema") and page.is_hidden("#has-schema")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no JSON", "no JSON"),
+        ('{"type": ', "no JSON"),
+        ('["object"]', "this is a list"),
+        ('"object"', "this is a string"),
+        ("null", "this is null"),
+    ],
+)
+def test_what_is_no_schema_is_told_at_once_and_not_sent(tab: Tab, text: str, told: str) -> None:
+    asked = tab.answer_with(stream_of("{}"), stream_of("{}"))
     page = tab.page
     page.click("#open-settings")
-    page.click("#example-schema")
-    page.fill("[name=temperature]", "0")
+    page.fill("[name=schema]", text)
+    assert told in page.inner_text("#wrong-schema")  # while it is being written
+    assert page.get_attribute("[name=schema]", "aria-invalid") == "true"
     page.click("#settings .primary")
-    tab.ask("What is a KV cache?")
+    assert page.is_visible("#settings")  # not with that schema
+    page.click("#settings .close")
+    assert "no JSON object" in page.inner_text("#has-schema")
+    tab.ask("one")
+    assert page.is_visible("#settings") and told in page.inner_text("#wrong-schema")
+    page.fill("[name=schema]", "{}")
+    assert page.inner_text("#wrong-schema") == ""
+    page.click("#settings .primary")
+    assert page.input_value("[name=question]") == "one" and asked == []  # nothing is lost
+    page.press("[name=question]", "Enter")
+    tab.answer()
+    assert [body["response_format"]["json_schema"]["schema"] for body in asked] == [{}]
+
+
+def test_json_is_shown_as_it_comes(tab: Tab) -> None:
+    """From a server that takes its time, and one that stops in the middle."""
+    tab.page.evaluate(
+        """() => {
+          const events = (text) => {
+            const chunk = { choices: [{ index: 0, delta: { content: text } }] };
+            return new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`);
+          };
+          const real = window.fetch;
+          window.fetch = (path, options) => {
+            if (!String(path).includes("chat/completions")) return real(path, options);
+            const body = new ReadableStream({ start(controller) {
+              window.say = (text) => controller.enqueue(events(text));
+              window.end = () => controller.close();
+            } });
+            return Promise.resolve(new Response(body));
+          };
+        }"""
+    )
+    set_schema(tab, json.dumps(SCHEMA))
+    tab.ask("one")
+    tab.wait_for("window.say !== undefined")
+    shown = "document.querySelector('.assistant pre code')?.textContent"
+    so_far = ""
+    for piece in ('{"term"', ': "``` ', '````", "lev', 'el": 1}'):
+        so_far += piece
+        tab.page.evaluate("(piece) => say(piece)", piece)
+        tab.wait_for(f"{shown} === {json.dumps(so_far)}")
+        assert tab.page.locator(".markdown > *").count() == 1
+    tab.page.evaluate("end()")  # before it has said [DONE]
+    tab.answer()
+    assert "before its end" in tab.note()
+    assert tab.page.inner_text("pre code") == json.dumps(json.loads(so_far), indent=2)
+    assert tab.page.locator(".markdown > *").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"a":[1,{"b":"x, {y}: [z]"}],"c":{},"d":[ ]}', None),
+        ('[true,false,null,-1.5,"\\"","\\\\"]', None),
+        (' "only a text" ', '"only a text"'),
+        # Parsed and written anew these would be others.
+        ("[12345678901234567890, 1.0]", "[\n  12345678901234567890,\n  1.0\n]"),
+        ('{"a": 1, "a": 2}', '{\n  "a": 1,\n  "a": 2\n}'),
+        # What is no JSON, or not all of it.
+        ('{"a": [1, ', '{"a": [1, '),
+        ("It is 7.", "It is 7."),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+    ids=lambda text: repr(text)[:20],
+)
+def test_json_is_set_out_as_it_is_written(tab_of_module: Tab, text: str, shown: str | None) -> None:
+    set_out = 'async (text) => (await import("/page/json.js")).setOut(text)'
+    expected = json.dumps(json.loads(text), indent=2) if shown is None else shown
+    assert tab_of_module.page.evaluate(set_out, text) == expected
+
+
+def test_json_of_many_levels_does_not_take_long(tab_of_module: Tab) -> None:
+    length, took = tab_of_module.page.evaluate(
+        """async () => {
+          const { setOut } = await import("/page/json.js");
+          const start = performance.now();
+          const text = "[".repeat(5000) + `"${"\\\\".repeat(1e6)}"` + "]".repeat(5000);
+          return [setOut(text).length, performance.now() - start];
+        }"""
+    )
+    assert length < 3_500_000 and took < 2000
+
+
+def test_the_model_answers_by_a_schema(tab: Tab) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    page = tab.page
+    set_schema(tab, json.dumps(SCHEMA))
+    tab.ask(QUESTION)
     tab.answer()
     told = json.loads(page.inner_text(".assistant pre code"))
-    assert {*told} == {"term", "difficulty", "is_about_memory"}
+    assert told.keys() == {"term", "level"} and told["level"] in ("easy", "hard")
+    assert len(told["term"]) <= 20 and tab.note() == ""
     page.click("#open-settings")
-    page.fill("[name=schema]", '{"type": "array", "uniqueItems": true}')
+    page.click("#reset")
+    page.click("#example-schema")
     page.click("#settings .primary")
-    tab.ask("And a block?")
+    page.keyboard.press("Control+k")
+    tab.ask(QUESTION)
+    tab.answer()
+    told = json.loads(page.inner_text(".assistant pre code"))
+    assert told.keys() == {"term", "difficulty", "is_about_memory"}
+
+
+def test_what_the_server_says_of_a_schema_is_shown(tab: Tab) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    set_schema(tab, '{"type": "array", "uniqueItems": true}')
+    tab.ask(QUESTION)
     tab.wait_for("[...document.querySelectorAll('.note.error')].length === 1")
-    assert "uniqueItems" in page.inner_text(".note.error")
+    assert "uniqueItems" in tab.note()
 
 
 def test_thoughts_are_folded_and_not_sent_again(tab: Tab) -> None:
@@ -626,6 +776,23 @@ def test_nothing_is_wider_than_the_screen(open_tab: Any, width: int) -> None:
         tab.page.click("#menu")
         tab.page.click("#new")
         tab.page.wait_for_selector("#sidebar", state="hidden")
+
+
+@pytest.mark.parametrize("width", [360, 400, 1280])
+def test_a_schema_is_no_wider_than_the_screen(open_tab: Any, width: int) -> None:
+    tab = open_tab(viewport={"width": width, "height": 640}, color_scheme="dark")
+    page = tab.page
+    over = (
+        "[...document.querySelectorAll('body, #composer, #has-schema, #settings, #settings form')]"
+        ".filter((node) => node.scrollWidth > node.clientWidth + 1).map((node) => node.id)"
+    )
+    page.click("#open-settings")
+    page.fill("[name=schema]", "no_JSON_but_a_long_word" * 20)
+    assert page.is_visible("#wrong-schema") and page.evaluate(over) == []
+    page.click("#settings .close")
+    assert page.is_visible("#drop-schema") and page.evaluate(over) == []
+    page.click("#drop-schema")
+    assert page.is_visible("text=Undo") and page.evaluate(over) == []
 
 
 def test_dark_and_light(open_tab: Any) -> None:

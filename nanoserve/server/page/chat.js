@@ -2,9 +2,9 @@
 //
 // The message of an answer is {role: "assistant", content, thinking, state, ...}. `state` is
 // "waiting" (nothing has come), "streaming", "done", "stopped" (by the reader) or "error" (with
-// `error`, a text). `format` is "json" if a schema was asked for. `notice` says what is being waited for. `reason` is the server's finish reason,
-// `timing` is {first, seconds, tokens, isExact}: seconds to the first token, from there to the last,
-// and how many there were.
+// `error`, a text). `format` is "json" if it was asked for by a schema. `notice` says what is being
+// waited for. `reason` is the server's finish reason, `timing` is {first, seconds, tokens, isExact}:
+// seconds to the first token, from there to the last, and how many there were.
 
 import { ApiError, ask } from "./api.js";
 import { eventsOf } from "./sse.js";

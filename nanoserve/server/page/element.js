@@ -34,6 +34,11 @@ export function iconButton(name, label, onclick) {
   return element("button", attributes, icon(name));
 }
 
+// Focus for those who have keys to type with: elsewhere a keyboard would pop up.
+export function focusIfKeys(node) {
+  if (matchMedia("(hover: hover)").matches) node.focus();
+}
+
 export const plural = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
 
 export function duration(seconds) {

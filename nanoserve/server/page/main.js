@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { Answer, messagesOf } from "./chat.js";
 import { Conversations } from "./conversations.js";
 import { prepareKeyDialog } from "./dialogs.js";
-import { byId, element, plural } from "./element.js";
+import { byId, element, focusIfKeys, plural } from "./element.js";
 import { EnginePanel } from "./engine.js";
 import { Settings } from "./settings.js";
 import { Sidebar, toast } from "./sidebar.js";
@@ -50,7 +50,7 @@ async function answer() {
   const conversation = current;
   const messages = messagesOf(conversation, settings.system);
   const message = { role: "assistant", content: "", thinking: "", state: "waiting" };
-  if (settings.schema) message.format = "json";
+  if (settings.schemaField.schema) message.format = "json";
   conversation.messages.push(message);
   let saved = performance.now();
   const coming = new Answer(message, () => {
@@ -114,7 +114,7 @@ function choose(conversation) {
   view.show(current);
   showState();
   closeDrawer();
-  if (matchMedia("(hover: hover)").matches) input.focus(); // elsewhere a keyboard would pop up
+  focusIfKeys(input);
 }
 
 function startNew() {
@@ -187,6 +187,11 @@ input.addEventListener("keydown", (event) => {
 });
 byId("stop").addEventListener("click", () => running.get(current)?.stop());
 byId("cancel-edit").addEventListener("click", stopEditing);
+byId("drop-schema").addEventListener("click", () => {
+  const dropped = settings.schemaField.clear();
+  toast("Answers are free text again.", "Undo", () => settings.schemaField.set(dropped));
+  focusIfKeys(input); // the button is gone
+});
 byId("new").addEventListener("click", startNew);
 byId("new-small").addEventListener("click", startNew);
 byId("menu").addEventListener("click", () => {

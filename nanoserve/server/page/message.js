@@ -2,6 +2,7 @@
 
 import { splitThinking } from "./chat.js";
 import { duration, element, icon, iconButton, plural } from "./element.js";
+import { setOut } from "./json.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
 export class UserMessage {
@@ -72,7 +73,7 @@ export class AssistantMessage {
     const split = splitThinking(message.content);
     const thinking = (message.thinking || split.thinking).trim();
     const told = split.answer.replace(/^\s+/, "");
-    const answer = message.format === "json" && told ? fenced(told) : told;
+    const answer = message.format === "json" && told ? jsonBlock(told, isComing) : told;
     this.#shown = showMarkdown(this.text, answer, this.#shown);
     this.thoughts.hidden = !thinking;
     this.thinking.textContent = thinking;
@@ -94,15 +95,12 @@ export class AssistantMessage {
   }
 }
 
-// JSON as a block of code, set out once it is whole. No line of it can begin with a fence.
-function fenced(text) {
-  let shown = text;
-  try {
-    shown = JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    // It is still coming, or was cut off.
-  }
-  return `\`\`\`json\n${shown}\n\`\`\``;
+// JSON as a block of code: as it comes, and set out once it is whole. A server that knows nothing of
+// schemas may send anything; the fence is longer than all that could end it.
+function jsonBlock(text, isComing) {
+  const runs = text.match(/`+/g) ?? [];
+  const fence = "`".repeat(1 + runs.reduce((most, run) => Math.max(most, run.length), 2));
+  return `${fence}json\n${isComing ? text : setOut(text)}\n${fence}`;
 }
 
 function noteText({ state, notice, error, reason, timing }, answer) {
