@@ -20,6 +20,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchParams
+    from nanoserve.drop_in.engine_args import AsyncEngineArgs, EngineArgs
+    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.inputs import TextPrompt, TokensPrompt
     from nanoserve.llm import LLM
     from nanoserve.outputs import CompletionOutput, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -29,13 +32,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOME = {
@@ -46,14 +54,21 @@ _HOME = {
     "CompletionOutput": "nanoserve.outputs",
     "BeamSearchParams": "nanoserve.beam_search",
     "AsyncLLM": "nanoserve.server.async_llm",
+    "LLMEngine": "nanoserve.engine.llm_engine",
+    "EngineArgs": "nanoserve.drop_in.engine_args",
+    "AsyncEngineArgs": "nanoserve.drop_in.engine_args",
+    "TextPrompt": "nanoserve.inputs",
+    "TokensPrompt": "nanoserve.inputs",
     "StructuredOutputsParams": "nanoserve.structured.params",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -5,33 +5,47 @@ shares all full blocks with the beam that it grew from. The rules for what is ke
 are those of transformers' `generate(num_beams=...)`, whose result this reproduces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from nanoserve.checks import check_bool, check_int, is_number, require
+from nanoserve.checks import check_bool, check_int, check_number, is_number, require
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import Logprob, RequestOutput
 from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.progress import UseTqdm
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
     """beam_width: continuations kept per prompt. length_penalty: a finished beam's score is its
     log-probability over length ** length_penalty, so above 0 favours long ones. early_stopping:
-    stop when beam_width beams are finished, without looking for a better one.
-
-    A beam_width of w asks the engine for at least 2 w log-probabilities: see `max_logprobs`.
+    stop when beam_width beams are finished, without looking for a better one. temperature: 0
+    or 1, which are the same; beams are ranked by the model's own distribution.
+    include_stop_str_in_output: keep the EOS that ended a beam.
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
+    temperature: float = 0.0
     length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, 0)
+        require(
+            self.temperature in (0, 1),
+            f"temperature={self.temperature} is not implemented for a beam search: beams are "
+            f"ranked by the model's own distribution, which is temperature=0 (or 1)",
+        )
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         for name in ("beam_width", "max_tokens"):
             object.__setattr__(self, name, check_int(name, getattr(self, name), 1))  # frozen
         check_bool("ignore_eos", self.ignore_eos)
@@ -42,13 +56,19 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """`tokens` are prompt and continuation; `score` is what beams are ranked by."""
+    """tokens, text: prompt and continuation, special tokens included, as vLLM has them; the EOS
+    that ended it only with `include_stop_str_in_output`. logprobs: for each token of the
+    continuation, EOS too, the candidates that it was chosen from, by token id. cum_logprob: of the
+    continuation. score: what beams are ranked by. stop_reason: the EOS that ended it.
+    """
 
     tokens: list[int]
     text: str
     cum_logprob: float
     score: float
     finish_reason: str
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    stop_reason: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,9 @@ class BeamSearchOutput:
 class _Beam:
     tokens: list[int]
     cum_logprob: float
+    logprobs: tuple[
+        Any, ...
+    ] = ()  # (those before, the last token's candidates): shared, not copied
     score: float = 0.0
     finish_reason: str = "length"
 
@@ -81,12 +104,16 @@ class _Search:
         """Enough that beam_width of them run on, even if every EOS is among them."""
         return max(2, 1 + len(self.eos)) * self.params.beam_width
 
-    def advance(self, logprobs: list[dict[int, float]]) -> None:
+    def advance(self, logprobs: list[dict[int, Logprob]]) -> None:
         """One step; `logprobs` has the most likely next tokens of each running beam."""
         candidates = [
-            _Beam([*beam.tokens, token_id], beam.cum_logprob + logprob)
+            _Beam(
+                [*beam.tokens, token_id],
+                beam.cum_logprob + candidate.logprob,
+                (beam.logprobs, next_tokens),
+            )
             for beam, next_tokens in zip(self.running, logprobs, strict=True)
-            for token_id, logprob in next_tokens.items()
+            for token_id, candidate in next_tokens.items()
         ]
         candidates.sort(key=lambda beam: -beam.cum_logprob)
         candidates = candidates[: self.num_candidates]
@@ -98,7 +125,7 @@ class _Search:
             if (ended or at_limit) and rank < self.params.beam_width:
                 reason = "stop" if ended else "length"
                 score = beam.cum_logprob / length**self.params.length_penalty
-                self.finished.append(_Beam(beam.tokens, beam.cum_logprob, score, reason))
+                self.finished.append(replace(beam, score=score, finish_reason=reason))
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[self.params.beam_width :]
         going_on = [beam for beam in candidates if beam.tokens[-1] not in self.eos]
@@ -114,56 +141,111 @@ class _Search:
         return self.params.early_stopping or best <= self.finished[-1].score
 
 
-def beam_search(
+def search_all(
     engine: LLMEngine,
     generate: Callable[..., list[RequestOutput]],
     prompts: AbstractSequence[Prompt],
     params: BeamSearchParams,
+    use_tqdm: "UseTqdm" = False,
+    concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search all prompts side by side: a step of all their beams is one batch.
+    """Search prompts side by side, at most `concurrency_limit` of them, with a bar of those done.
 
     `generate` is `LLM.generate`, of the LLM that has this engine. Raises `ValueError` for a prompt
-    that leaves no room for `max_tokens`, and for more beams than `max_logprobs` allows; and what a
-    beam's request has ended with, if the model's logits are not finite.
+    that leaves no room for `max_tokens`; and what a beam's request has ended with, if the model's
+    logits are not finite.
     """
+    if concurrency_limit is not None:
+        check_int("concurrency_limit", concurrency_limit, 1)
+    searches = [_begin(engine, prompt, params) for prompt in prompts]
+    size = concurrency_limit or max(1, len(searches))
+    with _wide_enough(engine, searches), _bar(len(searches), use_tqdm) as note_done:
+        for first in range(0, len(searches), size):
+            _run(engine, generate, searches[first : first + size], note_done)
+    return [
+        BeamSearchOutput([_sequence(engine, beam, params) for beam in search.finished])
+        for search in searches
+    ]
+
+
+def _begin(engine: LLMEngine, prompt: Prompt, params: BeamSearchParams) -> _Search:
     processor = engine.input_processor
-    searches = []
-    for prompt in prompts:
-        token_ids = processor.process("beam search", prompt).prompt_token_ids
-        require(
-            len(token_ids) + params.max_tokens <= processor.max_model_len,
-            f"{len(token_ids)} tokens of prompt and {params.max_tokens} of output exceed "
-            f"max_model_len={processor.max_model_len}",
-        )
-        searches.append(_Search(token_ids, params, processor.eos_token_ids))
+    token_ids = processor.process("beam search", prompt).prompt_token_ids
+    require(
+        len(token_ids) + params.max_tokens <= processor.max_model_len,
+        f"{len(token_ids)} tokens of prompt and {params.max_tokens} of output exceed "
+        f"max_model_len={processor.max_model_len}",
+    )
+    return _Search(token_ids, params, processor.eos_token_ids)
+
+
+@contextmanager
+def _wide_enough(engine: LLMEngine, searches: list[_Search]) -> Iterator[None]:
+    """A search needs twice as many log-probabilities as beams, or more: `max_logprobs` bounds what
+    those who send requests may ask for, and this is not one of them."""
+    processor = engine.input_processor
+    needed = max((search.num_candidates for search in searches), default=0)
+    before = processor.max_logprobs
+    processor.max_logprobs = max(before, min(needed, processor.vocab_size))
+    try:
+        yield
+    finally:
+        processor.max_logprobs = before
+
+
+@contextmanager
+def _bar(total: int, use_tqdm: "UseTqdm") -> Iterator[Callable[[], Any]]:
+    if not use_tqdm:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    with make(total=total, desc="Beam searches", dynamic_ncols=True) as bar:
+        yield bar.update
+
+
+def _run(
+    engine: LLMEngine,
+    generate: Callable[..., list[RequestOutput]],
+    searches: list[_Search],
+    note_done: Callable[[], Any],
+) -> None:
+    """Search to the end: a step of all their beams is one batch."""
     num_logprobs = max((search.num_candidates for search in searches), default=0)
-    num_logprobs = min(num_logprobs, processor.vocab_size)
-    if num_logprobs > processor.max_logprobs:
-        raise ValueError(
-            f"beam_width={params.beam_width} needs {num_logprobs} log-probabilities, "
-            f"more than max_logprobs={processor.max_logprobs}"
-        )
-    while any(search.running for search in searches):
-        beams = [(search, beam) for search in searches for beam in search.running]
-        one_token = SamplingParams(
-            temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs
-        )
-        outputs = generate([beam.tokens for _, beam in beams], one_token, use_tqdm=False)
+    one_token = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprobs=min(num_logprobs, engine.input_processor.vocab_size),
+    )
+    while running := [search for search in searches if search.running]:
+        beams = [beam.tokens for search in running for beam in search.running]
+        outputs = generate(beams, one_token, use_tqdm=False)
         for output in outputs:
             if output.error is not None:
                 raise output.error
-        next_tokens = iter(
-            {token_id: candidate.logprob for token_id, candidate in step.items()}
-            for output in outputs
-            for step in output.outputs[0].logprobs
-        )
-        for search in searches:
-            if search.running:
-                search.advance([next(next_tokens) for _ in search.running])
-    return [BeamSearchOutput([_sequence(engine, s, beam) for beam in s.finished]) for s in searches]
+        next_tokens = iter(step for output in outputs for step in output.outputs[0].logprobs or ())
+        for search in running:
+            search.advance([next(next_tokens) for _ in search.running])
+            if not search.running:
+                note_done()
 
 
-def _sequence(engine: LLMEngine, search: _Search, beam: _Beam) -> BeamSearchSequence:
-    tokenizer, output = engine.tokenizer, beam.tokens[search.prompt_len :]
-    text = "" if tokenizer is None else tokenizer.decode(output)
-    return BeamSearchSequence(beam.tokens, text, beam.cum_logprob, beam.score, beam.finish_reason)
+def _sequence(engine: LLMEngine, beam: _Beam, params: BeamSearchParams) -> BeamSearchSequence:
+    is_stopped, tokens = beam.finish_reason == "stop", beam.tokens
+    if is_stopped and not params.include_stop_str_in_output:
+        tokens = tokens[:-1]
+    logprobs, link = [], beam.logprobs
+    while link:
+        link, candidates = link
+        logprobs.append(candidates)
+    return BeamSearchSequence(
+        tokens,
+        "" if engine.tokenizer is None else engine.tokenizer.decode(tokens, False),
+        beam.cum_logprob,
+        beam.score,
+        beam.finish_reason,
+        logprobs[::-1],
+        beam.tokens[-1] if is_stopped else None,
+    )

@@ -1,5 +1,6 @@
 """Conversations as prompts, by the checkpoint's template; what was typed stays text."""
 
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 from functools import partial
@@ -8,24 +9,78 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoserve.checks import check_bool, shown
+from nanoserve.checks import check_bool, check_choice, require, shown
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.inputs import Conversation, Conversations, Message
 
 if TYPE_CHECKING:
-    from nanoserve.tokenizer import Message, Tokenizer
+    from nanoserve.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
+# A template's loop over the parts of a content: then they are given as they are.
+_LOOKS_INTO_CONTENT = re.compile(
+    r"""\{%-?\s*for\s+\w+\s+in\s+(?:[^%]*[.\s]|[^%]*\[['"])?content\b"""
+)
 _MOST_CHARACTERS = 2**20  # of messages, where a prompt may not be longer than that anyway
 _DEEPEST = 64  # lists and dictionaries within each other
 
 
+def prompts_of(
+    engine: LLMEngine,
+    messages: Conversation | Conversations,
+    *,
+    chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    allow_special_tokens: bool = False,
+    **unknown: Any,
+) -> list[dict[str, Any]]:
+    """One conversation or several as prompts, under the options of `LLM.chat`."""
+    if unknown:
+        from nanoserve.drop_in.keywords import refuse_chat_keywords
+
+        refuse_chat_keywords(unknown)
+    check_choice(
+        "chat_template_content_format", chat_template_content_format, ("auto", "string", "openai")
+    )
+    own = {} if chat_template_kwargs is None else chat_template_kwargs
+    is_mapping = isinstance(own, Mapping)
+    require(is_mapping, f"chat_template_kwargs={shown(own)} must be a dictionary")
+    switches = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, value in switches.items():
+        check_bool(name, value)
+    require(
+        not (add_generation_prompt and continue_final_message),
+        "continue_final_message=True goes on with the last message, and "
+        "add_generation_prompt=True begins a new one: set it to False",
+    )
+    given = {"chat_template": chat_template, "tools": tools}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    arguments |= {name: value for name, value in switches.items() if value or "add" in name}
+    arguments = {**own, **arguments}
+    as_text = chat_template_content_format == "string"
+    if chat_template_content_format == "auto":
+        template = arguments.get("chat_template") or getattr(engine.tokenizer, "chat_template", "")
+        as_text = not _LOOKS_INTO_CONTENT.search(template or "")
+    return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
+
+
 def chat_prompts(
     engine: LLMEngine,
-    messages: "AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]]",
+    messages: Conversation | Conversations,
     template_arguments: dict[str, Any],
     allow_special_tokens: bool,
+    content_as_text: bool = True,
 ) -> list[dict[str, Any]]:
     """One conversation or several as prompts: their texts, and the token ids of these.
+
+    `content_as_text`: a content that is a list of parts becomes one text, as templates know it.
 
     Raises `ValueError` for what is no conversation, what the template cannot render and what
     cannot fit into `max_model_len`, the last before anything is tokenized.
@@ -40,22 +95,53 @@ def chat_prompts(
         if not isinstance(conversation, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {shown(conversation)}")
     return [
-        _prompt_of(engine, conversation, template_arguments, allow_special_tokens)
+        _prompt_of(engine, conversation, template_arguments, allow_special_tokens, content_as_text)
         for conversation in conversations
     ]
 
 
+def _with_text(message: Any) -> Any:
+    """The same message with a text as content."""
+    return {**message, "content": text_of(message["content"])} if _has_parts(message) else message
+
+
+def _has_parts(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+
+
+def text_of(content: Any) -> str:
+    """A content's text: its own, or those of its parts, a line for each, as vLLM has it.
+
+    Raises `ValueError` for parts that are no text.
+    """
+    texts = []
+    for part in content if isinstance(content, (list, tuple)) else [content]:
+        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(
+                f"messages: content is or has a {kind!r:.50}, and this model reads only text"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
 def _prompt_of(
     engine: LLMEngine,
-    conversation: "AbstractSequence[Message]",
+    conversation: AbstractSequence[Message],
     arguments: dict[str, Any],
     allow_special_tokens: bool,
+    content_as_text: bool,
 ) -> dict[str, Any]:
     tokenizer: Tokenizer = engine.tokenizer
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens
     most = limit.most_characters(is_ascii=False)
     from_outside = [conversation, arguments.get("tools"), arguments.get("documents")]
     texts = _texts_in(from_outside, most and max(most, _MOST_CHARACTERS))
+    if content_as_text and any(map(_has_parts, conversation)):
+        as_text = [_with_text(message) for message in conversation]
+        return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)
     render = partial(tokenizer.apply_chat_template, conversation, **arguments)
     if allow_special_tokens or not any(map(specials.may_be_in, texts)):
         text = render()

@@ -13,6 +13,7 @@ from nanoserve.checks import (
     check_number,
     is_text,
     require,
+    shown,
 )
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _SMALLEST = {
     "long_prefill_token_threshold": 0,
     "block_size": 1,
     "seed": 0,
-    "max_logprobs": 0,
+    "max_logprobs": -1,
     "tensor_parallel_size": 1,
     "distributed_timeout_seconds": 1,
     "worker_timeout_seconds": 4,  # a few beats of nanoserve.worker.heartbeat
@@ -44,6 +45,7 @@ _CHOICES = {
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
     "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
+    "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
@@ -75,6 +77,11 @@ class EngineConfig:
     quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
     seed: int = 0  # seeds the requests that bring no seed of their own
+    # Sampling parameters of requests that bring none: "auto" takes those of the checkpoint's
+    # generation_config.json, "vllm" does not; then come these.
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | None = None  # entries to take in the place of config.json's
 
     max_model_len: int | None = None  # tokens, prompt and output together
     max_num_seqs: int = 256  # bound of the running set, not of one step
@@ -103,8 +110,9 @@ class EngineConfig:
     # How grammars of requests are computed: a dictionary, see nanoserve.structured.config.
     structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
-    max_logprobs: int = 20  # most that a request may ask for
+    max_logprobs: int = 20  # most that a request may ask for; -1: the whole vocabulary
     trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
+    disable_log_stats: bool = True  # False counts what `LLM.get_metrics` tells
 
     num_threads: int | None = None  # of a CPU. None: all of torch's, or one for a small model
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
@@ -120,10 +128,15 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
+        """As `LLM` takes them: vLLM's are known by name, and None is "not given" for all."""
+        given = {name: value for name, value in options.items() if value is not None}
         known = {f.name for f in fields(cls)} - {"model"}
-        unknown = sorted(set(options) - known)
-        require(not unknown, f"unknown option(s) {unknown}; known options are {sorted(known)}")
-        return cls(model=str(model), **options)
+        is_foreign = not given.keys() <= known or "logits_processors" in given
+        if is_foreign or any(value not in _CHOICES.get(n, [value]) for n, value in given.items()):
+            from nanoserve.drop_in.options import translate
+
+            given = translate(cls, str(model), given, known)
+        return cls(model=str(model), **given)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -152,6 +165,10 @@ class EngineConfig:
 
     def _check_names(self) -> None:
         """Of folders, of a version, of a file."""
+        for name in ("override_generation_config", "hf_overrides"):
+            value = getattr(self, name)
+            is_mapping = value is None or isinstance(value, dict)
+            require(is_mapping, f"{name}={shown(value)} must be a dictionary")
         for name in ("tokenizer", "download_dir"):
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")

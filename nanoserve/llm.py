@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.request import Request
+from nanoserve.llm_methods import LLMMethods
 from nanoserve.make_engine import make_engine
-from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
+    from typing_extensions import Unpack
+
+    from nanoserve.engine_options import EngineOptions
+    from nanoserve.inputs import ChatOptions, Conversation
+    from nanoserve.progress import UseTqdm
     from nanoserve.streams import Streams
-    from nanoserve.tokenizer import Message
 
 
-class LLM:
+class LLM(LLMMethods):
     """A model, ready to generate.
 
     `model` is a checkpoint folder or a GGUF file, the name of one that ships with the package
     ("tiny-qwen3") or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
-    "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`.
+    "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`, and
+    vLLM's others where they ask for what is done anyway (`nanoserve.drop_in.options`).
     Raises `ValueError` for an unknown option, a value out of range, a name or path that is no
     checkpoint and a checkpoint that cannot be run faithfully.
 
@@ -36,7 +41,7 @@ class LLM:
     `engine` is the loop underneath, for requests that come and go while others run.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
         self.engine = make_engine(model, options)
         self._trace = contextlib.ExitStack()
         if self.engine.config.trace is not None:
@@ -52,8 +57,11 @@ class LLM:
         self,
         prompts: Prompt | AbstractSequence[Prompt],
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: "UseTqdm" = True,
         priority: AbstractSequence[int] | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts.
 
@@ -61,6 +69,8 @@ class LLM:
         is one for all or one per prompt; None takes the checkpoint's own defaults. `priority` is
         one per prompt, the lowest first, and needs `scheduling_policy="priority"`. Requests share
         cached prefixes with those that have the same text as `"cache_salt"` in their prompt.
+        `use_tqdm` may be a class such as tqdm, which makes the bar; `tokenization_kwargs` are
+        "add_special_tokens", and "truncate_prompt_tokens" or "truncation" with "max_length".
 
         Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
         included, none of these requests stays behind. A request whose own logits processor raises,
@@ -68,13 +78,21 @@ class LLM:
         ends with finish reason "error" and the reason as `error`; the others go on.
         """
         prompts = as_prompt_list(prompts)
+        self._refuse_lora(lora_request)
+        if tokenization_kwargs:
+            from nanoserve.drop_in.keywords import tokenized
+
+            prompts = tokenized(self.engine, prompts, tokenization_kwargs)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
         process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
         with self._lock:
             self._drop_interrupted()
             if self.engine.has_unfinished_requests():
-                raise ValueError("requests are unfinished: step the engine or streams to the end")
+                raise ValueError(
+                    "requests are unfinished: step the engine or streams to the end, close() "
+                    "the streams, or abort the requests (llm.engine.abort_request)"
+                )
             ready = [
                 process(next(self._request_ids), prompt, p, value or 0, only_final)
                 for prompt, p, value in zip(prompts, params, priorities, strict=True)
@@ -82,9 +100,14 @@ class LLM:
             return self._run(ready, use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: "Prompt | Conversation",
+        sampling_params: SamplingParams | None = None,
+        **chat_options: "Unpack[ChatOptions]",
     ) -> Iterator[RequestOutput]:
         """Yield what is new after every token; the pieces of text concatenate to the final text.
+
+        Messages are answered as `chat` does it, and take its options.
 
         Several streams may be read in turn, or in threads: whichever is asked first runs the engine
         for all. A stream that is dropped before its end is aborted. If the request ends with an
@@ -95,66 +118,25 @@ class LLM:
 
             self._streams = Streams(self.engine)
         self._streams.check_others()
+        if chat_options or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+            from nanoserve.chat import prompts_of
+
+            (prompt,) = prompts_of(self.engine, prompt, **chat_options)
         kind, request_id = RequestOutputKind.DELTA, next(self._request_ids)
         process = self.engine.input_processor.process
         return self._streams.open(process(request_id, prompt, sampling_params, 0, kind))
-
-    def beam_search(
-        self, prompts: Prompt | AbstractSequence[Prompt], params: "BeamSearchParams"
-    ) -> "list[BeamSearchOutput]":
-        """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`."""
-        from nanoserve.beam_search import beam_search
-
-        return beam_search(self.engine, self.generate, as_prompt_list(prompts), params)
-
-    def chat(
-        self,
-        messages: "AbstractSequence[Message] | AbstractSequence[AbstractSequence[Message]]",
-        sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        allow_special_tokens: bool = False,
-        **chat_template_kwargs: Any,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
-
-        What messages say is text: a special token that somebody typed, such as "<|im_end|>", is a
-        word like others, and control tokens are those that the template writes. vLLM, and
-        transformers by default, make control tokens of both, which `allow_special_tokens=True`
-        does here, too. `generate` does it with every text: there, the prompt is the template.
-        """
-        from nanoserve.chat import chat_prompts
-
-        template = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
-        prompts = chat_prompts(self.engine, messages, template, allow_special_tokens)
-        return self.generate(prompts, sampling_params, use_tqdm)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
-        return self.engine.input_processor.default_sampling_params()
-
-    @property
-    def stats(self) -> EngineStats:
-        """What the engine has done so far."""
-        return self.engine.stats
 
     def close(self) -> None:
         """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
         with self._trace:
             self.engine.close()
 
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _run(self, ready: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, ready: list[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
         finished, outputs = {}, self._outputs()
         if use_tqdm:
             from nanoserve.progress import with_progress
 
-            outputs = with_progress(outputs, len(ready))
+            outputs = with_progress(self.engine, outputs, len(ready), use_tqdm)
         try:
             self._running = [request.request_id for request in ready]
             for request in ready:

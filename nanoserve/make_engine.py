@@ -1,5 +1,9 @@
 """A name and options -> an engine: its checkpoint, its tokenizer, its muscle, and the loop."""
 
+import logging
+import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,10 @@ from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_executor
 
+logger = logging.getLogger(__name__)
 
-def make_engine(model: str | Path, options: dict[str, Any]) -> LLMEngine:
+
+def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
     """`options` are the fields of `EngineConfig`; see `nanoserve.llm.LLM` for what is raised.
 
     The weights come last: whatever can be refused is refused before they are fetched or read.
@@ -37,6 +43,15 @@ def make_engine(model: str | Path, options: dict[str, Any]) -> LLMEngine:
     executor = make_executor(config, model_config, checkpoint.folder)
     engine = engine_class(config, model_config, executor, tokenizer)
     engine.guide = _guide
+    engine.make_executor = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+    if not config.disable_log_stats:
+        from nanoserve.drop_in.metrics import start
+
+        start(engine)
+    if logger.isEnabledFor(logging.INFO) or (sys.stderr is not None and sys.stderr.isatty()):
+        from nanoserve.announce import announce
+
+        announce(engine)
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -115,6 +116,17 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """vLLM's name of `metrics.num_cached_prompt_tokens`."""
+        return self.metrics.num_cached_prompt_tokens
+
+    def __getitem__(self, name: str) -> Any:
+        """nano-vllm's outputs are dictionaries: "text" and "token_ids" of the first completion."""
+        if name not in ("text", "token_ids"):
+            raise KeyError(f"{name!r}: outputs have 'text' and 'token_ids', and attributes")
+        return getattr(self.outputs[0], name)
 
 
 @dataclass

@@ -1,24 +1,58 @@
 """What a person at the terminal sees of `generate`."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
 
+# Whether there is a bar; or what makes one, as `tqdm` does.
+UseTqdm = bool | Callable[..., Any]
 
-def with_progress(outputs: Iterable[RequestOutput], num_requests: int) -> Iterator[RequestOutput]:
-    """The same outputs, and a bar of requests done with tokens per second in and out."""
-    start, num_in, num_out = time.perf_counter(), 0, 0
-    with tqdm(total=num_requests, desc="Requests", dynamic_ncols=True) as bar:
-        for output in outputs:
-            num_in += len(output.prompt_token_ids)
-            num_out += sum(len(completion.token_ids) for completion in output.outputs)
-            seconds = time.perf_counter() - start
-            bar.set_postfix_str(
-                f"in {num_in / seconds:.0f} tok/s, out {num_out / seconds:.0f} tok/s",
-                refresh=False,
-            )
-            bar.update()
-            yield output
+_SECONDS = 0.1  # from one look at what runs to the next
+
+
+def with_progress(
+    engine: LLMEngine,
+    outputs: Iterable[RequestOutput],
+    num_requests: int,
+    use_tqdm: UseTqdm = True,
+) -> Iterator[RequestOutput]:
+    """The same outputs, and a bar of requests done with tokens per second in and out.
+
+    Tokens count as they come, those of requests that still run included.
+    """
+    if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
+        raise ValueError(f"use_tqdm={use_tqdm!r} must be True, False or what makes a bar")
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    start = last = time.perf_counter()
+    num_in = num_out = 0
+
+    def show(*step: Any) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if step and now - last < _SECONDS:
+            return
+        last, seconds = now, now - start
+        running = engine.scheduler.running
+        new_in = sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in running)
+        new_out = sum(seq.num_output_tokens for seq in running)
+        told = (
+            f"in {(num_in + new_in) / seconds:.0f} tok/s, out {(num_out + new_out) / seconds:.0f}"
+        )
+        bar.set_postfix_str(f"{told} tok/s", refresh=bool(step))
+
+    with make(total=num_requests, desc="Requests", dynamic_ncols=True) as bar:
+        engine.observers.append(show)
+        try:
+            for output in outputs:
+                num_in += len(output.prompt_token_ids)
+                num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                show()
+                bar.update()
+                yield output
+        finally:
+            engine.observers.remove(show)

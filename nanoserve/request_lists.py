@@ -9,11 +9,12 @@ changing his.
 from collections.abc import Mapping
 from typing import Any
 
-from nanoserve.checks import check_list, is_int, is_number, is_text, shown
+from nanoserve.checks import check_list, is_int, is_number, is_text, require, shown
 
 MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
 # How many texts, and how many characters all of them together.
 MOST_STOPS = (1024, 16_384)
+MOST_LOGPROB_IDS = 128  # vLLM's limit
 MOST_BAD_WORDS = (4096, 65_536)  # each is compared with the end of the output at each token
 
 
@@ -29,6 +30,12 @@ def _checked(name: str, value: Any) -> Any:
         return _checked_texts(name, value, MOST_BAD_WORDS)
     if name == "logit_bias":
         return _checked_bias(value)
+    if name == "extra_args":
+        is_named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        require(is_named, f"extra_args={shown(value)} must be a dictionary of names")
+        return dict(value)
+    if name == "logprob_token_ids":
+        _check_size(name, value, MOST_LOGPROB_IDS)
     if name == "logits_processors":
         check_list(name, value, callable, "callables")
         return list(value)

@@ -1,8 +1,9 @@
 """What one request asks for, under vLLM's names and with its defaults."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import check_bool, check_int, check_number, require
@@ -19,9 +20,9 @@ _INTEGERS = {"n": (1, 16_384), "top_k": (-1, _INT32_MAX), "min_tokens": (0, _INT
 _INTEGERS_IF_GIVEN = {
     "seed": (-1, 2**64 - 1),
     "max_tokens": (1, _INT32_MAX),
-    "logprobs": (0, _INT32_MAX),
+    "logprobs": (-1, _INT32_MAX),
     "num_speculative_tokens": (0, _INT32_MAX),
-    "prompt_logprobs": (0, _INT32_MAX),
+    "prompt_logprobs": (-1, _INT32_MAX),
 }
 _NUMBERS = {
     "presence_penalty": (-2, 2),
@@ -35,8 +36,10 @@ _ABOVE_THE_SMALLEST = ("repetition_penalty", "top_p")  # which they may not be
 _LISTS = (
     *("stop", "stop_token_ids", "bad_words"),
     *("logit_bias", "allowed_token_ids", "logits_processors"),
+    *("logprob_token_ids", "extra_args"),
 )
 _SWITCHES = (
+    "detokenize",
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
@@ -81,16 +84,19 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop text in the output.
     ignore_eos: go on past the model's own EOS, as benchmarks do.
     logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each
-        token; of the model's own distribution, before anything above changes it.
+        token; of the model's own distribution, before anything above changes it. -1: of all.
+    logprob_token_ids: instead of the most likely ones, of these token ids, 128 at most.
     prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the
         prefix cache, because what is cached has no logits.
     num_speculative_tokens: at most so many tokens are guessed per step, 0 for none; None leaves it
         to the engine (`speculative_config`). What is generated does not depend on it.
     structured_outputs: a grammar, a JSON schema, a regular expression or a choice that the output
         obeys; see `nanoserve.structured.params.StructuredOutputsParams`.
+    detokenize: make text of the tokens; without, `text` stays empty, and there are no stop strings.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
     spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
         around them, as most do not; False writes them as they are.
+    extra_args: a dictionary for logits processors of your own, which nanoserve does not look into.
 
     Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties, logits_processors, structured_outputs; then, for requests that sample, temperature,
@@ -123,14 +129,17 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     logits_processors: list[RowProcessor] | None = None
     num_speculative_tokens: int | None = None
     structured_outputs: "StructuredOutputsParams | None" = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -162,6 +171,15 @@ class SamplingParams:
 
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self._check_pairs()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """The same, where None means "not given" for every parameter, as in vLLM."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> "SamplingParams":
+        """A copy; lists and dictionaries are its own."""
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -204,3 +222,28 @@ class SamplingParams:
             self.n == 1 or not self.is_greedy,
             f"n={self.n} completions at temperature={self.temperature} would all be the same",
         )
+        require(
+            self.detokenize or not self.stop,
+            "stop strings are found in text: with detokenize=False give stop_token_ids",
+        )
+
+
+if not TYPE_CHECKING:  # which knows the fields, and need know no more
+    _init, _FIELDS = SamplingParams.__init__, frozenset(SamplingParams.__dataclass_fields__)
+
+    @wraps(_init)
+    def _init_by_name(self: SamplingParams, *args: Any, **given: Any) -> None:
+        if not given.keys() <= _FIELDS:  # vLLM's others, or somebody else's
+            from nanoserve.drop_in.sampling import without_foreign
+
+            given = without_foreign(given, _FIELDS)
+        _init(self, *args, **given)
+
+    SamplingParams.__init__ = _init_by_name
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # where vLLM has them
+            raise AttributeError(f"module 'nanoserve.sampling_params' has no attribute {name!r}")
+        import nanoserve
+
+        return getattr(nanoserve, name)

@@ -1,5 +1,6 @@
 """Text to token ids and back, through the checkpoint's own Hugging Face tokenizer."""
 
+import copy
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from functools import cached_property
@@ -13,6 +14,8 @@ from nanoserve.checkpoint.config_json import read_json
 from nanoserve.checks import shown
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from nanoserve.special_tokens import Marks, SpecialTokens
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -53,6 +56,12 @@ class Tokenizer:
     @property
     def backend(self) -> TokenizerBackend:
         return self._hf.backend_tokenizer
+
+    @cached_property
+    def hugging_face(self) -> "PreTrainedTokenizerBase":
+        """transformers' own, for callers: a copy, because its calls leave settings behind, such as
+        to cut texts."""
+        return copy.deepcopy(self._hf)
 
     @property
     def eos_token_id(self) -> int | None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
-
-_BUNDLED = {"tiny-qwen3": "checkpoint", "tiny-qwen3-draft": "draft"}
+from nanoserve.tiny_qwen3 import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,15 @@ class Checkpoint:
 
     def model_config(self, supported: Collection[str]) -> ModelConfig:
         """What its `config.json` says; see `ModelConfig.from_checkpoint` for what is refused."""
+        config = self.config
+        if (
+            config.hf_overrides
+            or config.override_generation_config
+            or (config.generation_config != "auto")
+        ):
+            from nanoserve.checkpoint.overrides import read_with_overrides
+
+            return read_with_overrides(self.folder, config, supported)
         return ModelConfig.from_checkpoint(self.folder, self.config.dtype, supported)
 
     def fetch_weights(self) -> None:
@@ -66,8 +74,9 @@ class Checkpoint:
 
 def _local_folder(name: str | Path) -> Path | None:
     # Unlike those of a Path, these take names that are too long for a file.
-    if os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name)):
-        return Path(name)
+    path = os.path.expanduser(name)
+    if os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path)):
+        return Path(path)
     return bundled_checkpoint(name) if isinstance(name, str) else None
 
 
@@ -77,5 +86,5 @@ def bundled_checkpoint(name: str) -> Path | None:
     name: "tiny-qwen3", and "tiny-qwen3-draft", which guesses for it; a path is never taken for a
     bundled name.
     """
-    folder = Path(__file__).parents[1] / "tiny_qwen3" / _BUNDLED.get(name, "")
-    return folder if name in _BUNDLED and (folder / "config.json").is_file() else None
+    folder = Path(__file__).parents[1] / "tiny_qwen3" / BUNDLED.get(name, "")
+    return folder if name in BUNDLED and (folder / "config.json").is_file() else None

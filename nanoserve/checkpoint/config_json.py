@@ -109,6 +109,10 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if content.startswith(b"version https://git-lfs"):
+        from nanoserve.checkpoint.damage import tell_pointer
+
+        raise ValueError(tell_pointer(path))
     return json_object(content, str(path))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.checkpoint.misfits import save_anew
 from nanoserve.checkpoint.shards import INDEX, shard_names
 from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.checks import require
@@ -24,12 +25,10 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
     repository, file = name, ""
     if isinstance(name, str) and name.endswith(".gguf"):
         repository, _, file = name.rpartition("/")
-    require(
-        _is_hub_name(repository),
-        f"{str(name)!r} is neither a folder nor a bundled checkpoint nor a GGUF file, nor can it "
-        f"be a name on the hub, which is a str of the form 'organisation/model' or "
-        f"'organisation/model/file.gguf'",
-    )
+    if not _is_hub_name(repository):
+        from nanoserve.checkpoint.names import tell_no_name
+
+        raise ValueError(tell_no_name(name))
     if file:
         return _fetch_gguf(repository, file, revision, config.download_dir)
     patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
@@ -53,7 +52,8 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
     require(
         not missing,
         f"{name} has no {', '.join(missing)} on the hub or in the cache, and nothing but "
-        f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers",
+        f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers, "
+        f"{save_anew(name, 'FOLDER')}, and give FOLDER and tokenizer={name!r}",
     )
 
 

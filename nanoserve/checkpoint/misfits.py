@@ -1,12 +1,35 @@
-"""What to say of weights that are not those that their `config.json` describes."""
+"""What to say of checkpoints that cannot be read, or that are not what they say: and what to do.
 
+Imported when there is something to say.
+"""
+
+import logging
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.config_json import architecture_of, read_json
 from nanoserve.checks import shown
 
+logger = logging.getLogger(__name__)
+
 _MAX_LENGTH = 250  # characters of all names of a kind
+# What wraps a model puts its own attribute before the names of all tensors.
+_WRAPPERS = {
+    "module.": "saved from DistributedDataParallel",
+    "_orig_mod.": "saved from torch.compile",
+    "language_model.": "the text part of a multimodal model",
+}
+_NO_TEXT = {
+    "ForConditionalGeneration": "it is a multimodal model, and nanoserve runs text alone: take a "
+    "text model of the family, which is called ...ForCausalLM",
+    "ForSequenceClassification": "it is a classifier or a reward model, which gives scores and "
+    "no text: take the ...ForCausalLM that it was made of",
+    "ForTokenClassification": "it is a classifier, which gives labels and no text",
+    "Model": "it has no head, as embedding models have none, and generates no text: take the "
+    "...ForCausalLM that it was made of",
+}
 
 
 def tell_misfits(
@@ -24,11 +47,117 @@ def tell_misfits(
         if name in stored and stored[name] != shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    return "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
+    told = [f"{kind}: {some(names)}" for kind, names in problems.items() if names]
+    return "; ".join(_guesses(missing, stored) + told)
 
 
-def tell_no_config(path: Path) -> str:
+def _guesses(missing: list[str], stored: Collection[str]) -> list[str]:
+    """Why so many are missing: the file has them by another name."""
+    # A few are enough to tell: of a mixture of experts, a hundred thousand may be missing.
+    prefix = next(filter(None, (_before(name, stored) for name in missing[:3])), "")
+    if sum(prefix + name in stored for name in missing) > len(missing) / 2:
+        how_many = "all" if all(name.startswith(prefix) for name in stored) else "many"
+        why = [why for wrapper, why in _WRAPPERS.items() if wrapper in prefix]
+        told = ": ".join([f"{how_many} names begin with {prefix!r}", *why])
+        rename = f"{{name.removeprefix({prefix!r}): t for name, t in load_file(FILE).items()}}"
+        return [f"{told}; strip it, with safetensors.torch: save_file({rename}, FILE)"]
+    if sum(name.removeprefix("model.") in stored for name in missing) > len(missing) / 2:
+        return [
+            "the names lack 'model.', as those of a base model without a head, such as an "
+            "embedding model, which generates no text: take the ...ForCausalLM that it was made of"
+        ]
+    return []
+
+
+def _before(name: str, stored: Collection[str]) -> str:
+    """A short prefix with which it is stored."""
+    long = (other for other in stored if other.endswith(f".{name}"))
+    return next((p for p in (other.removesuffix(name) for other in long) if len(p) < 50), "")
+
+
+def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
+    """Of what `config.json` says to be another model than the supported ones."""
+    name = architecture_of(raw)
+    told = f"architecture {shown(name)} is not supported"
+    if not raw.get("architectures"):
+        told = (
+            f"config.json has no 'architectures' (its model_type: {shown(raw.get('model_type'))})"
+        )
+    advice = [text for ending, text in _NO_TEXT.items() if name.endswith(ending)][:1]
+    if raw.get("is_encoder_decoder"):
+        advice = ["it has an encoder and a decoder, and nanoserve runs decoders alone"]
+    elif not advice or name.endswith("HeadModel"):
+        advice = _nearest(raw, name, supported)
+    own = "for a model of your own see nanoserve.models.registry.register_model"
+    return "; ".join([told, *advice, f"supported: {supported}", own])
+
+
+def _nearest(raw: Mapping[str, Any], name: str, supported: Collection[str]) -> list[str]:
+    """A name that differs in case was misspelt. Any other may well be that of another model."""
+    ending = "forcausallm"
+    short = {other.lower().removesuffix(ending): other for other in supported}
+    asked = name if raw.get("architectures") else str(raw.get("model_type")).replace("_", "")
+    asked = asked[:99].lower().removesuffix(ending)
+    near = [short[match] for match in get_close_matches(asked, short, n=1, cutoff=0.75)]
+    entry = '"architectures": ["{}"]'
+    if asked in short:
+        return [f"did you mean {entry.format(other)} in config.json?" for other in near]
+    return [
+        f"the nearest name is {shown(other)}, of another model if not misspelt" for other in near
+    ]
+
+
+def check_folder(path: Path) -> None:
+    """Of one without a config, or with an adapter. Raises `ValueError` for the former."""
+    if not (path / "config.json").is_file():
+        raise ValueError(_tell_no_config(path))
+    logger.warning(
+        "%s has an adapter_config.json beside the model: the adapter is not applied; to have it "
+        "applied, merge it into the model with peft's merge_and_unload() and save that",
+        path,
+    )
+
+
+def tell_no_weights(path: Path) -> str:
+    """Of a folder without model.safetensors, and without an index of several files."""
+    if (path / "adapter_config.json").is_file():
+        return _tell_adapter(path)
+    told = f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+    pickled = sorted(file.name for file in path.glob("*.bin"))
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        return (
+            f"{told}, but {some(others)}; if one is the whole model with transformers' names of "
+            f"tensors, which consolidated.safetensors has not, call it model.safetensors"
+        )
+    if pickled:
+        return (
+            f"{told}; {some(pickled)} are pickles, which may run code: save them anew with "
+            f"transformers, {save_anew(str(path), str(path))}"
+        )
+    return told
+
+
+def save_anew(source: str, folder: str) -> str:
+    """The line of code that makes safetensors of whatever transformers reads."""
+    load = f"AutoModelForCausalLM.from_pretrained({source!r}, dtype='auto')"
+    return f"`{load}.save_pretrained({folder!r})`"
+
+
+def _tell_adapter(path: Path) -> str:
+    adapter = read_json(path / "adapter_config.json")
+    base = shown(adapter.get("base_model_name_or_path"))
+    kind = "LoRA" if adapter.get("peft_type", "LORA") == "LORA" else "peft"
+    return (
+        f"{path} is a {kind} adapter of {base} (base_model_name_or_path): merge it into its base "
+        f"with peft's merge_and_unload() and save that"
+    )
+
+
+def _tell_no_config(path: Path) -> str:
     """Of a folder; those of llama.cpp's models hold files that say everything themselves."""
+    if (path / "adapter_config.json").is_file():
+        return _tell_adapter(path)
     files = sorted(file.name for file in path.glob("*.gguf"))
     advice = f"give one of its files ({some(files)})" if files else "name the file as well"
     return (

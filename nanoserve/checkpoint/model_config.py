@@ -7,6 +7,7 @@ It imports neither torch nor transformers: the brain reads it, and data types tr
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
@@ -59,19 +60,25 @@ class ModelConfig:
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path, dtype: str = "auto", supported: Collection[str] | None = None
+        cls,
+        path: Path,
+        dtype: str = "auto",
+        supported: Collection[str] | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Read `config.json` and, where there is one, `generation_config.json` of a folder; or
-        what a GGUF file has in their place.
+        what a GGUF file has in their place. `overrides` are entries that go before the file's.
 
         Raises `ValueError` for a folder without a config, for an architecture that is not among
         the `supported` ones, and for every setting that would change the model's output and that
         nanoserve does not implement: refusing is better than being silently wrong.
         """
         raw, generation = _read_files(path)
-        architecture = architecture_of(raw)
-        told = f"architecture {shown(architecture)} is not supported; supported: {supported}"
-        require(supported is None or architecture in supported, told)
+        raw |= overrides
+        if supported is not None and architecture_of(raw) not in supported:
+            from nanoserve.checkpoint.misfits import tell_architecture
+
+            raise ValueError(tell_architecture(raw, supported))
         return cls.from_hf(raw, generation, dtype)
 
     @classmethod
@@ -137,10 +144,10 @@ def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         from nanoserve.quantization.gguf.config import read_settings
 
         return read_settings(path)
-    if not (path / "config.json").is_file():
-        from nanoserve.checkpoint.misfits import tell_no_config
+    if (path / "adapter_config.json").is_file() or not (path / "config.json").is_file():
+        from nanoserve.checkpoint.misfits import check_folder
 
-        raise ValueError(tell_no_config(path))
+        check_folder(path)
     other = path / "generation_config.json"
     generation = read_json(other) if other.exists() or other.is_symlink() else {}
     return read_json(path / "config.json"), generation

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from nanoserve.checkpoint.config_json import read_json
-from nanoserve.checkpoint.misfits import some
+from nanoserve.checkpoint.misfits import some, tell_no_weights
 from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.checks import require, shown
 
@@ -22,10 +22,7 @@ def shard_files(path: Path) -> list[Path]:
     """
     index = path / INDEX
     if not index.is_file():
-        pickled = sorted(file.name for file in path.glob("*.bin"))
-        told = f"{path} is no checkpoint: it has no {SINGLE_FILE} and no index of one"
-        advice = "are pickles, which may run code: save them anew with transformers"
-        raise ValueError(f"{told}; {some(pickled)} {advice}" if pickled else told)
+        raise ValueError(tell_no_weights(path))
     files = [path / name for name in shard_names(index)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

@@ -14,7 +14,9 @@ class open_weights:
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
+            from nanoserve.checkpoint.damage import tell_damage
+
+            raise ValueError(tell_damage(file, error)) from error
 
     def __enter__(self) -> safe_open:
         return self._file.__enter__()

@@ -63,7 +63,6 @@ def _show(pieces: Iterator[str]) -> str:
 
 
 def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
-    from nanoserve.chat import chat_prompts
     from nanoserve.llm import LLM
 
     options = engine_options(args)
@@ -74,8 +73,7 @@ def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
     vars(params).update(_given(args))
 
     def answer(messages: Messages) -> Iterator[str]:
-        (prompt,) = chat_prompts(llm.engine, [messages], {"add_generation_prompt": True}, False)
-        for output in llm.stream(prompt, params):
+        for output in llm.stream(messages, params):
             yield output.outputs[0].text
 
     return answer

@@ -17,7 +17,10 @@ from typing import Any, get_args
 from nanoserve.config import EngineConfig
 
 _IN_PROGRAMS_ONLY = ("model", "logits_processors")
-_AS_JSON = ("speculative_config", "structured_outputs_config")
+_AS_JSON = (
+    *("speculative_config", "structured_outputs_config"),
+    *("override_generation_config", "hf_overrides"),
+)
 
 
 def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:

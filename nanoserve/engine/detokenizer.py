@@ -88,4 +88,5 @@ class Detokenizer:
 
 def _needs_text(seq: Sequence) -> bool:
     """Before its end."""
-    return bool(seq.params.stop) or seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
+    is_looked_at = seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
+    return bool(seq.params.stop) or (is_looked_at and seq.params.detokenize)

@@ -61,9 +61,13 @@ class InputProcessor:
         dtype = config.kv_cache_dtype  # in another one, K and V of the same tokens are others
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
         self.num_cached = 0 if config.enable_prompt_tokens_details else None  # None stays None
-        self.max_logprobs = min(config.max_logprobs, model_config.vocab_size)
+        most = model_config.vocab_size
+        self.max_logprobs = most if config.max_logprobs == -1 else min(config.max_logprobs, most)
         self.default_sampling = dict(model_config.default_sampling)
         self.vocab_size, self.max_model_len = model_config.vocab_size, max_model_len
+        # Engine-wide processors may look at a request before it is queued, as vLLM's do.
+        processors = [p for p in config.logits_processors if hasattr(p, "validate_params")]
+        self._validators = [processor.validate_params for processor in processors]
         # Checkpoints disagree on where their EOS is written, so whatever any file names ends.
         self.eos_token_ids = model_config.eos_token_ids
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -112,7 +116,8 @@ class InputProcessor:
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
         self._check_prompt_length(len(token_ids))
-        self._check_token_ids(token_ids, "token id")
+        told = "" if text is None else "the tokenizer has more tokens than the model: "
+        self._check_token_ids(token_ids, f"{told}token id")
         self._check_params(params)
         token_ids = [int(token_id) for token_id in token_ids]
         bad_words = self._tokenize_bad_words(params)
@@ -184,11 +189,19 @@ class InputProcessor:
         if params.structured_outputs is not None:
             self.check_guide(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.max_logprobs:
+            number = getattr(params, name)
+            if number == -1:  # all
+                setattr(params, name, number := self.vocab_size)
+            if (number or 0) > self.max_logprobs:
                 raise ValueError(
-                    f"{name}={getattr(params, name)} exceeds max_logprobs={self.max_logprobs}"
+                    f"{name}={number} exceeds max_logprobs={self.max_logprobs}, an option of the "
+                    f"engine (-1: the whole vocabulary)"
                 )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        if params.logprob_token_ids is not None:  # found among all of them
+            params.logprobs = self.vocab_size
+        for check in self._validators:
+            check(params)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             self._check_token_ids(getattr(params, name) or (), f"{name}: token id")
 
     def _check_token_ids(self, token_ids: Collection[int], what: str) -> None:

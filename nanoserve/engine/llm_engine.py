@@ -41,11 +41,12 @@ class LLMEngine:
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
     Threads may share an engine: a call waits until another one is over. `clock` gives seconds, and
-    is the only one that is read. `guide` prepares an engine for a request with a grammar; it is set
-    by whoever builds the engine.
+    is the only one that is read. Whoever builds the engine sets `guide`, which prepares it for a
+    request with a grammar, and `make_executor`, which makes another muscle from a configuration.
     """
 
     guide: "Callable[[LLMEngine, Request], None]"
+    make_executor: Callable[[EngineConfig], Executor]
 
     def __init__(
         self,
@@ -70,7 +71,12 @@ class LLMEngine:
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
         self._watch = Stopwatch(clock)
-        self._closed = False
+        self.refusal: str | None = None  # what it is when it takes no requests
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> "LLMEngine":
+        """As scripts for vLLM make one: of `nanoserve.EngineArgs`."""
+        return engine_args.create_engine()
 
     @property
     def stats(self) -> EngineStats:
@@ -95,8 +101,8 @@ class LLMEngine:
     def add(self, request: Request) -> None:
         """Queue what `input_processor` made; now it gets its place in line and its seed."""
         with self._turns.turn():
-            if self._closed:
-                raise ValueError("this engine is closed")
+            if self.refusal is not None:
+                raise ValueError(f"this engine is {self.refusal}")
             if request.request_id in self.output_processor.requests:
                 raise ValueError(f"request_id={request.request_id!r} is already in use")
             if request.params.structured_outputs is not None:
@@ -129,6 +135,15 @@ class LLMEngine:
         A stream that the garbage collector ends may call this at any moment, in any thread.
         """
         self._turns.soon(lambda gone=frozenset(request_ids): self._withdraw(gone))
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; see `nanoserve.engine.prefix_reset`. Always True."""
+        from nanoserve.engine.prefix_reset import reset
+
+        self._turns.soon(lambda: reset(self, reset_running_requests))
+        return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to hand out."""
@@ -259,5 +274,5 @@ class LLMEngine:
     def _close(self) -> None:
         self._withdraw(list(self.output_processor.requests))
         self._in_flight.clear()
-        self._closed = True
+        self.refusal = "closed"
         self.executor.close()

@@ -1,6 +1,9 @@
 """Log-probabilities on their way to the user: of tokens, with their texts."""
 
 import math
+from typing import Any
+
+import numpy as np
 
 from nanoserve.engine.plan import Row
 from nanoserve.engine.request import Request
@@ -29,7 +32,8 @@ def collect_logprobs(
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         if num_new:  # a stop token has not joined
-            candidates = _candidates(values, index, seq.params.logprobs, tokenizer)
+            listed, k = seq.params.logprob_token_ids, seq.params.logprobs
+            candidates = _candidates(values, index, k, tokenizer, listed)
             completion.logprobs.append(candidates)
             completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
 
@@ -57,12 +61,22 @@ class PromptLogprobsCollector:
 
 
 def _candidates(
-    values: TokenLogprobs, row: int, k: int, tokenizer: Tokenizer | None
+    values: TokenLogprobs,
+    row: int,
+    k: int,
+    tokenizer: Tokenizer | None,
+    listed: list[int] | None = None,
 ) -> dict[int, Logprob]:
-    """The row's own token and the k most likely ones."""
-    token_ids = values.token_ids[row, : k + 1].tolist()
-    logprobs = values.logprobs[row, : k + 1].tolist()
+    """The row's own token and the k most likely ones, or of these those that are `listed`."""
+    columns: Any = slice(k + 1)
+    if listed is not None:
+        found = np.flatnonzero(np.isin(values.token_ids[row, 1 : k + 1], listed)) + 1
+        columns = np.concatenate([[0], found])
+    token_ids = values.token_ids[row, columns].tolist()
+    logprobs = values.logprobs[row, columns].tolist()
     ranks = [int(values.ranks[row]), *range(1, len(token_ids))]
+    if listed is not None:  # the columns lie in the order of their ranks
+        ranks[1:] = columns[1:].tolist()
     candidates: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
         text = "" if tokenizer is None else tokenizer.decode([token_id], False)

@@ -104,7 +104,7 @@ class OutputProcessor:
 
     def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
         """End `seq` if its text, which may be decoded now, has run into a stop string."""
-        if self._detokenizer is None:
+        if self._detokenizer is None or not seq.params.detokenize:
             return
         stop_string = self._detokenizer.advance(seq)
         if stop_string is not None and seq.finished:  # by its length, on this very token
@@ -143,11 +143,12 @@ class OutputProcessor:
     def _complete(self, completion: Completion) -> CompletionOutput:
         """The completion as it stands, or what is new in it."""
         seq, logprobs, first_new = completion.seq, completion.logprobs, 0
+        has_text = self._detokenizer is not None and seq.params.detokenize
         if seq.params.output_kind is RequestOutputKind.DELTA:
             first_new, completion.num_sent = completion.num_sent, seq.num_output_tokens
         completion.latest = CompletionOutput(
             index=seq.index,
-            text="" if self._detokenizer is None else self._detokenizer.text(seq),
+            text=self._detokenizer.text(seq) if has_text else "",
             token_ids=seq.token_ids[seq.num_prompt_tokens + first_new :],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,

@@ -21,7 +21,7 @@ class IntegerLinearMethod(FormLinearMethod):
     """
 
     def __init__(self, scheme: Scheme, float_method: FormLinearMethod, dtype: torch.dtype) -> None:
-        super().__init__(float_method.make)
+        super().__init__(float_method.make, "integers")
         self._scheme, self._dtype = scheme, dtype
         self.to_integers = scheme.to_integers
 

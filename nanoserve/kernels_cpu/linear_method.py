@@ -13,8 +13,8 @@ Form = Callable[[Tensor], Tensor]
 class FormLinearMethod(UnquantizedLinearMethod):
     """A tied LM head gets a form of its own: the embedding needs plain rows."""
 
-    def __init__(self, make: Callable[[Tensor], Form]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[Tensor], Form], name: str = "torch") -> None:
+        self.make, self.name = make, name
 
     def process_after_loading(self, layer: nn.Module) -> None:
         layer.form, layer.weight = self.make(layer.weight.data), None

@@ -26,6 +26,11 @@ from nanoserve.server.engine_thread import EngineThread, News
 from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nanoserve.drop_in.engine_args import EngineArgs
+    from nanoserve.engine_options import EngineOptions
+    from nanoserve.inputs import ChatOptions
     from nanoserve.server.engine_process import EngineFront
     from nanoserve.structured.params import StructuredOutputsParams
     from nanoserve.tokenizer import Message
@@ -56,7 +61,7 @@ class AsyncLLM:
         model: str | Path,
         engine_process: bool = False,
         stream_interval: int = 1,
-        **options: Any,
+        **options: "Unpack[EngineOptions]",
     ) -> None:
         self._stream_interval = check_int("stream_interval", stream_interval, 1)
         self._request_ids = map("request-{}".format, count())
@@ -85,6 +90,11 @@ class AsyncLLM:
         atexit.register(at_exit)
         self._end = weakref.finalize(self, _end, self.owner, at_exit)
         self._end.atexit = False
+
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "AsyncLLM":
+        """As scripts for vLLM make one: of `nanoserve.AsyncEngineArgs`."""
+        return cls(engine_args.model, **engine_args.options())
 
     @property
     def engine(self) -> "LLMEngine | EngineFront":
@@ -126,18 +136,15 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
-        add_generation_prompt: bool = True,
-        allow_special_tokens: bool = False,
-        **chat_template_kwargs: Any,
+        **chat_options: "Unpack[ChatOptions]",
     ) -> AsyncIterator[RequestOutput]:
-        """The same for a conversation; see `LLM.chat`."""
-        from nanoserve.chat import chat_prompts
+        """The same for a conversation; `chat_options` are as `LLM.chat` has them."""
+        from nanoserve.chat import prompts_of
 
         request_id = self.new_request_id() if request_id is None else request_id
-        template = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
 
         def make() -> Request:
-            (prompt,) = chat_prompts(self.engine, [messages], template, allow_special_tokens)
+            (prompt,) = prompts_of(self.engine, [messages], **chat_options)
             process = self.engine.input_processor.process
             return process(request_id, prompt, sampling_params, priority)
 

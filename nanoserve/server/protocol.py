@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from nanoserve.chat import text_of
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guides import guide_of
@@ -226,20 +227,13 @@ def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> str:
-    """A text as it is; of a list of parts their texts, one after the other."""
+    """A text as it is; of a list of parts their texts."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            told = f"messages: content is or has a {kind!r:.50}, and this model reads only text"
-            raise ApiError(400, told, "messages", "unsupported")
-        texts.append(text)
-    return "".join(texts)
+    try:
+        return text_of(content)
+    except ValueError as error:
+        raise ApiError(400, str(error), "messages", "unsupported") from error
 
 
 def _with_ids(name: str, by_text: dict[str, float]) -> dict[int, float]:

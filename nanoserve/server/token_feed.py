@@ -34,7 +34,8 @@ def can_follow(request: Request) -> bool:
     found where the engine is."""
     params = request.params
     is_delta = params.output_kind is RequestOutputKind.DELTA
-    return is_delta and not params.stop and params.logprobs is params.prompt_logprobs is None
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    return is_delta and params.detokenize and not params.stop and not has_logprobs
 
 
 class TokenFeed:

@@ -8,3 +8,6 @@ Beside it lie two that guess what it will say, for speculative decoding: ``draft
 layer, and ``head.safetensors``, a head on its hidden states. ``acceptance.py`` says how often they
 are right.
 """
+
+# The folders of checkpoints that are known by name.
+BUNDLED = {"tiny-qwen3": "checkpoint", "tiny-qwen3-draft": "draft"}

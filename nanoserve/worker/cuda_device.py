@@ -126,6 +126,10 @@ class CudaDevice(HostDevice):
         with self.guard():  # or the caller's current GPU gets a CUDA context of half a GiB
             self.cuda.page_lock(memory)
 
+    def drop_recorded(self) -> None:
+        if self.graphs is not None:
+            self.graphs = self.graphs_class(self.graphs.sizes)
+
     def finish(self) -> None:
         self.cuda.synchronize()
 
@@ -282,6 +286,7 @@ class CudaDevice(HostDevice):
         if logits is None:  # another rank samples
             return
         vocab_size, most_logprobs = runner.model_config.vocab_size, self.config.max_logprobs
+        most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
         sampler = FusedSampler(rows, vocab_size, self.cuda.device)
         slots = np.arange(rows)
         # The last is the most that a request can ask for; the others compile their kernels.

@@ -98,6 +98,9 @@ class HostDevice:
         """Until they are there."""
         return fetched.tolist()
 
+    def drop_recorded(self) -> None:
+        """What was recorded for tensors that are about to go; `warm_up` records it again."""
+
     def finish(self) -> None:
         """Wait for everything that was launched."""
 

@@ -31,7 +31,8 @@ def choose_linear_method(
         scheme is None or not scheme.is_fp8,
         "quantization='fp8' of plain weights needs a GPU; a CPU multiplies quantization='int8'",
     )
-    floats = FormLinearMethod(choose_form(dtype, num_bytes).make)
+    choice = choose_form(dtype, num_bytes)
+    floats = FormLinearMethod(choice.make, choice.name)
     if scheme is None:
         return floats
     require(

@@ -34,7 +34,7 @@ def start(runner: Any, path: Path) -> None:
         _load_model(runner, path, runner.max_model_len if is_known else config.max_model_len)
         if num_kv_blocks is None:
             make_room(runner, device.pool_after_loading(runner))
-        _allocate_pool(runner)
+        allocate_pool(runner)
         device.warm_up(runner)
 
 
@@ -100,7 +100,8 @@ def kept_bytes(model: nn.Module) -> int:
     return sum(bits) // 8
 
 
-def _allocate_pool(runner: Any) -> None:
+def allocate_pool(runner: Any) -> None:
+    """The KV cache of a runner that knows how many blocks it has."""
     config, model_config, block_size = runner.config, runner.model_config, runner.config.block_size
     runner.kv_cache = allocate_kv_cache(
         model_config, runner.num_kv_blocks, block_size, runner.context

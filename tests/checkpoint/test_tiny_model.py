@@ -118,7 +118,7 @@ def test_its_defaults_are_its_makers(llm: LLM) -> None:
         {"role": "user", "content": "hello"},
         [{"content": "hello"}],
         [{"role": "user"}],
-        [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         5,
         [],
     ],

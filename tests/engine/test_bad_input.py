@@ -314,7 +314,7 @@ def test_a_closed_engine_refuses_requests_and_has_dropped_its_own(checkpoint: Pa
         ({"seed": -1}, ["seed=-1", ">= 0"]),
         ({"prefix_cache_seed": "x"}, ["prefix_cache_seed='x'", "integer"]),
         ({"dtype": "float64"}, ["dtype='float64'", "'bfloat16'"]),
-        ({"dtype": torch.float32}, ["dtype=torch.float32", "'float32'"]),
+        ({"dtype": torch.float64}, ["dtype='float64'", "'float32'"]),
         ({"load_format": "pickle"}, ["load_format='pickle'", "'safetensors'"]),
         ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "'fcfs'", "'priority'"]),
         ({"priority_aging": 0, "scheduling_policy": "priority"}, ["priority_aging=0", ">= 1"]),

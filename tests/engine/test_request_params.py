@@ -57,10 +57,12 @@ BAD_VALUES = [
         for value in (-1, 1.5, "1", None, True, 2**31, math.nan)
     ),
     *(
-        (name, value, f"[0, {INT32_MAX}]")
+        (name, value, f"[-1, {INT32_MAX}]")
         for name in ("logprobs", "prompt_logprobs")
-        for value in (-1, 1.0, "1", True, 2**31)
+        for value in (-2, 1.0, "1", True, 2**31)
     ),
+    *(("logprob_token_ids", value, "list of integers") for value in ([1.5], ["1"], 5, {1: 2})),
+    *(("extra_args", value, "dictionary of names") for value in (5, [1], {1: 2}, "a")),
     *(("logits_processors", value, "list of callables") for value in ([5], [None], 5, "f", len)),
     *(
         (name, value, "True or False")
@@ -123,9 +125,14 @@ def test_a_temperature_too_large_for_a_float_is_refused() -> None:
         SamplingParams(temperature=10**400)
 
 
-def test_a_misspelt_sampling_parameter_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="tempereture"):
+def test_a_misspelt_sampling_parameter_is_told_which_was_meant() -> None:
+    with pytest.raises(ValueError, match="'tempereture': did you mean temperature"):
         SamplingParams(tempereture=1)
+
+
+def test_more_listed_logprobs_than_vllm_allows_are_refused() -> None:
+    with pytest.raises(ValueError, match="logprob_token_ids has 129 entries; at most 128"):
+        SamplingParams(logprob_token_ids=[*range(129)])
 
 
 @pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES, ids=str)

@@ -33,6 +33,7 @@ SUPPORT = {
     "nanoserve/engine/stopwatch.py",
     "nanoserve/kernels_cpu/memory.py",
     "nanoserve/layers/tensor_parallel.py",
+    "nanoserve/llm_methods.py",
     "nanoserve/make_engine.py",
     "nanoserve/models/registry.py",
     "nanoserve/outputs.py",
@@ -40,6 +41,7 @@ SUPPORT = {
     "nanoserve/sampling/rows.py",
     "nanoserve/sampling/settings.py",
     "nanoserve/sampling_params.py",
+    "nanoserve/tiny_qwen3/__init__.py",
     "nanoserve/worker/batch_tensors.py",
     "nanoserve/worker/device.py",
     "nanoserve/worker/heads.py",
@@ -64,7 +66,7 @@ def test_the_path_can_be_read_in_an_evening() -> None:
 
 def test_what_lies_beside_the_path_is_bounded_too() -> None:
     counts = {name: lines_of_code(PACKAGE.parent / name) for name in SUPPORT}
-    assert sum(counts.values()) < 2090, counts
+    assert sum(counts.values()) < 2290, counts
 
 
 def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def test_every_text_of_a_message_is_meant(llm: LLM) -> None:
 def test_so_are_tools_and_documents(llm: LLM, name: str) -> None:
     template = f"<|im_start|>{{{{ {name} | tojson }}}}{{{{ messages[0].content }}}}<|im_end|>"
     found = [{"title": "t", "text": "<|im_end|>"}]
-    text, token_ids = ask(llm, user("x"), chat_template=template, **{name: found})
+    own = {"tools": found} if name == "tools" else {"chat_template_kwargs": {name: found}}
+    text, token_ids = ask(llm, user("x"), chat_template=template, **own)
     assert specials(token_ids) == [START, END] and '"text": "<|im_end|>"' in text
 
 

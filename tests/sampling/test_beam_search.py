@@ -1,18 +1,23 @@
 """Beam search against transformers' `generate(num_beams=...)`: the same tokens, the same scores."""
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_checkpoints import edit_json, make_qwen3
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from nanoserve import LLM
-from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
+from nanoserve import LLM, SamplingParams, beam_search
+from nanoserve.beam_search import BeamSearchOutput
 
 PAD = 0
+# transformers keeps the EOS that ends a beam.
+BeamSearchParams = partial(beam_search.BeamSearchParams, include_stop_str_in_output=True)
 MODELS = {
     "ends often": {"vocab_size": 40, "seed": 3},
     "large vocabulary": {"vocab_size": 300, "seed": 1},
@@ -53,7 +58,7 @@ def open_llm(path: Path, eos: list[int], **options: Any) -> LLM:
 
 @torch.inference_mode()
 def theirs(
-    model: PreTrainedModel, prompt: list[int], params: BeamSearchParams, eos: list[int]
+    model: PreTrainedModel, prompt: list[int], params: beam_search.BeamSearchParams, eos: list[int]
 ) -> list[tuple[list[int], float]]:
     """Tokens, without padding, and score of each sequence, the best first.
 
@@ -90,7 +95,7 @@ def assert_equal(
     output: BeamSearchOutput,
     expected: list[tuple[list[int], float]],
     prompt: list[int],
-    params: BeamSearchParams,
+    params: beam_search.BeamSearchParams,
     eos: list[int],
 ) -> None:
     ours = output.sequences
@@ -247,12 +252,51 @@ def small(tmp_path_factory: pytest.TempPathFactory):
         yield llm
 
 
-def test_the_widest_beam_that_max_logprobs_allows(small: LLM) -> None:
+def test_max_logprobs_bounds_those_who_send_requests_and_no_beams(small: LLM) -> None:
     """Width w needs 2 w log-probabilities."""
-    assert len(small.beam_search([[1, 2]], BeamSearchParams(10, 3))[0].sequences) == 10
-    with pytest.raises(ValueError, match=r"beam_width=11.*max_logprobs=20"):
-        small.beam_search([[1, 2]], BeamSearchParams(11, 3))
+    (output,) = small.beam_search([[1, 2]], BeamSearchParams(15, 3))
+    assert len(output.sequences) == 15
+    with pytest.raises(ValueError, match=r"logprobs=21.*max_logprobs=20"):
+        small.generate([[1, 2]], SamplingParams(logprobs=21), use_tqdm=False)
     assert not small.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("concurrency_limit", [1, 2, 9])
+def test_how_many_are_searched_at_once_changes_nothing(small: LLM, concurrency_limit: int) -> None:
+    prompts, params, bars = [[1, 2], [5], [7, 8, 9]], BeamSearchParams(3, 5), []
+
+    def make_bar(**options: Any) -> tqdm:
+        bars.append(tqdm(**options, disable=True))
+        return bars[-1]
+
+    expected = small.beam_search(prompts, params)
+    found = small.beam_search(prompts, params, None, make_bar, concurrency_limit)
+    assert found == expected and len(bars) == 1
+
+
+def test_a_beam_has_the_candidates_that_it_was_chosen_from(small: LLM) -> None:
+    (output,) = small.beam_search([[1, 2]], BeamSearchParams(3, 6))
+    for sequence in output.sequences:
+        chosen = sequence.tokens[2:]
+        steps = zip(chosen, sequence.logprobs, strict=True)
+        total = sum(candidates[token_id].logprob for token_id, candidates in steps)
+        assert total == pytest.approx(sequence.cum_logprob, abs=1e-5)
+        is_stopped = sequence.finish_reason == "stop"
+        assert sequence.stop_reason == (chosen[-1] if is_stopped else None)
+
+
+def test_without_its_eos_a_beam_is_as_vllm_has_it(reference) -> None:
+    path, _, frequent = reference
+    params = BeamSearchParams(4, 8, length_penalty=-1.0)
+    with open_llm(path, frequent[:2]) as llm:
+        whole = [sequence for out in llm.beam_search(PROMPTS, params) for sequence in out.sequences]
+        params = replace(params, include_stop_str_in_output=False)
+        cut = [sequence for out in llm.beam_search(PROMPTS, params) for sequence in out.sequences]
+    assert {sequence.finish_reason for sequence in whole} >= {"stop"}
+    for with_eos, without in zip(whole, cut, strict=True):
+        is_stopped = with_eos.finish_reason == "stop"
+        assert without.tokens == (with_eos.tokens[:-1] if is_stopped else with_eos.tokens)
+        assert without == replace(with_eos, tokens=without.tokens)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +324,10 @@ def test_a_beam_wider_than_half_the_vocabulary_equals_transformers(
     assert_equal(output, theirs(model, [1, 5], params, [2]), [1, 5], params, [2])
 
 
-def test_the_text_of_a_beam_is_that_of_its_continuation() -> None:
+def test_the_text_of_a_beam_is_that_of_prompt_and_continuation() -> None:
     with LLM("tiny-qwen3", dtype="float32", num_kv_blocks=200) as llm:
         prompt = "<|im_start|>user\nWhat is a KV cache?<|im_end|>\n<|im_start|>assistant\n"
-        tokenizer, prompt_length = llm.engine.tokenizer, len(llm.engine.tokenizer.encode(prompt))
         (output,) = llm.beam_search(prompt, BeamSearchParams(2, 12))
-    for sequence in output.sequences:
-        assert sequence.text == tokenizer.decode(sequence.tokens[prompt_length:]) != ""
+        for sequence in output.sequences:
+            assert sequence.text == llm.get_tokenizer().decode(sequence.tokens)
+            assert sequence.text.startswith(prompt) and len(sequence.text) > len(prompt)

@@ -1,0 +1,62 @@
+"""One line on what was loaded, and on what would make it faster."""
+
+import logging
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from nanoserve.engine.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+
+def announce(engine: LLMEngine) -> None:
+    """Log it; to a person at a terminal it is shown even if nobody has set up logging."""
+    line = f"loaded {summary(engine)}"
+    missing = tell_what_is_missing(engine)
+    if missing:
+        line += f"; for speed: {'; '.join(missing)}"
+    logger.info(line)
+    if sys.stderr is not None and sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+        print(f"nanoserve: {line}", file=sys.stderr)
+
+
+def summary(engine: LLMEngine) -> str:
+    """Model, data type, device, attention, products, KV pool."""
+    config, model_config, executor = engine.config, engine.model_config, engine.executor
+    context = getattr(executor, "context", None)  # of an executor that computes
+    size = config.block_size
+    parts = [repr(config.model), model_config.architecture, model_config.dtype, config.device]
+    if config.tensor_parallel_size > 1:
+        parts.append(f"{config.tensor_parallel_size} ranks")
+    if context is not None:
+        parts += [f"attention {_name(context.attention)}", f"products {_products(executor)}"]
+    num_blocks = engine.scheduler.block_manager.num_blocks
+    gib = num_blocks * size * model_config.kv_bytes_per_token(config.kv_cache_dtype) / 2**30
+    parts.append(f"{num_blocks} KV blocks of {size} tokens ({gib:.2f} GiB)")
+    parts.append(f"max_model_len {engine.input_processor.max_model_len}")
+    return ", ".join(parts)
+
+
+def tell_what_is_missing(engine: LLMEngine) -> list[str]:
+    """What a CPU could be given to compute faster."""
+    config, model_config = engine.config, engine.model_config
+    if config.device != "cpu":
+        return []
+    told = []
+    if find_spec("numba") is None:
+        told.append("pip install 'nanoserve[cpu]' compiles attention and sampling")
+    if model_config.dtype == "float16":
+        told.append("dtype='bfloat16' or 'float32' has faster kernels on a CPU")
+    return told
+
+
+def _name(attention: Any) -> str:
+    return type(attention).__name__.removesuffix("Attention").lower()
+
+
+def _products(executor: Any) -> str:
+    """Who multiplies, and with what: a name of `float_choice`'s, or a kind of integers."""
+    method = executor.context.linear_method
+    kind = "" if method is None else type(method).__name__.removesuffix("LinearMethod").lower()
+    return getattr(method, "name", kind or "torch")

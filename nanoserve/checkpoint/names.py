@@ -1,0 +1,91 @@
+"""What to say of a name that is no model: what it looks like, and what may have been meant.
+
+Imported when there is something to say.
+"""
+
+import os
+import re
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+
+from nanoserve.checks import shown
+from nanoserve.tiny_qwen3 import BUNDLED
+
+_NEITHER = "is neither a folder nor a bundled checkpoint nor a GGUF file"
+_FORM = (
+    "nor can it be a name on the hub, which is a str of the form 'organisation/model' or "
+    "'organisation/model/file.gguf'"
+)
+# How the names of their models begin -> who publishes them.
+_ORGANISATIONS = {
+    "deepseek": "deepseek-ai", "gemma": "google", "llama": "meta-llama", "meta-llama": "meta-llama",
+    "minicpm": "openbmb", "mistral": "mistralai", "mixtral": "mistralai", "phi": "microsoft",
+    "qwen": "Qwen", "qwq": "Qwen", "smollm": "HuggingFaceTB", "tinyllama": "TinyLlama",
+}  # fmt: skip
+_ADDRESS = re.compile(r"https?://|(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)
+_ON_THE_HUB = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)"
+    r"(?P<name>[\w.-]+/[\w.-]+)(?P<rest>.*)",
+    re.IGNORECASE,
+)
+_LLAMA_CPP = re.compile(r"(?P<name>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")
+_MAX_LENGTH = 300  # characters of a name that are looked at
+
+
+def tell_no_name(name: str | Path) -> str:
+    """Of what is no folder, no bundled checkpoint, no GGUF file, and no name on the hub."""
+    text = str(name)
+    told = f"{shown(text)} {_NEITHER}"
+    if os.path.isfile(os.path.expanduser(text)):
+        return _tell_file(text)
+    if _ADDRESS.match(text):
+        return f"{shown(text)} is an address, not a model: {_of_address(text[:_MAX_LENGTH])}"
+    if text == "":
+        return f"{told}, {_FORM}: it is empty"
+    if text.startswith(("./", "../", "/", "~")):
+        path = os.path.abspath(os.path.expanduser(text))
+        return (
+            f"{told}: {path[:_MAX_LENGTH]} does not exist; "
+            f"for a model on the hub, give 'organisation/model'"
+        )
+    guess = _guess(name, text[:_MAX_LENGTH])
+    return f"{told}, {_FORM}{guess and f': {guess}'}"
+
+
+def _guess(name: str | Path, text: str) -> str:
+    """What was meant, or nothing."""
+    if isinstance(name, Path):
+        return "a Path is never looked up, give the name as a str"
+    if tagged := _LLAMA_CPP.fullmatch(text):
+        repository, kind = tagged["name"], tagged["kind"]
+        return f"instead of {kind!r} name its file, as in '{repository}/model-{kind}.gguf'"
+    if "/" in text:
+        return ""
+    near = get_close_matches(text.lower().replace("_", "-"), BUNDLED, n=1, cutoff=0.75)
+    begins = [start for start in _ORGANISATIONS if text.lower().startswith(start)]
+    if not near and begins and not text.endswith(".gguf"):
+        near = [f"{_ORGANISATIONS[begins[0]]}/{text}"]
+    return f"did you mean {near[0]!r}?" if near else f"bundled are {', '.join(BUNDLED)}"
+
+
+def _of_address(text: str) -> str:
+    """What to give in its place."""
+    found = _ON_THE_HUB.match(text)
+    if found is None:
+        return "download it and give its folder, or the name that it has on the hub"
+    file = found["rest"].partition("?")[0].rpartition("/")[2]
+    name = f"{found['name']}/{file}" if file.endswith(".gguf") else found["name"]
+    return f"give its name on the hub, {name!r}"
+
+
+def _tell_file(text: str) -> str:
+    path = os.path.expanduser(text)
+    with suppress(OSError), open(path, "rb") as content:
+        if content.read(4) == b"GGUF":
+            return f"{shown(text)} is in GGUF, but not by its name: let that end in '.gguf'"
+    folder = os.path.dirname(os.path.abspath(path))
+    return (
+        f"{shown(text)} is a file, and a checkpoint is a folder or a file that ends in '.gguf': "
+        f"if it belongs to a checkpoint, give its folder, {folder!r}"
+    )

@@ -1,0 +1,109 @@
+"""vLLM's names, for scripts that were written for it: change the import, and they run.
+
+    from nanoserve.drop_in import EngineArgs, LLMEngine, SamplingParams
+
+Whichever of vLLM's modules a name comes from, it is here. Names are resolved on first use
+(PEP 562), and whoever uses none of them loads nothing of this package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoserve import (
+        LLM,
+        AsyncEngineArgs,
+        AsyncLLM,
+        BeamSearchParams,
+        CompletionOutput,
+        EngineArgs,
+        LLMEngine,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+        TextPrompt,
+        TokensPrompt,
+    )
+    from nanoserve.beam_search import BeamSearchOutput, BeamSearchSequence
+    from nanoserve.config import EngineConfig as VllmConfig
+    from nanoserve.drop_in.engine_args import FlexibleArgumentParser
+    from nanoserve.drop_in.logits_processors import (
+        AdapterLogitsProcessor,
+        BatchUpdate,
+        LogitsProcessor,
+        MoveDirectionality,
+        RequestLogitsProcessor,
+        process_dict_updates,
+    )
+    from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
+    from nanoserve.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
+    from nanoserve.inputs import PromptType
+    from nanoserve.outputs import Logprob
+
+__all__ = [
+    "LLM",
+    "AdapterLogitsProcessor",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BatchUpdate",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Counter",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "Gauge",
+    "Histogram",
+    "LLMEngine",
+    "LogitsProcessor",
+    "Logprob",
+    "Metric",
+    "MoveDirectionality",
+    "PromptType",
+    "RequestLogitsProcessor",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "Vector",
+    "VllmConfig",
+    "cleanup_dist_env_and_memory",
+    "init_logger",
+    "process_dict_updates",
+]
+
+# Where those live that `nanoserve` itself does not export.
+_HOME = {
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "nanoserve.beam_search"),
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), f"{__name__}.metrics"),
+    **dict.fromkeys(
+        (
+            *("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
+            *("RequestLogitsProcessor", "process_dict_updates"),
+        ),
+        f"{__name__}.logits_processors",
+    ),
+    "FlexibleArgumentParser": f"{__name__}.engine_args",
+    "Logprob": "nanoserve.outputs",
+    "PromptType": "nanoserve.inputs",
+    "cleanup_dist_env_and_memory": f"{__name__}.memory",
+}
+
+if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name == "VllmConfig":
+            return import_module("nanoserve.config").EngineConfig
+        if name == "init_logger":
+            return import_module("logging").getLogger
+        if name not in __all__:
+            raise AttributeError(f"module 'nanoserve.drop_in' has no attribute {name!r}")
+        return getattr(import_module(_HOME.get(name, "nanoserve")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

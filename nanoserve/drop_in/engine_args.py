@@ -1,0 +1,73 @@
+"""`EngineArgs`: the options of an engine as an object, and as flags of a script."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.config import EngineConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.engine_options import EngineOptions
+
+AnyParser = TypeVar("AnyParser", bound=ArgumentParser)
+
+
+class EngineArgs(EngineConfig):
+    """The arguments of `LLM`, checked when it is made.
+
+    `LLM(**dataclasses.asdict(EngineArgs(...)))` takes them, as scripts for vLLM do it. Raises
+    `ValueError` as `LLM` does for its options.
+    """
+
+    def __init__(
+        self, model: str | Path = "tiny-qwen3", **options: "Unpack[EngineOptions]"
+    ) -> None:
+        vars(self).update(vars(EngineConfig.from_options(model, **options)))
+
+    @staticmethod
+    def add_cli_args(parser: AnyParser) -> AnyParser:
+        """`--model`, and a flag for each option. What is not given is not in the namespace."""
+        parser.add_argument(
+            "--model", default="tiny-qwen3", help="folder, GGUF file or name (tiny-qwen3)"
+        )
+        add_engine_flags(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "Self":
+        return cls(args.model, **engine_options(args))
+
+    def options(self) -> "EngineOptions":
+        """Those that differ from their defaults."""
+        chosen: Any = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default is not MISSING and value != field.default:
+                chosen[field.name] = value
+        return chosen
+
+    def create_engine(self) -> "LLMEngine":
+        from nanoserve.make_engine import make_engine
+
+        return make_engine(self.model, dict(self.options()))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of `AsyncLLM.from_engine_args`."""
+
+
+class FlexibleArgumentParser(ArgumentParser):
+    """One that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: AbstractSequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(with_dashes(given), namespace)

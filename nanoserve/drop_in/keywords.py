@@ -1,0 +1,101 @@
+"""Keywords of vLLM's methods that cannot be had, or that few ask for."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as AbstractSequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from nanoserve.checks import check_bool, check_int, require, shown
+from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.inputs import ChatOptions
+from nanoserve.sampling_params import SamplingParams
+
+_TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}
+_ELSEWHERE = {
+    "stream": "llm.stream(messages) yields the answer as it comes",
+    "mm_processor_kwargs": "nanoserve runs text models only",
+    "documents": "give chat_template_kwargs={'documents': ...}",
+    "sampling_param": "did you mean sampling_params?",
+}
+
+
+def refuse_lora(lora_request: Any) -> NoReturn:
+    raise ValueError(
+        f"lora_request={shown(lora_request)}: adapters are not implemented; merge it into its base "
+        f"(peft: merge_and_unload) and load that"
+    )
+
+
+def refuse_chat_keywords(unknown: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for keywords of `chat` that are not None, with what to do instead."""
+    for name, value in unknown.items():
+        if value is None:
+            continue
+        known = sorted(ChatOptions.__annotations__)
+        near = get_close_matches(name, [*known, "sampling_params", "use_tqdm", "priority"])
+        if name in _ELSEWHERE:
+            advice = _ELSEWHERE[name]
+        elif name in SamplingParams.__dataclass_fields__:
+            advice = f"it is a sampling parameter: SamplingParams({name}={shown(value)})"
+        elif near:
+            advice = f"did you mean {' or '.join(near)}?"
+        else:
+            advice = f"if the template takes it, chat_template_kwargs={{{name!r}: {shown(value)}}}"
+        raise ValueError(f"{name}={shown(value)} is no keyword of chat: {advice}")
+
+
+def tokenized(
+    engine: LLMEngine, prompts: AbstractSequence[Prompt], kwargs: Mapping[str, Any]
+) -> list[Prompt]:
+    """The same prompts as token ids, as `tokenization_kwargs` asks for.
+
+    add_special_tokens: of texts, what the tokenizer puts around them. truncate_prompt_tokens: only
+    the last so many tokens, as vLLM; -1 is as many as leave room for one. truncation=True with
+    max_length: at most so many, cut on the tokenizer's truncation_side.
+    """
+    unknown = sorted(map(str, kwargs.keys() - _TOKENIZATION))
+    require(not unknown, f"tokenization_kwargs: {unknown} are not among {sorted(_TOKENIZATION)}")
+    adds = kwargs.get("add_special_tokens", True)
+    check_bool("add_special_tokens", adds)
+    most, from_left = _limit(engine, kwargs)
+    return [_tokenized(engine, prompt, adds, most, from_left) for prompt in prompts]
+
+
+def _limit(engine: LLMEngine, kwargs: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """At most so many tokens, and whether the first ones go."""
+    truncation = kwargs.get("truncation", False)
+    check_bool("truncation", truncation)
+    last = kwargs.get("truncate_prompt_tokens")
+    if last is not None:
+        last = check_int("truncate_prompt_tokens", last, -1)
+        require(last != 0, "truncate_prompt_tokens=0 leaves no token to continue from")
+        return engine.input_processor.max_model_len - 1 if last == -1 else last, True
+    if not truncation:
+        require("max_length" not in kwargs, "max_length needs truncation=True")
+        return None, False
+    most = check_int("max_length", kwargs.get("max_length"), 1)
+    tokenizer: Any = engine.tokenizer
+    side = "right" if tokenizer is None else tokenizer.hugging_face.truncation_side
+    return most, side == "left"
+
+
+def _tokenized(
+    engine: LLMEngine, prompt: Prompt, adds: bool, most: int | None, from_left: bool
+) -> Prompt:
+    given: dict[str, Any] = dict(prompt) if isinstance(prompt, Mapping) else {}
+    if isinstance(prompt, str):
+        given = {"prompt": prompt}
+    elif not isinstance(prompt, Mapping):
+        given = {"prompt_token_ids": prompt}
+    text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
+    if token_ids is None and isinstance(text, str):
+        require(engine.tokenizer is not None, "a text prompt needs a tokenizer, and there is none")
+        if most is None:  # else what is too long is what is to be cut
+            engine.input_processor.text_limit.check(text)
+        token_ids = engine.tokenizer.encode(text, adds)
+    if token_ids is None:
+        return prompt  # which is refused where all prompts are checked
+    if most is not None:
+        token_ids = token_ids[-most:] if from_left else token_ids[:most]
+    return {**given, "prompt_token_ids": token_ids}

@@ -1,0 +1,16 @@
+"""Memory between two engines of one script."""
+
+import gc
+import sys
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Let go of what nobody holds any more, and of what torch keeps of a GPU for later.
+
+    An engine leaves nothing else behind when it is closed or collected: no process group of this
+    process, no module's global. `shutdown_ray` is vLLM's, and there is no Ray.
+    """
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,112 @@
+"""What `LLM.get_metrics` tells: what /metrics of a server would, as objects of vLLM's shape."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from nanoserve.engine.llm_engine import LLMEngine
+
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+
+
+@dataclass
+class Metric:
+    """Something counted; its name begins with "vllm:", as dashboards know it."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """Only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters in a row: right guesses, by position."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    """As it is now."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """By upper bound, as a text ("+Inf" is the last), how many values were not above it."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def start(engine: "LLMEngine") -> None:
+    """Count from here on. `ValueError` if the package that knows metrics is missing."""
+    try:
+        from nanoserve.server.metrics import Metrics
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"disable_log_stats=False needs {error.name}: pip install 'nanoserve[serve]'"
+        ) from error
+    metrics, forget = Metrics(engine, engine.config.model), engine.output_processor.forget
+    engine.observers.append(metrics)
+
+    def note_ends(outputs: Iterable[RequestOutput]) -> None:
+        given = list(outputs)
+        for output in given:
+            if output.finished and output.request_id in engine.output_processor.requests:
+                metrics.finished(output)
+        forget(given)
+
+    engine.output_processor.forget = note_ends
+
+
+def snapshot(engine: "LLMEngine") -> list[Metric]:
+    """All metrics as they are now."""
+    for observer in engine.observers:
+        if hasattr(observer, "collect"):
+            return [metric for family in observer.collect() for metric in _read(family)]
+    raise ValueError(
+        "nobody has counted: give LLM(..., disable_log_stats=False); llm.stats has totals anyway"
+    )
+
+
+def _read(family: Any) -> Iterator[Metric]:
+    """The metrics of a family of prometheus-client's, which has one for each set of labels."""
+    name = family.name
+    if family.type == "histogram":
+        yield _histogram(name, family.samples)
+    elif name.endswith(_PER_POSITION):
+        samples = sorted(family.samples, key=lambda sample: int(sample.labels["position"]))
+        if samples:
+            labels = {key: v for key, v in samples[0].labels.items() if key != "position"}
+            yield Vector(name, labels, [int(sample.value) for sample in samples])
+    else:
+        for sample in family.samples:
+            if family.type == "counter":
+                yield Counter(name, dict(sample.labels), int(sample.value))
+            else:
+                yield Gauge(name, dict(sample.labels), float(sample.value))
+
+
+def _histogram(name: str, samples: list[Any]) -> Histogram:
+    buckets: dict[str, int] = {}
+    found = Histogram(name, {}, 0, 0.0, buckets)
+    for sample in samples:
+        if sample.name.endswith("_bucket"):
+            buckets[sample.labels["le"]] = int(sample.value)
+        elif sample.name.endswith("_count"):
+            found.count, found.labels = int(sample.value), dict(sample.labels)
+        elif sample.name.endswith("_sum"):
+            found.sum = float(sample.value)
+    return found

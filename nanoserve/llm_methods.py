@@ -1,0 +1,151 @@
+"""What vLLM's `LLM` can do besides `generate`, which is in `nanoserve.llm`.
+
+Each method is a door: what is behind it is loaded when somebody goes through.
+"""
+
+from collections.abc import Sequence as AbstractSequence
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.engine.input_processor import Prompt, as_prompt_list
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Self, Unpack
+
+    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanoserve.drop_in.metrics import Metric
+    from nanoserve.inputs import ChatOptions, Conversation, Conversations
+    from nanoserve.progress import UseTqdm
+
+
+class LLMMethods:
+    """The base of `LLM`, which has the rest."""
+
+    engine: LLMEngine
+
+    if TYPE_CHECKING:
+
+        def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]: ...
+
+        def close(self) -> None: ...
+
+    def chat(
+        self,
+        messages: "Conversation | Conversations",
+        sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
+        use_tqdm: "UseTqdm" = True,
+        lora_request: None = None,
+        *,
+        priority: AbstractSequence[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        **chat_options: "Unpack[ChatOptions]",
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        A content is a text, or a list of `{"type": "text", "text": ...}`. `chat_options`, as in
+        vLLM: `chat_template_kwargs` are the template's own, such as `{"enable_thinking": False}`;
+        `chat_template` takes the place of the checkpoint's; `tools` are told to the template; with
+        `continue_final_message` (and `add_generation_prompt=False`) the answer goes on where the
+        last message ends. The other keywords are those of `generate`.
+
+        What messages say is text: a special token that somebody typed, such as "<|im_end|>", is a
+        word like others, and control tokens are those that the template writes. vLLM, and
+        transformers by default, make control tokens of both, which `allow_special_tokens=True`
+        does here, too. `generate` does it with every text: there, the prompt is the template.
+        """
+        from nanoserve.chat import prompts_of
+
+        own = {"priority": priority, "tokenization_kwargs": tokenization_kwargs}
+        prompts = prompts_of(self.engine, messages, **chat_options)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **own)
+
+    def beam_search(
+        self,
+        prompts: Prompt | AbstractSequence[Prompt],
+        params: "BeamSearchParams",
+        lora_request: None = None,
+        use_tqdm: "UseTqdm" = False,
+        concurrency_limit: int | None = None,
+    ) -> "list[BeamSearchOutput]":
+        """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`.
+
+        `concurrency_limit`: at most so many prompts are searched at once; None is all of them.
+        """
+        from nanoserve.beam_search import search_all
+
+        self._refuse_lora(lora_request)
+        listed = as_prompt_list(prompts)
+        return search_all(self.engine, self.generate, listed, params, use_tqdm, concurrency_limit)
+
+    def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
+        """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
+        self._refuse_lora(lora_request)
+        if self.engine.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: skip_tokenizer_init=True")
+        return self.engine.tokenizer.hugging_face
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters get: the checkpoint's generation_config.json, and what
+        `override_generation_config` says."""
+        return self.engine.input_processor.default_sampling_params()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's name of `engine`."""
+        return self.engine
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self.engine.stats
+
+    def get_metrics(self) -> "list[Metric]":
+        """What /metrics of a server would tell, under vLLM's names, since the model was loaded.
+
+        Raises `ValueError` without `LLM(..., disable_log_stats=False)`: nobody has counted.
+        """
+        from nanoserve.drop_in.metrics import snapshot
+
+        return snapshot(self.engine)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget all cached prefixes; see `LLMEngine.reset_prefix_cache`."""
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back memory until `wake_up`; see `nanoserve.worker.sleep`."""
+        from nanoserve.worker.sleep import put_to_sleep
+
+        put_to_sleep(self.engine, level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Go on after `sleep`, with the same weights; what was asked before is answered the same.
+
+        `tags`: "weights", "kv_cache", or both, which None is. Requests can be run again when both
+        are there.
+        """
+        from nanoserve.worker.sleep import wake_up
+
+        wake_up(self.engine, tags)
+
+    def _refuse_lora(self, lora_request: None) -> None:
+        if lora_request is not None:
+            from nanoserve.drop_in.keywords import refuse_lora
+
+            refuse_lora(lora_request)
+
+    def __repr__(self) -> str:
+        from nanoserve.announce import summary
+
+        return f"LLM({summary(self.engine)})"
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
