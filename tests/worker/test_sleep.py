@@ -1,0 +1,184 @@
+"""An engine that sleeps gives its memory back, and answers afterwards as it did before."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention.torch import TorchAttention
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.layers.context import LayerContext
+from nanoserve.worker.cuda_runner import make_cuda_runner
+from nanoserve.worker.sleep import put_to_sleep, wake_up
+
+PROMPTS = [[5, 6, 7], [*range(40)], [9] * 33]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=9, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=1.1, top_p=0.8, max_tokens=7, n=2, seed=4, ignore_eos=True),
+]
+OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 30, "block_size": 4}
+KINDS = [
+    {},
+    {"attention_backend": "torch", "dtype": "bfloat16"},
+    {"quantization": "int8"},
+    {"kv_cache_dtype": "int8"},
+    {"async_scheduling": True},
+    {"speculative_config": {"method": "ngram"}},
+    {"num_kv_blocks": None},
+]
+
+
+def answers(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [(output.outputs, output.prompt_logprobs) for output in outputs]
+
+
+@pytest.mark.small(options=KINDS[:3])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_what_was_answered_is_answered_the_same_to_the_bit(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    with LLM(checkpoint, **{**OPTIONS, **options}) as llm:
+        num_blocks, expected = llm.engine.executor.num_kv_blocks, answers(llm)
+        for level in (1, 2, 2, 1):
+            llm.sleep(level)
+            llm.wake_up()
+            assert llm.generate(PROMPTS[1], PARAMS[0], use_tqdm=False)[0].num_cached_tokens == 0
+            assert answers(llm) == expected
+        assert llm.engine.executor.num_kv_blocks == num_blocks
+
+
+def test_level_1_keeps_weights_and_level_2_nothing(checkpoint: Path) -> None:
+    with LLM(checkpoint, **OPTIONS) as llm:
+        runner = llm.engine.executor
+        llm.sleep()
+        assert runner.kv_cache is None and runner.model is not None
+        llm.sleep(2)  # deeper
+        assert runner.model is None
+        llm.sleep(1)  # it is not read again for that
+        llm.wake_up(["weights"])
+        with pytest.raises(ValueError, match="asleep: wake_up"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()  # it is awake
+        assert llm.engine.executor is not runner
+        assert len(answers(llm)) == len(PROMPTS)
+
+
+def test_who_sleeps_takes_no_requests_and_keeps_none(checkpoint: Path) -> None:
+    with LLM(checkpoint, **OPTIONS) as llm:
+        llm.sleep(1)
+        for ask in (
+            lambda: llm.generate(PROMPTS, use_tqdm=False),
+            lambda: next(llm.stream(PROMPTS[0])),
+            lambda: llm.engine.add_request("0", PROMPTS[0]),
+        ):
+            with pytest.raises(ValueError, match="asleep: wake_up"):
+                ask()
+            assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.step() == []
+        assert "asleep" not in repr(llm) and "30 KV blocks" in repr(llm)
+        llm.wake_up()
+        assert len(answers(llm)) == len(PROMPTS)
+
+
+def test_what_cannot_sleep_is_refused_and_goes_on(checkpoint: Path) -> None:
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = answers(llm)
+        for level in (0, 3, True, "1", None):
+            with pytest.raises(ValueError, match="level="):
+                llm.sleep(level)
+        with pytest.raises(ValueError, match="tags="):
+            llm.wake_up(["scheduling"])
+        stream = llm.stream(PROMPTS[0], PARAMS[0])
+        next(stream)
+        with pytest.raises(ValueError, match="unfinished"):
+            llm.sleep()
+        stream.close()
+        assert answers(llm) == expected
+    with pytest.raises(ValueError, match="closed"):
+        llm.sleep()
+
+
+def test_a_guesser_with_weights_keeps_its_engine_awake() -> None:
+    config = {"method": "draft_model", "model": "tiny-qwen3-draft"}
+    with LLM("tiny-qwen3", num_kv_blocks=20, speculative_config=config) as llm:
+        with pytest.raises(ValueError, match="draft_model cannot sleep"):
+            llm.sleep()
+        assert llm.chat([{"role": "user", "content": "Hello"}], use_tqdm=False)
+
+
+def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        expected = answers(llm)
+        llm.sleep(2)
+        shutil.move(tmp_path / "model.safetensors", tmp_path / "elsewhere")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"no model\.safetensors"):
+                llm.wake_up()
+            with pytest.raises(ValueError, match="asleep"):
+                llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        shutil.move(tmp_path / "elsewhere", tmp_path / "model.safetensors")
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_closing_needs_nobody_awake(checkpoint: Path, level: int) -> None:
+    llm = LLM(checkpoint, **OPTIONS)
+    llm.sleep(level)
+    llm.close()
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate(PROMPTS, use_tqdm=False)
+
+
+def test_ranks_sleep_as_a_whole(checkpoint: Path) -> None:
+    with LLM(checkpoint, tensor_parallel_size=2, device="cpu", **OPTIONS) as llm:
+        expected = answers(llm)
+        with pytest.raises(ValueError, match="take level=2"):
+            llm.sleep(1)
+        llm.sleep(2)
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"capture_sampling": True}], ids=str)
+def test_graphs_are_recorded_again_for_what_lies_elsewhere(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    cuda, attention = FakeCuda(), TorchAttention()
+    attention.capturable = True
+    config = EngineConfig(str(checkpoint), num_kv_blocks=30, max_num_seqs=4, **options)
+    config, model_config = config.for_device("cuda"), ModelConfig.from_checkpoint(checkpoint)
+    context = LayerContext(attention=attention)
+    runner = make_cuda_runner(config, model_config, checkpoint, context, cuda)
+    engine = LLMEngine(config, model_config, runner, None)
+
+    def tokens() -> list[list[int]]:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(str(number), prompt, PARAMS[0])
+        done: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
+        return [done[str(number)] for number in range(len(PROMPTS))]
+
+    expected = tokens()
+    before = cuda.events.count("capture 4")
+    put_to_sleep(engine, 1)
+    for parameter in runner.model.parameters():  # what was recorded must not be read again
+        parameter.data = torch.empty_like(parameter).copy_(parameter)
+    wake_up(engine)
+    assert cuda.events.count("capture 4") > before
+    replays = sum(event.startswith("replay") for event in cuda.events)
+    assert tokens() == expected
+    assert sum(event.startswith("replay") for event in cuda.events) > replays
