@@ -39,11 +39,9 @@ FOLLOW_UPS = ["What is prefix caching?", "什么是调度器？", "What is 9 + 1
 
 def stream(llm: LLM, question: str, max_tokens: int) -> None:
     """Print an answer while it is being generated, a token's worth of text at a time."""
-    tokenizer = llm.engine.tokenizer
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
-    prompt = tokenizer.encode(text, add_special_tokens=False)
+    message = {"role": "user", "content": question}
     print(f"\n> {question}\n  ", end="")
-    for output in llm.stream(prompt, SamplingParams(temperature=0, max_tokens=max_tokens)):
+    for output in llm.stream([message], SamplingParams(temperature=0, max_tokens=max_tokens)):
         print(output.outputs[0].text, end="", flush=True)
     print()
 

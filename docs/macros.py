@@ -23,6 +23,7 @@ for folder in (DOCS, DOCS.parent / "benchmarks"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
+import api_tables  # noqa: E402
 import facts  # noqa: E402
 from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
 from trace_pages import scenarios, trace_page  # noqa: E402
@@ -64,7 +65,8 @@ def names() -> dict[str, Any]:
     """All names that a page may use, but for `trace`, which depends on where the page lies."""
     functions = (
         *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, map_of_the_rooms),
-        *(glossary, how_many_terms, stops, hours),
+        *(glossary, how_many_terms, stops, hours, options, parameters, vllm_options),
+        *(vllm_parameters, own_options),
     )
     return {"worked": worked(), **{function.__name__: function for function in functions}}
 
@@ -187,6 +189,31 @@ def glossary() -> str:
     return "\n\n".join(parts)
 
 
+def options() -> str:
+    """The options of `LLM(...)`."""
+    return table(("option", "default", "what it does"), api_tables.engine_options())
+
+
+def parameters() -> str:
+    """The fields of `SamplingParams`."""
+    return table(("parameter", "default", "what it does"), api_tables.sampling_parameters())
+
+
+def vllm_options() -> str:
+    """vLLM's options, and what becomes of each."""
+    return table(("option of vLLM's", "here", "instead"), api_tables.vllm_options())
+
+
+def vllm_parameters() -> str:
+    """vLLM's sampling parameters, and what becomes of each."""
+    return table(("parameter of vLLM's", "here", "instead"), api_tables.vllm_parameters())
+
+
+def own_options() -> str:
+    """Those that vLLM does not have."""
+    return ", ".join(f"`{name}`" for name in api_tables.own_options())
+
+
 def slug(term: str) -> str:
     """The anchor of a term: lower case, spaces as hyphens, other punctuation gone."""
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", term.lower())).strip("-")
@@ -194,4 +221,5 @@ def slug(term: str) -> str:
 
 def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     rule = ("---",) * len(head)
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows))
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, rule, *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)

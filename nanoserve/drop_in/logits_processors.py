@@ -222,7 +222,7 @@ class VllmProcessor:
         A row that is taken over at once is only `added`, as in vLLM.
         """
         present, before = set(states), self._rows
-        rows = {state: row for state, row in before.items() if True}
+        rows = {state: row for state, row in before.items() if state in present}
         taken, added = set(rows.values()), []
         free = (row for row in count() if row not in taken)
         for state in states:

@@ -111,7 +111,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("pooler_config override_pooler_config", _POOLING),
     **_known("config_format", "config.json is read", _one_of("auto", "hf")),
     **_known("tokenizer_mode", "the checkpoint's tokenizer.json is used, by the tokenizers library",
-             _one_of("auto", "hf", "fast")),
+             _one_of("auto", "hf")),
     **_known("model_impl", "models are nanoserve's own; see nanoserve.models.registry for yours",
              _one_of("auto", "vllm")),
     **_known("hf_config_path", "config.json lies beside the weights: make a folder of both"),

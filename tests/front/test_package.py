@@ -185,6 +185,7 @@ def from_sdist(tree: Path, target: Path) -> Path:
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     [archive] = target.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
+        opened.extraction_filter = getattr(tarfile, "data_filter", None)  # older Pythons have none
         opened.extractall(target)
     return target / archive.name.removesuffix(".tar.gz")
 

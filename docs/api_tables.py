@@ -1,0 +1,139 @@
+"""Tables of options and parameters, read from where they are defined."""
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
+from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
+from nanoserve.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+
+# Options that vLLM does not have. All others it has, under the same name.
+_OWN_OPTIONS = {
+    *("num_kv_blocks", "prefix_cache_seed", "enable_prompt_tokens_details", "trace", "device"),
+    *("num_threads", "priority_aging", "quantization_group_size", "capture_sampling"),
+    *("distributed_timeout_seconds", "worker_timeout_seconds"),
+}
+# What may ask for nothing.
+_TEXTS = ("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native")
+_NEUTRAL = (False, True, 0, 1, *_TEXTS, "raw_logprobs")
+# Fields of vLLM's SamplingParams that are ours under the same name, but for these.
+_OURS_ALONE = {"logits_processors", "num_speculative_tokens"}
+
+
+def engine_options() -> list[tuple[str, str, str]]:
+    """(name, default, meaning) of each option of `LLM(...)`, in the order of `EngineConfig`."""
+    of_readme, of_source = _meanings_in_readme(), _comments_of(EngineConfig)
+    rows = []
+    for field in fields(EngineConfig):
+        if field.name == "model":
+            continue
+        default, meaning = of_readme.get(field.name, (f"`{field.default!r}`", ""))
+        rows.append((f"`{field.name}`", default, meaning or of_source[field.name]))
+    return rows
+
+
+def sampling_parameters() -> list[tuple[str, str, str]]:
+    """(name, default, meaning) of each field of `SamplingParams`, in the order of its docstring."""
+    described = _descriptions(SamplingParams.__doc__ or "")
+    defaults = {field.name: field.default for field in fields(SamplingParams)}
+    names = sorted(defaults, key=lambda name: [*described, name].index(name))
+    return [
+        (f"`{name}`", f"`{getattr(defaults[name], 'name', defaults[name])}`", described[name])
+        for name in names
+    ]
+
+
+def vllm_options() -> list[tuple[str, str, str]]:
+    """(name, what becomes of it, what to do instead) of each option of vLLM's `EngineArgs`."""
+    ours = [field.name for field in fields(EngineConfig)]
+    rows = [(name, "have", _spellings(name)) for name in ours if name not in _OWN_OPTIONS]
+    rows += [(name, f"have, as `{own}`", "") for name, own in RENAMED.items()]
+    for name, (accepts, instead) in FOREIGN.items():
+        what = _what_is_accepted(accepts)
+        rows.append((name, what, instead))
+    return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
+
+
+def own_options() -> list[str]:
+    """Options that vLLM does not have."""
+    return [field.name for field in fields(EngineConfig) if field.name in _OWN_OPTIONS]
+
+
+def vllm_parameters() -> list[tuple[str, str, str]]:
+    """The same of the fields of vLLM's `SamplingParams`, today's and those of before."""
+    names = [field.name for field in fields(SamplingParams)]
+    rows = [(name, "have", "") for name in names if name not in _OURS_ALONE]
+    for name, (instead, asks_nothing) in FOREIGN_PARAMETERS.items():
+        values = ", ".join(f"`{value!r}`" for value in (None, *asks_nothing))
+        rows.append((name, f"refused, but for {values}", instead))
+    return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
+
+
+def _what_is_accepted(accepts: Callable[[Any], bool]) -> str:
+    if accepts(object()):
+        return "accepted, and changes nothing"
+    if accepts(1.5):
+        return "a number is accepted, and changes nothing"
+    if accepts({}) and accepts(""):
+        return "refused, unless it is empty"
+    told = ", ".join(f"`{value!r}`" for value in _NEUTRAL if accepts(value))
+    return f"refused, but for {told}"
+
+
+def _spellings(name: str) -> str:
+    told = [f"`{theirs!r}` is `{ours!r}`" for theirs, ours in SPELLINGS.get(name, {}).items()]
+    return ", ".join(told)
+
+
+def _meanings_in_readme() -> dict[str, tuple[str, str]]:
+    """By option, default and meaning as the README's table has them."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| ([^|]+) \| (.*) \|$", text, re.M)
+    return {
+        name: (default, meaning)
+        for names, default, meaning in rows
+        for name in re.findall(r"\w+", names)
+    }
+
+
+def _comments_of(config: type) -> dict[str, str]:
+    """By field, the comment beside it, or the ones right above."""
+    lines = (ROOT / "nanoserve" / "config.py").read_text("utf-8").splitlines()
+    (body,) = (
+        node.body
+        for node in ast.parse("\n".join(lines)).body
+        if isinstance(node, ast.ClassDef) and node.name == config.__name__
+    )
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign):
+            beside = lines[node.lineno - 1].partition("  # ")[2]
+            above, number = [], node.lineno - 2
+            while lines[number].strip().startswith("# "):
+                above.insert(0, lines[number].strip()[2:])
+                number -= 1
+            found[getattr(node.target, "id", "")] = " ".join([*above, beside]).strip()
+    return found
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """Of entries such as "top_p: only the ...", with further lines indented."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in docstring.split("Order of operations")[0].splitlines():
+        entry = re.match(r"    ([a-z_]+(?:, [a-z_]+)*): (.*)", line)
+        if entry:
+            names = entry[1].split(", ")
+            found |= dict.fromkeys(names, entry[2])
+        elif line.startswith("        ") and names:
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+        elif names and line.strip() == "":
+            continue
+    return found
