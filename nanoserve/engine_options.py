@@ -72,6 +72,8 @@ class VllmOptions(TypedDict, total=False):
     enable_multimodal_encoder_data_parallel: Any
     enable_prompt_adapter: Any
     enable_prompt_embeds: Any
+    enable_return_last_hidden_states: Any
+    enable_return_routed_experts: Any
     enable_sleep_mode: Any
     engine_use_ray: Any
     eplb_config: Any

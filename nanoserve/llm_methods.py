@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanoserve.drop_in.engine_args import EngineArgs
     from nanoserve.drop_in.metrics import Metric
     from nanoserve.inputs import ChatOptions, Conversation, Conversations
     from nanoserve.progress import UseTqdm
@@ -132,6 +133,20 @@ class LLMMethods:
         from nanoserve.worker.sleep import wake_up
 
         wake_up(self.engine, tags)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "Self":
+        """As scripts for vLLM make one."""
+        make: Any = cls
+        return make(engine_args.model, **engine_args.options())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from nanoserve.drop_in.missing import METHODS
+
+            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{told}: {METHODS[name]}" if name in METHODS else told)
 
     def _refuse_lora(self, lora_request: None) -> None:
         if lora_request is not None:

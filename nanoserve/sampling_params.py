@@ -96,7 +96,7 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
     spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
         around them, as most do not; False writes them as they are.
-    output_kind: what streams and `LLMEngine.step` yield before the end; `LLM.generate` waits for it.
+    output_kind: what `LLMEngine.step` and `AsyncLLM` yield before the end.
     extra_args: a dictionary for logits processors of your own, which nanoserve does not look into.
 
     Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,

@@ -2,8 +2,9 @@
 
     from nanoserve.drop_in import EngineArgs, LLMEngine, SamplingParams
 
-Whichever of vLLM's modules a name comes from, it is here. Names are resolved on first use
-(PEP 562), and whoever uses none of them loads nothing of this package.
+Whichever of vLLM's modules a name comes from: here are those that scripts import, and of others it
+is told what to do instead. Names are resolved on first use (PEP 562), and whoever uses none of them
+loads nothing of this package.
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         TextPrompt,
         TokensPrompt,
     )
+    from nanoserve import AsyncLLM as AsyncLLMEngine
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchSequence
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.drop_in.engine_args import FlexibleArgumentParser
@@ -46,6 +48,7 @@ __all__ = [
     "AdapterLogitsProcessor",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BatchUpdate",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -100,8 +103,14 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
             return import_module("nanoserve.config").EngineConfig
         if name == "init_logger":
             return import_module("logging").getLogger
+        if name == "AsyncLLMEngine":  # as vLLM calls it, too
+            name = "AsyncLLM"
         if name not in __all__:
-            raise AttributeError(f"module 'nanoserve.drop_in' has no attribute {name!r}")
+            told = f"module 'nanoserve.drop_in' has no attribute {name!r}"
+            missing = import_module(f"{__name__}.missing").NAMES
+            if name in missing:  # `from nanoserve.drop_in import` would say nothing else
+                raise ImportError(f"{told}: {missing[name]}")
+            raise AttributeError(told)
         return getattr(import_module(_HOME.get(name, "nanoserve")), name)
 
 

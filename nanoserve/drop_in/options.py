@@ -37,6 +37,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
 _ADVICE = {
     ("load_format", "pt"): "pickles may run code: save the model anew, as safetensors",
     ("load_format", "gguf"): "give the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
+    ("load_format", "sharded_state"): "each rank reads its part of a plain checkpoint",
     ("load_format", "mistral"): "take the repository's files in Hugging Face's form",
     ("load_format", "bitsandbytes"): "bitsandbytes checkpoints are read with load_format='auto'",
     ("attention_backend", "FLASHINFER"): "take 'triton' or 'flash_attn'",
@@ -91,7 +92,8 @@ _OBSERVED = "trace='run.jsonl' records every step, and get_metrics() and /metric
 # Everything of vLLM's that is neither in `EngineConfig` nor above. By subject.
 FOREIGN: dict[str, Foreign] = {
     # What there is no choice about, because it is always so.
-    **_known("enable_chunked_prefill", "prompts are always computed in chunks", _on),
+    **_known("enable_chunked_prefill", "prompts are always computed in chunks, of at most "
+             "max_num_batched_tokens: leave it out", _on),
     **_known("use_v2_block_manager", "there is one block manager", _anything),
     **_known("enable_sleep_mode", "sleep() and wake_up() always work", _anything),
     **_known("disable_log_requests enable_log_requests", _OBSERVED, _anything),
@@ -133,6 +135,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("enable_mm_embeds mm_encoder_attn_backend video_pruning_rate default_mm_loras "
              "enable_multimodal_encoder_data_parallel", _TEXT,
              lambda value: _is_empty(value) or value == 0),
+    **_known("enable_return_last_hidden_states enable_return_routed_experts",
+             "outputs are tokens, texts and log-probabilities", _off),
     **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.
     **_known("max_num_partial_prefills max_long_partial_prefills",

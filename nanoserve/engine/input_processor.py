@@ -149,7 +149,8 @@ class InputProcessor:
         """The prompt's text, where there is one, and its token ids."""
         text = None
         if isinstance(prompt, Mapping):
-            unknown = sorted(map(str, set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}))
+            known = ("prompt", "prompt_token_ids", "cache_salt")
+            unknown = [name for name, v in prompt.items() if name not in known and v is not None]
             if unknown or not prompt:
                 raise ValueError(
                     f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "

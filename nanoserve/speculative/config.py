@@ -69,11 +69,11 @@ class SpeculativeConfig:
                 f"{{'method': 'ngram', 'num_speculative_tokens': 4}}",
             )
             known = [field.name for field in fields(cls)]
-            unknown = sorted(set(options) - set(known))
-            require(
-                not unknown,
-                f"unknown option(s) {unknown} in speculative_config; known are {known}",
-            )
+            options = {name: value for name, value in options.items() if value is not None}
+            if not options.keys() <= set(known) or options.get("method") not in METHODS:
+                from nanoserve.drop_in.speculation import known_options
+
+                options = known_options(options, known)
             require(
                 "method" in options,
                 f"speculative_config has no 'method', which must be one of {METHODS}",

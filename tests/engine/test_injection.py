@@ -243,7 +243,8 @@ def recorded(ahead: bool) -> Iterator[tuple[list[Moment], dict[tuple[str, int], 
     The collector comes when it is called and at no other moment, so that every run is the same one.
     """
     gc.disable()
-    Scenario(ahead).run()  # modules are imported
+    with Recorder(FILES):
+        Scenario(ahead).run()  # modules are imported, and Python 3.12 begins to tell of bytecodes
     scenario = Scenario(ahead)
     with Recorder(FILES) as recorder:
         scenario.run()

@@ -17,8 +17,10 @@ import nanoserve
 from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, drop_in
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.missing import METHODS, NAMES
 from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
+from nanoserve.drop_in.speculation import FOREIGN as FOREIGN_SPECULATION
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -174,6 +176,8 @@ def test_arguments_are_an_object_a_dictionary_or_flags() -> None:
 
 def test_an_engine_of_arguments_is_the_same_engine(llm: LLM) -> None:
     args = EngineArgs("tiny-qwen3", dtype="float", num_kv_blocks=400)
+    with LLM.from_engine_args(args) as other:
+        assert other.engine.config == llm.engine.config
     engine = LLMEngine.from_engine_args(args)
     engine.add_request("0", "The KV cache", GREEDY)
     outputs = []
@@ -436,6 +440,45 @@ def test_an_engine_says_what_it_is(llm: LLM, caplog: pytest.LogCaptureFixture) -
     LLM("tiny-qwen3", num_kv_blocks=50, dtype="float16").close()
     (line,) = (record.message for record in caplog.records if "loaded" in record.message)
     assert "50 KV blocks" in line and "dtype='bfloat16' or 'float32'" in line
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_that_is_missing_says_what_there_is(llm: LLM, name: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(llm, name)
+    assert str(caught.value) == f"'LLM' object has no attribute '{name}': {METHODS[name]}"
+    with pytest.raises(AttributeError, match=r"no attribute 'generat'$"):
+        _ = llm.generat
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_name_that_is_missing_says_what_there_is(name: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(f"from nanoserve.drop_in import {name}")
+    assert NAMES[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN_SPECULATION))
+def test_vllms_names_of_guessing_are_known(name: str) -> None:
+    _, neutral = FOREIGN_SPECULATION[name]
+    plain = EngineConfig("m", speculative_config={"method": "ngram"})
+    for value in (None, *neutral, *([object()] if not neutral else [])):
+        config = {"method": "ngram", name: value}
+        assert EngineConfig("m", speculative_config=config) == plain
+    if neutral:
+        with pytest.raises(ValueError, match=f"{name}=.*is vLLM's and not implemented"):
+            EngineConfig("m", speculative_config={"method": "ngram", name: "other"})
+    with pytest.raises(ValueError, match=r"'eagle3' is vLLM's.*'draft_model'"):
+        EngineConfig("m", speculative_config={"method": "eagle3", "model": "x"})
+
+
+def test_entries_of_a_prompt_that_are_none_are_not_there(llm: LLM) -> None:
+    plain = llm.generate("x", GREEDY, use_tqdm=False)[0]
+    given = {"prompt": "x", "multi_modal_data": None, "cache_salt": None}
+    assert llm.generate(given, GREEDY, use_tqdm=False)[0].outputs == plain.outputs
+    with pytest.raises(ValueError, match="multi_modal_data"):
+        llm.generate({"prompt": "x", "multi_modal_data": {}}, GREEDY, use_tqdm=False)
 
 
 # ---------------------------------------------------------------- parameters

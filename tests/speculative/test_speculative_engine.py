@@ -146,7 +146,7 @@ def test_a_trace_tells_right_guesses_from_wrong_ones(plain: LLM, tmp_path: Path)
     [
         ("ngram", "must be a dictionary"),
         ({}, "has no 'method'"),
-        ({"method": "eagle"}, "method='eagle' is not one of"),
+        ({"method": "eagle"}, "method='eagle' is vLLM's"),
         ({"method": "ngram", "k": 4}, r"unknown option\(s\) \['k'\] in speculative_config"),
         ({"method": "ngram", "num_speculative_tokens": 0}, r"must be an integer in \[1, 32\]"),
         ({"method": "ngram", "num_speculative_tokens": True}, "must be an integer"),

@@ -1,0 +1,35 @@
+"""Names of vLLM's that nanoserve does not have, and what to do instead."""
+
+_POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
+_PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
+_WORKERS = "with one process, llm.engine.executor.model is the model"
+
+# Methods of `LLM`.
+METHODS = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("start_profile", "stop_profile"), _PROFILING),
+    **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
+    **dict.fromkeys(
+        ("enqueue", "enqueue_chat", "wait_for_completion"),
+        "llm.engine.add_request() queues and llm.engine.step() runs",
+    ),
+    "set_tokenizer": "give LLM(..., tokenizer=FOLDER)",
+    "preprocess_chat": "chat() renders and tokenizes; get_tokenizer().apply_chat_template does too",
+    "add_request": "it is llm.engine.add_request()",
+    "step": "it is llm.engine.step()",
+    "is_finished": "it is not llm.engine.has_unfinished_requests()",
+}
+# What scripts import.
+NAMES = {
+    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
+    "AsyncStream": "iterate over what AsyncLLM.generate() returns",
+    "CompilationConfig": "kernels are fused by hand and nothing is compiled by torch",
+    "GuidedDecodingParams": "StructuredOutputsParams has the same fields; give it as "
+    "SamplingParams(structured_outputs=...)",
+    "KVTransferConfig": "K and V stay in one engine",
+    "LoRARequest": "merge the adapter into its base (peft: merge_and_unload) and load that",
+    "ModelRegistry": "nanoserve.models.registry.register_model(name, class) adds a model",
+    "ProfilerConfig": _PROFILING,
+    "SchedulerConfig": "options are arguments of LLM(...)",
+    "ModelConfig": "nanoserve.checkpoint.model_config.ModelConfig is what a config.json says",
+}
