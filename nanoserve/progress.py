@@ -37,7 +37,9 @@ def with_progress(
         if step and now - last < _SECONDS:
             return
         last, seconds = now, now - start
-        running = engine.scheduler.running
+        running = set(engine.scheduler.running)
+        if step:  # whose outputs are not here yet
+            running |= {row.seq for row in step[0].rows}
         new_in = sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in running)
         new_out = sum(seq.num_output_tokens for seq in running)
         told = (
