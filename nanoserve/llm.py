@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 from pathlib import Path
@@ -132,7 +132,7 @@ class LLM(LLMMethods):
             self.engine.close()
 
     def _run(self, ready: list[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
-        finished, outputs = {}, self._outputs()
+        outputs = self._outputs()
         if use_tqdm:
             from nanoserve.progress import with_progress
 
@@ -141,8 +141,8 @@ class LLM(LLMMethods):
             self._running = [request.request_id for request in ready]
             for request in ready:
                 self.engine.add(request)
-            for output in outputs:
-                finished[output.request_id] = output
+            with contextlib.closing(outputs):
+                finished = {output.request_id: output for output in outputs}
         finally:
             self._drop_interrupted()
         return [finished[request.request_id] for request in ready]
@@ -155,7 +155,7 @@ class LLM(LLMMethods):
             if self._streams is not None:
                 self._streams.drop_dead()
 
-    def _outputs(self) -> Iterator[RequestOutput]:
+    def _outputs(self) -> Generator[RequestOutput]:
         """The loop."""
         while self.engine.has_unfinished_requests():
             yield from self.engine.step()

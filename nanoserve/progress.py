@@ -1,7 +1,7 @@
 """What a person at the terminal sees of `generate`."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from tqdm import tqdm
@@ -20,7 +20,7 @@ def with_progress(
     outputs: Iterable[RequestOutput],
     num_requests: int,
     use_tqdm: UseTqdm = True,
-) -> Iterator[RequestOutput]:
+) -> Generator[RequestOutput]:
     """The same outputs, and a bar of requests done with tokens per second in and out.
 
     Tokens count as they come, those of requests that still run included.
@@ -42,10 +42,9 @@ def with_progress(
             running |= {row.seq for row in step[0].rows}
         new_in = sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in running)
         new_out = sum(seq.num_output_tokens for seq in running)
-        told = (
-            f"in {(num_in + new_in) / seconds:.0f} tok/s, out {(num_out + new_out) / seconds:.0f}"
-        )
-        bar.set_postfix_str(f"{told} tok/s", refresh=bool(step))
+        rates = (num_in + new_in) / seconds, (num_out + new_out) / seconds
+        told = "in {:.0f} tok/s, out {:.0f} tok/s".format(*rates)
+        bar.set_postfix_str(told, refresh=bool(step))
 
     with make(total=num_requests, desc="Requests", dynamic_ncols=True) as bar:
         engine.observers.append(show)

@@ -356,6 +356,14 @@ def test_a_bar_counts_tokens_while_one_long_request_runs(llm: LLM) -> None:
     assert all(float(s.split("out ")[1].split()[0]) > 0 for s in shown[1:])
     assert len(llm.engine.observers) == 0
 
+    class Interrupted(Bar):
+        def update(self, n: float | None = 1) -> bool | None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:  # whose traceback holds what was under way
+        llm.generate("x", GREEDY, use_tqdm=Interrupted)
+    assert caught and len(llm.engine.observers) == 0
+
 
 def test_prefixes_are_forgotten(llm: LLM) -> None:
     prompt = "What the prefix cache has of this is forgotten when somebody says so. " * 4
