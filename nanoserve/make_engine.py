@@ -34,6 +34,8 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
 
         source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
         tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+        if tokenizer.backend.get_vocab_size() > model_config.vocab_size:
+            logger.warning("the tokenizer of %s has more tokens than the model", source.name)
     engine_class = LLMEngine
     if config.speculative_config is not None:
         from nanoserve.speculative.engine import prepare_engine

@@ -582,12 +582,15 @@ def test_a_script_for_nano_vllm_runs(llm: LLM) -> None:
         outputs[0]["prompt"]
 
 
-def test_text_that_the_model_has_no_rows_for_is_told_as_text(tmp_path: Path) -> None:
+def test_text_that_the_model_has_no_rows_for_is_told_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_checkpoint("tiny-qwen3"))
     tokenizer.add_tokens(["MYWORD"])
     make_qwen3(tmp_path, vocab_size=2048)
     tokenizer.save_pretrained(tmp_path)
     with LLM(tmp_path, num_kv_blocks=20) as llm:
+        assert "has more tokens than the model" in caplog.text
         told = r"the tokenizer has more tokens than the model: token id 20\d\d"
         with pytest.raises(ValueError, match=told):
             llm.generate("MYWORD hello", use_tqdm=False)
