@@ -84,9 +84,7 @@ class LLMMethods:
     def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
         self._refuse_lora(lora_request)
-        if self.engine.tokenizer is None:
-            raise ValueError("this engine has no tokenizer: skip_tokenizer_init=True")
-        return self.engine.tokenizer.hugging_face
+        return hugging_face_tokenizer(self.engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without parameters get: the checkpoint's generation_config.json, and what
@@ -164,3 +162,9 @@ class LLMMethods:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def hugging_face_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
+    if tokenizer is None:
+        raise ValueError("this engine has no tokenizer: skip_tokenizer_init=True")
+    return tokenizer.hugging_face

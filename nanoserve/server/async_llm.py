@@ -14,18 +14,20 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.checks import check_int
+from nanoserve.checks import check_choice, check_int, require
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
+from nanoserve.llm_methods import hugging_face_tokenizer
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.engine_thread import EngineThread, News
 from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
     from nanoserve.drop_in.engine_args import EngineArgs
@@ -72,6 +74,7 @@ class AsyncLLM:
             weakref.WeakValueDictionary()
         )
         self._num_preparing = 0
+        self._is_paused = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[News | None] = deque()  # and not delivered yet
         self._is_woken = False
@@ -153,6 +156,41 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output. An id that is unknown is no error."""
         self.owner.abort(request_id)
+
+    async def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Take no step until `resume_generation`; requests that come meanwhile wait.
+
+        mode: "abort" ends what runs, each with a last output; "keep" lets it go on afterwards,
+        where it was. `clear_cache`: after "abort", forget all cached prefixes, as when the weights
+        are about to change. vLLM's "wait" is refused: await what you have asked, then pause.
+        """
+        check_choice("mode", mode, ("abort", "keep"))
+        require(not wait_for_inflight_requests, "await what you have asked, and then pause")
+        if mode == "abort":
+            for request_id in list(self._readers):
+                self.abort(request_id)
+        self.owner.pause(True)
+        self._is_paused = True
+        clears = clear_cache and mode == "abort"
+        await self.call_in_engine(_forget_prefixes if clears else _do_nothing)  # when all is done
+
+    async def resume_generation(self) -> None:
+        """Go on after a pause."""
+        self.owner.pause(False)
+        self._is_paused = False
+
+    async def is_paused(self) -> bool:
+        return self._is_paused
+
+    async def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
+        return hugging_face_tokenizer(self.engine.tokenizer)
 
     def new_request_id(self) -> str:
         """One that no other request of this object has."""
@@ -299,6 +337,14 @@ class AsyncLLM:
             reader.wake()
         for call in [call for call in self._calls if not call.done()]:
             call.set_exception(EngineDeadError())
+
+
+def _forget_prefixes(engine: LLMEngine) -> None:
+    engine.reset_prefix_cache()
+
+
+def _do_nothing(engine: LLMEngine) -> None:
+    """Answered when everything ordered before has been done."""
 
 
 def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:

@@ -108,6 +108,9 @@ class EngineProcess:
     def abort(self, request_id: str) -> None:
         self._send("abort", request_id)
 
+    def pause(self, is_paused: bool) -> None:
+        self._send("pause", is_paused)
+
     def call(
         self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
     ) -> None:
@@ -293,6 +296,8 @@ def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
             thread.add(*told)
         elif name == "abort":
             thread.abort(*told)
+        elif name == "pause":
+            thread.pause(*told)
         elif name == "call":
             number, function = told
             thread.call(partial(_call, function), partial(sender.tell, "result", number))

@@ -1,5 +1,6 @@
 """The thread that owns an engine: it takes orders, steps, and posts what has come of it."""
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class EngineThread:
         self.engine.observers.append(self._feed)
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_failures = 0
+        self._is_paused = False
         # A daemon, so that a program that forgets to shut down can still end.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
@@ -68,6 +70,10 @@ class EngineThread:
         """End a request; its last output is posted. An id that is unknown is no error."""
         self._orders.put(partial(self._abort, request_id))
 
+    def pause(self, is_paused: bool) -> None:
+        """Take no step from here on, or go on. Requests keep what they have, and new ones wait."""
+        self._orders.put(partial(self._pause, is_paused))
+
     def call(
         self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
     ) -> None:
@@ -76,6 +82,9 @@ class EngineThread:
 
     def stop(self) -> None:
         """Obey what was ordered before, abort what is left, and close the engine."""
+        # Nobody may wait for that, as if the collector stops it; but a program that ends must not
+        # tear torch down under it.
+        atexit.register(self._thread.join)
         self._orders.put(None)
 
     def join(self) -> None:
@@ -90,6 +99,9 @@ class EngineThread:
         output = self.engine.abort_request(request_id)
         if output is not None:
             self._hand_out([output])
+
+    def _pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
 
     def _call(
         self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
@@ -112,16 +124,20 @@ class EngineThread:
             self.is_running = False
             self._llm.close()
             self._post(None)
+            atexit.unregister(self._thread.join)
 
     def _take_orders(self) -> bool:
         """All that there are; without other work, wait for some. False: it is time to stop."""
-        while not (is_busy := self.engine.has_unfinished_requests()) or not self._orders.empty():
+        while not (is_busy := self._has_work()) or not self._orders.empty():
             order = self._orders.get()
             if order is None:
                 return False
             order()
             del order  # else the last one would be kept alive until the next one comes
         return is_busy
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and self.engine.has_unfinished_requests()
 
     def _step(self) -> None:
         try:

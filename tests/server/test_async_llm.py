@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from itertools import pairwise
@@ -370,3 +372,67 @@ def test_two_event_loops_at_once_are_refused(llm) -> None:
 
     asyncio.run(ask_from_another_loop())
     wait_until(lambda: is_idle(llm))
+
+
+@pytest.mark.parametrize("engine_process", [False, True], ids=["thread", "process"])
+def test_a_pause_stops_the_steps_and_loses_nothing(offline, engine_process) -> None:
+    params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    expected = offline.generate("The KV cache", params, use_tqdm=False)[0].outputs[0]
+    llm = AsyncLLM("tiny-qwen3", engine_process=engine_process, **OPTIONS)
+
+    async def ask(prompt, counts):
+        async for output in llm.generate(prompt, params):
+            counts.append(len(output.outputs[0].token_ids))
+        return output.outputs[0]
+
+    async def pause_and_resume():
+        counts, later = [], []
+        asked = asyncio.create_task(ask("The KV cache", counts))
+        while not counts:
+            await asyncio.sleep(0)
+        await llm.pause_generation(mode="keep")
+        assert await llm.is_paused()
+        await asyncio.sleep(0.05)  # what was posted before is read
+        num_read = len(counts)
+        asked_later = asyncio.create_task(ask("The KV cache", later))
+        await asyncio.sleep(0.2)
+        assert len(counts) == num_read < 300 and later == []
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+        answers = await asyncio.gather(asked, asked_later)
+        assert [answer.token_ids for answer in answers] == [expected.token_ids] * 2
+
+        asked = asyncio.create_task(ask("The KV cache", counts := []))
+        while not counts:
+            await asyncio.sleep(0)
+        await llm.pause_generation()
+        ended = await asked
+        assert ended.finish_reason == "abort" and len(ended.token_ids) < 300
+        await llm.resume_generation()
+        assert (await ask("The KV cache", [])).token_ids == expected.token_ids
+        for options in ({"mode": "wait"}, {"wait_for_inflight_requests": True}):
+            with pytest.raises(ValueError, match=r"mode='wait'|await what you have asked"):
+                await llm.pause_generation(**options)
+
+    asyncio.run(pause_and_resume())
+    asyncio.run(llm.pause_generation())
+    llm.shutdown()  # paused or not
+
+
+def test_its_tokenizer_is_transformers(llm, offline) -> None:
+    tokenizer = asyncio.run(llm.get_tokenizer())
+    assert tokenizer.encode("The KV cache") == offline.get_tokenizer().encode("The KV cache")
+
+
+@pytest.mark.parametrize("kept", ["", "global llm; "], ids=["dropped", "kept"])
+def test_a_program_that_forgets_it_ends_in_peace(kept) -> None:
+    """Nothing is torn down under an engine that is still closing: not even one that is no more."""
+    program = (
+        "import asyncio; from nanoserve import AsyncLLM\n"
+        f"async def main():\n    {kept}llm = AsyncLLM('tiny-qwen3', num_kv_blocks=200)\n"
+        "    async for _ in llm.generate('The KV cache'): pass\n"
+        "asyncio.run(main())"
+    )
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
