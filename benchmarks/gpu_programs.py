@@ -79,6 +79,7 @@ def _told_tests(program: Program, report: Path) -> dict[str, Any]:
 # Of what has never run on one either.
 _OTHER_TESTS = {
     "tests of formats": ["tests/gpu/test_guided_gpu.py"],
+    "tests of sleep": ["tests/gpu/test_sleep_gpu.py"],
     "tests of fewer bits": [
         "tests/gpu/test_quantized_kv_gpu.py",
         "tests/gpu/test_quantized_weights_gpu.py",

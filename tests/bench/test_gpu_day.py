@@ -46,7 +46,7 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
     assert result["facts"]["copy GB/s"] > 0
     assert len(result["bench"]["default"]["seconds"]) == 2
     if full_size:  # graphs are for a GPU; the tests are only collected
-        programs = {"tests of guesses", "tests of formats", "tests of fewer bits"}
+        programs = {"tests of guesses", "tests of formats", "tests of sleep", "tests of fewer bits"}
         assert result["guesses"].keys() == programs | {"kernel by kernel"}
         assert result["guesses"]["tests of guesses"]["collected"] == 18
         assert all(result["guesses"][name]["collected"] > 5 for name in programs)
