@@ -19,12 +19,13 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 if TYPE_CHECKING:
-    from nanoserve.beam_search import BeamSearchParams
+    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanoserve.drop_in.engine_args import AsyncEngineArgs, EngineArgs
     from nanoserve.engine.llm_engine import LLMEngine
     from nanoserve.inputs import TextPrompt, TokensPrompt
     from nanoserve.llm import LLM
-    from nanoserve.outputs import CompletionOutput, RequestOutput
+    from nanoserve.models.registry import register_model
+    from nanoserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.server.async_llm import AsyncLLM
     from nanoserve.structured.params import StructuredOutputsParams
@@ -34,16 +35,21 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
     "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "register_model",
 ]
 
 _HOME = {
@@ -52,7 +58,12 @@ _HOME = {
     "RequestOutputKind": "nanoserve.sampling_params",
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
+    "BeamSearchOutput": "nanoserve.beam_search",
     "BeamSearchParams": "nanoserve.beam_search",
+    "BeamSearchSequence": "nanoserve.beam_search",
+    "Logprob": "nanoserve.outputs",
+    "RequestMetrics": "nanoserve.outputs",
+    "register_model": "nanoserve.models.registry",
     "AsyncLLM": "nanoserve.server.async_llm",
     "LLMEngine": "nanoserve.engine.llm_engine",
     "EngineArgs": "nanoserve.drop_in.engine_args",
@@ -67,7 +78,9 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
+            from nanoserve.drop_in.missing import refuse
+
+            refuse("nanoserve", name)
         return getattr(import_module(_HOME[name]), name)
 
 

@@ -64,10 +64,15 @@ def prompts_of(
     arguments = {name: value for name, value in given.items() if value is not None}
     arguments |= {name: value for name, value in switches.items() if value or "add" in name}
     arguments = {**own, **arguments}
+    template = arguments.get("chat_template") or getattr(engine.tokenizer, "chat_template", "")
+    template = template if isinstance(template, str) else ""
+    require(
+        not tools or "tools" in template,
+        "tools: the chat template shows the model none; describe them in a message",
+    )
     as_text = chat_template_content_format == "string"
     if chat_template_content_format == "auto":
-        template = arguments.get("chat_template") or getattr(engine.tokenizer, "chat_template", "")
-        as_text = not _LOOKS_INTO_CONTENT.search(template or "")
+        as_text = not _LOOKS_INTO_CONTENT.search(template)
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
 
 
@@ -102,19 +107,24 @@ def chat_prompts(
 
 def _with_text(message: Any) -> Any:
     """The same message with a text as content."""
-    return {**message, "content": text_of(message["content"])} if _has_parts(message) else message
+    return {**message, "content": text_of(message["content"])} if _has_no_text(message) else message
 
 
-def _has_parts(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+def _has_no_text(message: Any) -> bool:
+    """Parts, or None, as beside tool calls."""
+    if not isinstance(message, Mapping) or "content" not in message:
+        return False
+    return message["content"] is None or isinstance(message["content"], (list, tuple))
 
 
 def text_of(content: Any) -> str:
     """A content's text: its own, or those of its parts, a line for each, as vLLM has it.
 
-    Raises `ValueError` for parts that are no text.
+    None is no text. Raises `ValueError` for parts that are no text.
     """
-    texts = []
+    texts: list[str] = []
+    if content is None:
+        return ""
     for part in content if isinstance(content, (list, tuple)) else [content]:
         is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
         text = part.get("text") if is_text else part
@@ -139,7 +149,7 @@ def _prompt_of(
     most = limit.most_characters(is_ascii=False)
     from_outside = [conversation, arguments.get("tools"), arguments.get("documents")]
     texts = _texts_in(from_outside, most and max(most, _MOST_CHARACTERS))
-    if content_as_text and any(map(_has_parts, conversation)):
+    if content_as_text and any(map(_has_no_text, conversation)):
         as_text = [_with_text(message) for message in conversation]
         return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)
     render = partial(tokenizer.apply_chat_template, conversation, **arguments)

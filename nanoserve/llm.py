@@ -16,7 +16,7 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
     from nanoserve.engine_options import EngineOptions
     from nanoserve.inputs import ChatOptions, Conversation
@@ -62,6 +62,7 @@ class LLM(LLMMethods):
         *,
         lora_request: None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        **unknown: "Never",
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts.
 
@@ -78,7 +79,7 @@ class LLM(LLMMethods):
         ends with finish reason "error" and the reason as `error`; the others go on.
         """
         prompts = as_prompt_list(prompts)
-        self._refuse_lora(lora_request)
+        self._refuse(lora_request, unknown)
         if tokenization_kwargs:
             from nanoserve.drop_in.keywords import tokenized
 
@@ -90,8 +91,7 @@ class LLM(LLMMethods):
             self._drop_interrupted()
             if self.engine.has_unfinished_requests():
                 raise ValueError(
-                    "requests are unfinished: step the engine or streams to the end, close() "
-                    "the streams, or abort the requests (llm.engine.abort_request)"
+                    "requests are unfinished: step to their end, close() or abort them"
                 )
             ready = [
                 process(next(self._request_ids), prompt, p, value or 0, only_final)

@@ -3,7 +3,9 @@
 Each method is a door: what is behind it is loaded when somebody goes through.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
@@ -75,15 +77,17 @@ class LLMMethods:
 
         `concurrency_limit`: at most so many prompts are searched at once; None is all of them.
         """
-        from nanoserve.beam_search import search_all
+        from nanoserve.beam_search import BeamSearchParams, search_all
 
-        self._refuse_lora(lora_request)
+        self._refuse(lora_request)
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
         return search_all(self.engine, self.generate, listed, params, use_tqdm, concurrency_limit)
 
     def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
-        self._refuse_lora(lora_request)
+        self._refuse(lora_request)
         return hugging_face_tokenizer(self.engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -117,7 +121,12 @@ class LLMMethods:
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1) -> None:
-        """Give back memory until `wake_up`; see `nanoserve.worker.sleep`."""
+        """Give back memory until `wake_up`: that of the KV cache, and of the weights.
+
+        level 1 keeps the weights in the host's memory (on a CPU, where they are), 2 reads them
+        again from the checkpoint. Cached prefixes are forgotten. Raises `ValueError` while requests
+        are unfinished, and for level 1 of several ranks.
+        """
         from nanoserve.worker.sleep import put_to_sleep
 
         put_to_sleep(self.engine, level)
@@ -146,11 +155,13 @@ class LLMMethods:
             told = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{told}: {METHODS[name]}" if name in METHODS else told)
 
-    def _refuse_lora(self, lora_request: None) -> None:
-        if lora_request is not None:
-            from nanoserve.drop_in.keywords import refuse_lora
+    def _refuse(
+        self, lora_request: None, unknown: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        if lora_request is not None or unknown:
+            from nanoserve.drop_in.keywords import refuse_keywords
 
-            refuse_lora(lora_request)
+            refuse_keywords({"lora_request": lora_request, **unknown})
 
     def __repr__(self) -> str:
         from nanoserve.announce import summary

@@ -29,7 +29,7 @@ def with_progress(
         raise ValueError(f"use_tqdm={use_tqdm!r} must be True, False or what makes a bar")
     make = use_tqdm if callable(use_tqdm) else tqdm
     start = last = time.perf_counter()
-    num_in = num_out = 0
+    before = engine.stats
 
     def show(*step: Any) -> None:
         nonlocal last
@@ -37,12 +37,12 @@ def with_progress(
         if step and now - last < _SECONDS:
             return
         last, seconds = now, now - start
-        running = set(engine.scheduler.running)
-        if step:  # whose outputs are not here yet
-            running |= {row.seq for row in step[0].rows}
-        new_in = sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in running)
-        new_out = sum(seq.num_output_tokens for seq in running)
-        rates = (num_in + new_in) / seconds, (num_out + new_out) / seconds
+        running, done = engine.scheduler.running, engine.stats
+        num_in = done.num_prompt_tokens - before.num_prompt_tokens
+        num_in += sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in running)
+        num_out = done.num_output_tokens - before.num_output_tokens
+        num_out += sum(seq.num_output_tokens for seq in running)
+        rates = num_in / seconds, num_out / seconds
         told = "in {:.0f} tok/s, out {:.0f} tok/s".format(*rates)
         bar.set_postfix_str(told, refresh=bool(step))
 
@@ -50,8 +50,6 @@ def with_progress(
         engine.observers.append(show)
         try:
             for output in outputs:
-                num_in += len(output.prompt_token_ids)
-                num_out += sum(len(completion.token_ids) for completion in output.outputs)
                 show()
                 bar.update()
                 yield output

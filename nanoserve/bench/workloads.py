@@ -1,6 +1,6 @@
 """What engines and servers are measured with: how many requests, how long, and what they share."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from importlib.util import find_spec
 from random import Random
 from typing import Any
@@ -50,9 +50,11 @@ def draw_workload(
 
 
 def length_range(text: str) -> tuple[int, int]:
-    low, high = map(int, text.split("-"))
-    if not 1 <= low <= high:
-        raise ValueError(text)
+    """ "100-200", or one number, which is both."""
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
+        raise ArgumentTypeError(f"{text!r} must be a number of tokens, or LO-HI, from 1 on")
+    low, high = int(low), int(high or low)
     return low, high
 
 

@@ -4,10 +4,9 @@ It imports neither torch nor transformers: the brain reads it, and data types tr
 ("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
@@ -64,17 +63,17 @@ class ModelConfig:
         path: Path,
         dtype: str = "auto",
         supported: Collection[str] | None = None,
-        overrides: Mapping[str, Any] = MappingProxyType({}),
+        change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> "ModelConfig":
         """Read `config.json` and, where there is one, `generation_config.json` of a folder; or
-        what a GGUF file has in their place. `overrides` are entries that go before the file's.
+        what a GGUF file has in their place. `change` may make another `config.json` of the file's.
 
         Raises `ValueError` for a folder without a config, for an architecture that is not among
         the `supported` ones, and for every setting that would change the model's output and that
         nanoserve does not implement: refusing is better than being silently wrong.
         """
         raw, generation = _read_files(path)
-        raw |= overrides
+        raw = change(raw)
         if supported is not None and architecture_of(raw) not in supported:
             from nanoserve.checkpoint.misfits import tell_architecture
 

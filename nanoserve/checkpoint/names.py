@@ -43,7 +43,8 @@ def tell_no_name(name: str | Path) -> str:
         return f"{shown(text)} is an address, not a model: {_of_address(text[:_MAX_LENGTH])}"
     if text == "":
         return f"{told}, {_FORM}: it is empty"
-    if text.startswith(("./", "../", "/", "~")):
+    is_file = text.endswith(".gguf") and text.count("/") < 2
+    if is_file or text.startswith(("./", "../", "/", "~")):
         path = os.path.abspath(os.path.expanduser(text))
         return (
             f"{told}: {path[:_MAX_LENGTH]} does not exist; "
@@ -62,6 +63,8 @@ def _guess(name: str | Path, text: str) -> str:
         return f"instead of {kind!r} name its file, as in '{repository}/model-{kind}.gguf'"
     if "/" in text:
         return ""
+    if ":" in text:
+        return "no name on the hub has a ':'"
     near = get_close_matches(text.lower().replace("_", "-"), BUNDLED, n=1, cutoff=0.75)
     begins = [start for start in _ORGANISATIONS if text.lower().startswith(start)]
     if not near and begins and not text.endswith(".gguf"):

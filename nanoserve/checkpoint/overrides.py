@@ -1,13 +1,24 @@
 """What a user says in the place of a checkpoint's own files."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
+from nanoserve.checks import require, shown
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
+
+# Entries that are read for every architecture, besides its own.
+_ALWAYS = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "eos_token_id"),
+    *("quantization_config", "rope_theta", "rope_parameters", "rope_scaling"),
+    "partial_rotary_factor",
+}
 
 
 def read_with_overrides(
@@ -16,10 +27,11 @@ def read_with_overrides(
     """`ModelConfig.from_checkpoint` with `hf_overrides`, `generation_config` and
     `override_generation_config` of `config`.
 
-    Raises `ValueError` for a name that is no sampling parameter, besides what that raises.
+    Raises `ValueError` for an entry that the architecture does not read and for a name that is no
+    sampling parameter, besides what that raises.
     """
-    overrides = config.hf_overrides or {}
-    read = ModelConfig.from_checkpoint(folder, config.dtype, supported, overrides)
+    change = partial(_changed, overrides=config.hf_overrides or {})
+    read = ModelConfig.from_checkpoint(folder, config.dtype, supported, change)
     chosen = dict(config.override_generation_config or {})
     if "max_new_tokens" in chosen:  # as generation_config.json calls it
         chosen["max_tokens"] = chosen.pop("max_new_tokens")
@@ -27,3 +39,40 @@ def read_with_overrides(
     require(not unknown, f"override_generation_config: {unknown} are no sampling parameters")
     recommended = {} if config.generation_config == "vllm" else read.default_sampling
     return replace(read, default_sampling={**recommended, **chosen})
+
+
+def _changed(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {**raw, **overrides}
+    file = ConfigFile(changed)
+    known = {*file.implied, *_ALWAYS}
+    for name in overrides:
+        near = get_close_matches(str(name), sorted(known), n=2)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"it reads {sorted(known)}"
+        require(
+            name in known, f"hf_overrides: {file.architecture} does not read {name!r}: {advice}"
+        )
+    if not overrides.get("rope_parameters") and overrides.keys() & {"rope_theta", "rope_scaling"}:
+        _change_rope(changed, raw, overrides)
+    return changed
+
+
+def _change_rope(
+    changed: dict[str, Any], raw: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> None:
+    """The theta of a file may stand in one of two objects, where the one that is given must be."""
+    own = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    settings = overrides.get("rope_scaling") or own
+    is_flat = isinstance(settings, Mapping) and not any(
+        isinstance(value, Mapping) for value in own.values()
+    )
+    require(
+        is_flat,
+        f"hf_overrides: rope_theta and rope_scaling={shown(overrides.get('rope_scaling'))} cannot "
+        f"change rope_parameters={shown(own)}: give rope_parameters",
+    )
+    theta = own.get("rope_theta", raw.get("rope_theta"))
+    theta = settings.get("rope_theta", theta) if settings is not own else theta
+    changed.pop("rope_parameters", None)
+    changed["rope_scaling"] = {**settings, "rope_theta": overrides.get("rope_theta", theta)}
+    if changed["rope_scaling"]["rope_theta"] is None:  # as the architecture implies it
+        del changed["rope_scaling"]["rope_theta"]

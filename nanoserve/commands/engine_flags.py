@@ -15,7 +15,9 @@ from types import UnionType
 from typing import Any, get_args
 
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import FOREIGN, RENAMED
 
+_SWITCHES = ("enable_", "disable_", "use_", "skip_", "calculate_", "fully_", "worker_use_")
 _IN_PROGRAMS_ONLY = ("model", "logits_processors")
 _AS_JSON = (
     *("speculative_config", "structured_outputs_config"),
@@ -39,11 +41,20 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
         else:
             kind, shown = _kind(field), field.name.upper()
             group.add_argument(flag, type=kind, default=SUPPRESS, metavar=shown, help=told)
+    taken = {*but, *parser._option_string_actions}
+    for name in {*FOREIGN, *RENAMED}:  # vLLM's, which are refused, or accepted, with a reason
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in taken and name.startswith(_SWITCHES):
+            action = BooleanOptionalAction
+            group.add_argument(flag, action=action, default=SUPPRESS, help=SUPPRESS)
+        elif flag not in taken:
+            group.add_argument(flag, type=_value, default=SUPPRESS, help=SUPPRESS)
 
 
-def engine_options(args: Namespace) -> dict[str, Any]:
+def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]:
     """What was given of them."""
-    return {field.name: getattr(args, field.name) for field in _options() if field.name in args}
+    names = [*(field.name for field in _options()), *FOREIGN, *RENAMED]
+    return {name: getattr(args, name) for name in names if name in args and name not in but}
 
 
 def with_dashes(arguments: list[str]) -> list[str]:
@@ -65,6 +76,14 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
         return _from_json
     kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
     return str if kinds[0] is Path else kinds[0]
+
+
+def _value(text: str) -> Any:
+    """JSON, or else a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _from_json(text: str) -> Any:

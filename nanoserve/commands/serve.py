@@ -9,6 +9,7 @@ from functools import partial
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
 from nanoserve.server.settings import ServerSettings
 
+_OURS = ("served_model_name", "reasoning_parser", "stream_interval")  # vLLM's engine has them, too
 _PACKAGES = "FastAPI, uvicorn and prometheus-client"
 
 
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
     with bind(args.host, args.port) as bound:
         llm = AsyncLLM(
-            args.model, args.engine_process, args.stream_interval, **engine_options(args)
+            args.model, args.engine_process, args.stream_interval, **engine_options(args, _OURS)
         )
         try:
             return serve(ApiServer(llm, settings), bound, args.grace_period, args.access_log, **tls)

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
         LLM,
         AsyncEngineArgs,
         AsyncLLM,
+        BeamSearchOutput,
         BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         EngineArgs,
         LLMEngine,
+        Logprob,
+        RequestMetrics,
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
         TokensPrompt,
     )
     from nanoserve import AsyncLLM as AsyncLLMEngine
-    from nanoserve.beam_search import BeamSearchOutput, BeamSearchSequence
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.drop_in.engine_args import FlexibleArgumentParser
     from nanoserve.drop_in.logits_processors import (
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
     from nanoserve.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
     from nanoserve.inputs import PromptType
-    from nanoserve.outputs import Logprob
 
 __all__ = [
     "LLM",
@@ -66,6 +68,7 @@ __all__ = [
     "MoveDirectionality",
     "PromptType",
     "RequestLogitsProcessor",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -81,7 +84,6 @@ __all__ = [
 
 # Where those live that `nanoserve` itself does not export.
 _HOME = {
-    **dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "nanoserve.beam_search"),
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), f"{__name__}.metrics"),
     **dict.fromkeys(
         (
@@ -91,7 +93,6 @@ _HOME = {
         f"{__name__}.logits_processors",
     ),
     "FlexibleArgumentParser": f"{__name__}.engine_args",
-    "Logprob": "nanoserve.outputs",
     "PromptType": "nanoserve.inputs",
     "cleanup_dist_env_and_memory": f"{__name__}.memory",
 }
@@ -106,11 +107,7 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
         if name == "AsyncLLMEngine":  # as vLLM calls it, too
             name = "AsyncLLM"
         if name not in __all__:
-            told = f"module 'nanoserve.drop_in' has no attribute {name!r}"
-            missing = import_module(f"{__name__}.missing").NAMES
-            if name in missing:  # `from nanoserve.drop_in import` would say nothing else
-                raise ImportError(f"{told}: {missing[name]}")
-            raise AttributeError(told)
+            import_module(f"{__name__}.missing").refuse(__name__, name)
         return getattr(import_module(_HOME.get(name, "nanoserve")), name)
 
 

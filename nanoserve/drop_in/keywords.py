@@ -1,11 +1,12 @@
 """Keywords of vLLM's methods that cannot be had, or that few ask for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 from nanoserve.checks import check_bool, check_int, require, shown
+from nanoserve.drop_in.sampling import LIKE
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.inputs import ChatOptions
@@ -13,36 +14,51 @@ from nanoserve.sampling_params import SamplingParams
 
 _TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}
 _ELSEWHERE = {
-    "stream": "llm.stream(messages) yields the answer as it comes",
+    "stream": "llm.stream() yields the answer as it comes",
+    "lora_request": "adapters are not implemented; merge it into its base (peft: "
+    "merge_and_unload) and load that",
+    "prompt_token_ids": "give {'prompt_token_ids': [...]}, or the list, as the prompt",
+    "prompt": "it is called prompts, of which there may be one",
     "mm_processor_kwargs": "nanoserve runs text models only",
     "documents": "give chat_template_kwargs={'documents': ...}",
+    "use_tqdm": "a stream has no bar",
     "sampling_param": "did you mean sampling_params?",
 }
 
 
-def refuse_lora(lora_request: Any) -> NoReturn:
-    raise ValueError(
-        f"lora_request={shown(lora_request)}: adapters are not implemented; merge it into its base "
-        f"(peft: merge_and_unload) and load that"
-    )
+def refuse_keywords(unknown: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for keywords of `generate` that are not None, with what to do instead."""
+    for name, value in _given(unknown):
+        if name in ChatOptions.__annotations__:
+            raise ValueError(f"{name}={shown(value)} is for messages: chat() takes it")
+        near = get_close_matches(name, ["prompts", "sampling_params", "use_tqdm", "priority"])
+        advice = f"did you mean {near[0]}?" if near else "generate() has no such keyword"
+        raise ValueError(f"{name}={shown(value)}: {advice}")
 
 
 def refuse_chat_keywords(unknown: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for keywords of `chat` that are not None, with what to do instead."""
+    """The same of `chat`, and of a stream of messages."""
+    for name, value in _given(unknown):
+        known = {*ChatOptions.__annotations__, "sampling_params", "priority"} - {name}
+        near = get_close_matches(name, sorted(known))
+        advice = f"if the template takes it, chat_template_kwargs={{{name!r}: {shown(value)}}}"
+        if near:
+            advice = f"did you mean {' or '.join(near)}?"
+        raise ValueError(f"{name}={shown(value)} is no keyword here: {advice}")
+
+
+def _given(unknown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those that are not None, unless it is known what to say of them, which is raised."""
     for name, value in unknown.items():
         if value is None:
             continue
-        known = sorted(ChatOptions.__annotations__)
-        near = get_close_matches(name, [*known, "sampling_params", "use_tqdm", "priority"])
+        ours = LIKE.get(name, name)
         if name in _ELSEWHERE:
-            advice = _ELSEWHERE[name]
-        elif name in SamplingParams.__dataclass_fields__:
-            advice = f"it is a sampling parameter: SamplingParams({name}={shown(value)})"
-        elif near:
-            advice = f"did you mean {' or '.join(near)}?"
-        else:
-            advice = f"if the template takes it, chat_template_kwargs={{{name!r}: {shown(value)}}}"
-        raise ValueError(f"{name}={shown(value)} is no keyword of chat: {advice}")
+            raise ValueError(f"{name}={shown(value)} cannot be had here: {_ELSEWHERE[name]}")
+        if ours in SamplingParams.__dataclass_fields__:
+            told = f"it is a sampling parameter: SamplingParams({ours}={shown(value)})"
+            raise ValueError(f"{name}={shown(value)} is no keyword here: {told}")
+        yield name, value
 
 
 def tokenized(

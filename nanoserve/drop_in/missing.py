@@ -1,5 +1,7 @@
 """Names of vLLM's that nanoserve does not have, and what to do instead."""
 
+from typing import NoReturn
+
 _POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
 _WORKERS = "with one process, llm.engine.executor.model is the model"
@@ -33,3 +35,14 @@ NAMES = {
     "SchedulerConfig": "options are arguments of LLM(...)",
     "ModelConfig": "nanoserve.checkpoint.model_config.ModelConfig is what a config.json says",
 }
+
+
+def refuse(module: str, name: str) -> NoReturn:
+    """Raise `AttributeError` for a name that a module has not, with what there is instead.
+
+    Where that is known it is an `ImportError`: `from ... import` would say nothing of the other.
+    """
+    told = f"module {module!r} has no attribute {name!r}"
+    if name in NAMES:
+        raise ImportError(f"{told}: {NAMES[name]}")
+    raise AttributeError(told)

@@ -45,6 +45,30 @@ _ADVICE = {
 }
 
 
+# Other engines' names.
+_LIKE = {
+    "torch_dtype": "dtype",
+    "n_ctx": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "context_length": "max_model_len",
+    "n_batch": "max_num_batched_tokens",
+    "max_batch_size": "max_num_seqs",
+    "max_running_requests": "max_num_seqs",
+    "n_threads": "num_threads",
+    "n_gpu_layers": "device",
+    "device_map": "device",
+    "cache_dir": "download_dir",
+    "load_in_4bit": "quantization",
+    "load_in_8bit": "quantization",
+    "attn_implementation": "attention_backend",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
+    "token": "hf_token",
+    "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
+}
+
+
 class Foreign(NamedTuple):
     """An option that is vLLM's and not ours."""
 
@@ -230,6 +254,8 @@ def _accept(name: str, value: Any) -> None:
 
 def _unknown(name: str, known: Collection[str]) -> str:
     names = {*known, *FOREIGN, *RENAMED}
+    if name in _LIKE:
+        return f"unknown option {name!r}: did you mean {_LIKE[name]}?"
     near = _of_the_same_words(name, names) or get_close_matches(name, sorted(names), cutoff=0.7)
     if not near:
         return f"unknown option {name!r}; known options are {sorted(known)}"

@@ -4,14 +4,23 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-_LIKE = {
+LIKE = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "top_logprobs": "logprobs",
     "num_return_sequences": "n",
-    "guided_decoding": "structured_outputs",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    **dict.fromkeys(
+        (
+            *("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("grammar", "json_schema", "response_format"),
+        ),
+        "structured_outputs",
+    ),
     "random_seed": "seed",
 }
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(...)) searches"
@@ -25,6 +34,10 @@ FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
         "generate(..., tokenization_kwargs={'truncate_prompt_tokens': ...}) cuts prompts",
         (),
     ),
+    "num_beams": (_BEAMS, (1,)),
+    "stream": ("llm.stream(prompt, params) yields text as it comes", (False,)),
+    "no_repeat_ngram_size": ("repetition_penalty, or a logits processor, ends loops", (0,)),
+    "repeat_last_n": ("penalties count the whole output, and the prompt", (-1,)),
     "do_sample": ("temperature=0 is greedy, and every other temperature samples", ()),
     "typical_p": ("top_p, top_k and min_p filter; or write a logits processor", (1.0,)),
     "mirostat": ("top_p, top_k and min_p filter; or write a logits processor", (0,)),
@@ -53,6 +66,8 @@ def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str
     for name, value in given.items():
         if name in ours:
             known[name] = value
+        elif name == "best_of" and value == given.get("n", 1):
+            continue
         elif name not in FOREIGN or (value is not None and value not in FOREIGN[name][1]):
             told.append(_told(name, ours))
     if told:
@@ -63,7 +78,7 @@ def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str
 def _told(name: str, ours: Collection[str]) -> str:
     if name in FOREIGN:
         return f"{name} is not implemented: {FOREIGN[name][0]}"
-    near = [_LIKE[name]] if name in _LIKE else get_close_matches(name, sorted(ours), n=2)
+    near = [LIKE[name]] if name in LIKE else get_close_matches(name, sorted(ours), n=2)
     if near:
         return f"unknown sampling parameter {name!r}: did you mean {' or '.join(near)}?"
     return f"unknown sampling parameter {name!r}; known are {sorted(ours)}"

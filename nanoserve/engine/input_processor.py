@@ -154,7 +154,7 @@ class InputProcessor:
             if unknown or not prompt:
                 raise ValueError(
                     f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "
-                    f"'cache_salt'; {unknown=}"
+                    f"'cache_salt' (messages are for chat); {unknown=}"
                 )
             text = prompt.get("prompt")  # beside token ids it is only carried along
             token_ids = prompt.get("prompt_token_ids")

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
 from collections.abc import Sequence as AbstractSequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -153,9 +153,23 @@ class AsyncLLM:
 
         return self._outputs_of(make, sampling_params)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its reader gets a last output. An id that is unknown is no error."""
-        self.owner.abort(request_id)
+    def abort(self, request_id: str | Iterable[str]) -> "Awaitable[None]":
+        """End requests; their readers get a last output. An id that is unknown is no error.
+
+        What is returned may be awaited, as vLLM's, and need not be.
+        """
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            self.owner.abort(each)
+        return _Done()
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine has failed or was shut down."""
+        self._check_is_running()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; see `LLMEngine.reset_prefix_cache`."""
+        await self.call_in_engine(_forget_prefixes)
+        return True
 
     async def pause_generation(
         self,
@@ -337,6 +351,14 @@ class AsyncLLM:
             reader.wake()
         for call in [call for call in self._calls if not call.done()]:
             call.set_exception(EngineDeadError())
+
+
+class _Done:
+    """Awaited, it is over."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield
 
 
 def _forget_prefixes(engine: LLMEngine) -> None:

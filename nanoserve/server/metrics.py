@@ -167,7 +167,8 @@ class Metrics:
         if seq.index == 0:  # its siblings have the same prompt, and the same clock
             self._num_prompt_tokens += seq.num_prompt_tokens
             seconds = seq.metrics.time_to_first_token
-            self._histograms["time_to_first_token_seconds"].observe(seconds)
+            if seconds is not None:  # else its request has failed, and there is none
+                self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def _note_end(self, seq: "Sequence") -> None:
         num_tokens, _ = self._progress.pop(seq)

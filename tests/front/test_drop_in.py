@@ -78,6 +78,8 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
         ({"max_model_length": 5}, "did you mean max_model_len?"),
         ({"tensor_parallel": 2}, "did you mean tensor_parallel_size"),
         ({"zzz": 2}, "known options are"),
+        ({"torch_dtype": "x"}, "did you mean dtype?"),
+        ({"n_ctx": 5}, "did you mean max_model_len?"),
         ({"num_gpu_blocks_override": 5, "num_kv_blocks": 5}, "given as well"),
         ({"logits_processors": ["no"]}, "'no'"),
         ({"hf_overrides": 5}, "hf_overrides=5 must be a dictionary"),
@@ -156,6 +158,45 @@ def test_entries_of_config_json_can_be_given(tmp_path: Path) -> None:
     assert output.outputs[0].token_ids == ids[60:]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"sliding_windw": 5}, "does not read 'sliding_windw': did you mean sliding_window"),
+        ({"attn_logit_softcapping": 5.0}, "does not read 'attn_logit_softcapping'"),
+        ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a number"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_is_not_read_is_refused(
+    checkpoint: Path, overrides: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        LLM(checkpoint, skip_tokenizer_init=True, hf_overrides=overrides)
+
+
+@pytest.mark.parametrize("kind", ["transformers 4", "transformers 5"])
+def test_a_theta_or_a_scaling_is_changed_wherever_it_stands(tmp_path: Path, kind: str) -> None:
+    make_qwen3(tmp_path)
+    own = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    if kind == "transformers 4":
+        own = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": None}
+    edit_json(tmp_path / "config.json", **own)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+    def rope(**overrides: Any) -> Any:
+        options = {"skip_tokenizer_init": True, "num_kv_blocks": 40}
+        with LLM(tmp_path, hf_overrides=overrides, **options) as llm:
+            return llm.engine.model_config.rope
+
+    assert rope().theta == 5e5
+    assert rope(rope_theta=7.0).theta == 7.0
+    scaled = rope(rope_scaling=yarn)
+    assert (scaled.rope_type, scaled.factor, scaled.theta) == ("yarn", 4.0, 5e5)
+    both = rope(rope_scaling=yarn, rope_theta=9.0)
+    assert (both.rope_type, both.theta) == ("yarn", 9.0)
+    assert rope(rope_scaling={**yarn, "rope_theta": 11.0}).theta == 11.0
+
+
 def test_arguments_are_an_object_a_dictionary_or_flags() -> None:
     args = EngineArgs(model="tiny-qwen3", enforce_eager=True, max_model_len=64, swap_space=4)
     assert dict(args.options()) == {"enforce_eager": True, "max_model_len": 64}
@@ -166,6 +207,10 @@ def test_arguments_are_an_object_a_dictionary_or_flags() -> None:
     parser.set_defaults(model="tiny-qwen3")
     parsed = parser.parse_args(["--max_model_len", "64", "--enforce-eager"])
     assert EngineArgs.from_cli_args(parsed) == args
+    foreign = ["--swap-space", "4", "--disable-log-requests", "--compilation-config", "{}"]
+    assert EngineArgs.from_cli_args(parser.parse_args(foreign)) == EngineArgs("tiny-qwen3")
+    with pytest.raises(ValueError, match=r"enable_lora=True.*merge_and_unload"):
+        EngineArgs.from_cli_args(parser.parse_args(["--enable-lora"]))
     given = vars(parsed)
     del given["own"]
     with LLM(**given) as llm:
@@ -231,6 +276,50 @@ def test_a_keyword_that_chat_does_not_know_is_refused(
     with pytest.raises(ValueError, match=told):
         llm.chat(QUESTION, GREEDY, **{"use_tqdm": False, **keywords})
     assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        ({"temperature": 0}, r"SamplingParams\(temperature=0\)"),
+        ({"max_new_tokens": 4}, r"SamplingParams\(max_tokens=4\)"),
+        ({"sampling_param": 1}, "did you mean sampling_params?"),
+        ({"prompt_token_ids": [[1]]}, "as the prompt"),
+        ({"stream": True}, "llm.stream"),
+        ({"tools": []}, "chat"),
+        ({"zzz": 1}, "no such keyword"),
+        ({"lora_request": 5}, "merge_and_unload"),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_generate_does_not_know_is_refused(
+    llm: LLM, keywords: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        llm.generate("x", GREEDY, use_tqdm=False, **keywords)
+
+
+def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    for ask in (llm.chat, llm.stream):
+        with pytest.raises(ValueError, match="the chat template shows the model none"):
+            ask(QUESTION, GREEDY, tools=[tool])
+    template = "{{ tools[0].function.name }}:{{ messages[0].content }}"
+    options = {"tools": [tool], "chat_template": template, "use_tqdm": False}
+    assert llm.chat(QUESTION, GREEDY, **options)[0].prompt.startswith("f:What")
+
+
+def test_a_message_beside_tool_calls_may_have_no_content(llm: LLM) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    empty = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    found, expected = (llm.chat(m, GREEDY, use_tqdm=False)[0].prompt for m in (asked, empty))
+    assert found == expected
+
+
+def test_beams_take_their_own_parameters(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="must be BeamSearchParams, not SamplingParams"):
+        llm.beam_search("x", GREEDY)
 
 
 def test_the_templates_own_keywords_reach_it(llm: LLM) -> None:
@@ -500,6 +589,12 @@ def test_every_parameter_of_vllms_is_known(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is not implemented: ") as caught:
         SamplingParams(**{name: object()})
     assert told in str(caught.value)
+
+
+def test_as_many_best_ones_as_completions_are_all() -> None:
+    assert SamplingParams(n=2, best_of=2) == SamplingParams(n=2)
+    with pytest.raises(ValueError, match="best_of"):
+        SamplingParams(n=2, best_of=3)
 
 
 @pytest.mark.parametrize(

@@ -436,3 +436,17 @@ def test_a_program_that_forgets_it_ends_in_peace(kept) -> None:
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_it_answers_to_what_servers_ask(llm, offline) -> None:
+    async def ask():
+        await llm.check_health()
+        await llm.abort("there is no such request")
+        await llm.abort(["nor", "this"])
+        return await llm.reset_prefix_cache()
+
+    assert asyncio.run(ask())
+    ended = AsyncLLM("tiny-qwen3", **OPTIONS)
+    ended.shutdown()
+    with pytest.raises(EngineDeadError):
+        asyncio.run(ended.check_health())

@@ -177,3 +177,28 @@ def test_guesses_are_counted_under_vllms_names() -> None:
     per_position = values["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert per_position == {(str(i),): n for i, n in enumerate(stats.num_accepted_tokens_per_pos)}
     assert values["vllm:generation_tokens_total"] == {(): stats.num_output_tokens}
+
+
+def test_whoever_fails_at_its_first_token_fails_alone(measured) -> None:
+    """There is no time to a first token then, and no reason for a step to fail."""
+    llm, metrics = measured
+    nothing = SamplingParams(allowed_token_ids=[67], bad_words=["a"], max_tokens=4)
+    good = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    async def end_of(params):
+        try:
+            async for output in llm.generate([1, 2, 3], params):
+                last = output
+        except ValueError as error:
+            return error
+        return last.outputs[0].finish_reason
+
+    async def ask_all():
+        return await asyncio.gather(*(end_of(p) for p in [*[nothing] * 20, good]))
+
+    *failed, ended = asyncio.run(ask_all())
+    assert all(isinstance(error, ValueError) for error in failed) and ended == "length"
+    assert llm.is_running and llm.owner._num_failures == 0
+    values = read(metrics)
+    assert values["vllm:time_to_first_token_seconds_count"][()] == 1
+    assert values["vllm:request_success_total"][("error",)] == 20

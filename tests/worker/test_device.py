@@ -93,8 +93,8 @@ def test_what_is_not_given_is_best_for_the_device(
         ({"async_scheduling": 0}, "async_scheduling=0 must be True or False"),
         ({"async_scheduling": "auto"}, "async_scheduling='auto' must be True or False"),
         ({"async_scheduling": True, "trace": "run.jsonl"}, "needs async_scheduling=False"),
-        ({"max_num_seqs": None}, "max_num_seqs=None must be an integer"),
-        ({"enforce_eager": None}, "enforce_eager=None must be True or False"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be an integer"),
+        ({"enforce_eager": 1}, "enforce_eager=1 must be True or False"),
     ],
     ids=str,
 )
