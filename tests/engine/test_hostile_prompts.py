@@ -223,7 +223,8 @@ def test_messages_that_are_too_long_together_are_refused_before_they_are_rendere
         with pytest.raises(ValueError, match=told):
             llm.chat(messages, use_tqdm=False)
     with pytest.raises(ValueError, match="64 deep"):
-        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False, tools=[deep])
+        options = {"tools": [deep], "chat_template": "{{ tools }}"}
+        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False, **options)
 
 
 def test_a_message_of_a_refused_conversation_is_not_shown_at_length(llm: LLM) -> None:
