@@ -362,6 +362,7 @@ def test_an_engine_that_fails_in_a_stream_is_told_in_it(server_llm) -> None:
 
 def test_a_stopping_server_takes_nothing_new_and_ends_what_runs(server_llm) -> None:
     with served(server_llm) as server, ThreadPoolExecutor(1) as pool:
+        wait_until(lambda: is_idle(server_llm))  # or what another test has left would pass for it
         asked = pool.submit(ask, server, "/v1/completions", LONG)
         wait_until(lambda: not is_idle(server_llm))
         server.api.is_draining = True
