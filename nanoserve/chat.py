@@ -49,21 +49,20 @@ def prompts_of(
     own = {} if chat_template_kwargs is None else chat_template_kwargs
     is_mapping = isinstance(own, Mapping)
     require(is_mapping, f"chat_template_kwargs={shown(own)} must be a dictionary")
-    switches = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-    }
-    for name, value in switches.items():
-        check_bool(name, value)
+    check_bool("add_generation_prompt", add_generation_prompt)
+    check_bool("continue_final_message", continue_final_message)
     require(
         not (add_generation_prompt and continue_final_message),
         "continue_final_message=True goes on with the last message, and "
         "add_generation_prompt=True begins a new one: set it to False",
     )
-    given = {"chat_template": chat_template, "tools": tools}
-    arguments = {name: value for name, value in given.items() if value is not None}
-    arguments |= {name: value for name, value in switches.items() if value or "add" in name}
-    arguments = {**own, **arguments}
+    arguments = {**own, "add_generation_prompt": add_generation_prompt}
+    if continue_final_message:
+        arguments["continue_final_message"] = True
+    if chat_template is not None:
+        arguments["chat_template"] = chat_template
+    if tools is not None:
+        arguments["tools"] = tools
     template = arguments.get("chat_template") or getattr(engine.tokenizer, "chat_template", "")
     template = template if isinstance(template, str) else ""
     require(

@@ -10,26 +10,12 @@ loads nothing of this package.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import nanoserve
+
 if TYPE_CHECKING:
-    from nanoserve import (
-        LLM,
-        AsyncEngineArgs,
-        AsyncLLM,
-        BeamSearchOutput,
-        BeamSearchParams,
-        BeamSearchSequence,
-        CompletionOutput,
-        EngineArgs,
-        LLMEngine,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-        RequestOutputKind,
-        SamplingParams,
-        StructuredOutputsParams,
-        TextPrompt,
-        TokensPrompt,
-    )
+    from logging import getLogger as init_logger
+
+    from nanoserve import *  # noqa: F403  (what its __all__ lists)
     from nanoserve import AsyncLLM as AsyncLLMEngine
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.drop_in.engine_args import FlexibleArgumentParser
@@ -45,44 +31,29 @@ if TYPE_CHECKING:
     from nanoserve.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
     from nanoserve.inputs import PromptType
 
+# Besides what `nanoserve` itself exports.
 __all__ = [
-    "LLM",
     "AdapterLogitsProcessor",
-    "AsyncEngineArgs",
-    "AsyncLLM",
     "AsyncLLMEngine",
     "BatchUpdate",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
     "Counter",
-    "EngineArgs",
     "FlexibleArgumentParser",
     "Gauge",
     "Histogram",
-    "LLMEngine",
     "LogitsProcessor",
-    "Logprob",
     "Metric",
     "MoveDirectionality",
     "PromptType",
     "RequestLogitsProcessor",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
     "Vector",
     "VllmConfig",
     "cleanup_dist_env_and_memory",
     "init_logger",
     "process_dict_updates",
 ]
+__all__ += nanoserve.__all__
 
-# Where those live that `nanoserve` itself does not export.
+# Where those live; "module:name" where it has another name there.
 _HOME = {
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), f"{__name__}.metrics"),
     **dict.fromkeys(
@@ -92,23 +63,21 @@ _HOME = {
         ),
         f"{__name__}.logits_processors",
     ),
+    "AsyncLLMEngine": "nanoserve:AsyncLLM",
     "FlexibleArgumentParser": f"{__name__}.engine_args",
     "PromptType": "nanoserve.inputs",
+    "VllmConfig": "nanoserve.config:EngineConfig",
     "cleanup_dist_env_and_memory": f"{__name__}.memory",
+    "init_logger": "logging:getLogger",
 }
 
 if not TYPE_CHECKING:  # or every name would be a good one to a type checker
 
     def __getattr__(name: str) -> Any:
-        if name == "VllmConfig":
-            return import_module("nanoserve.config").EngineConfig
-        if name == "init_logger":
-            return import_module("logging").getLogger
-        if name == "AsyncLLMEngine":  # as vLLM calls it, too
-            name = "AsyncLLM"
         if name not in __all__:
             import_module(f"{__name__}.missing").refuse(__name__, name)
-        return getattr(import_module(_HOME.get(name, "nanoserve")), name)
+        module, _, own_name = _HOME.get(name, "nanoserve").partition(":")
+        return getattr(import_module(module), own_name or name)
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,7 @@ def check(library: str, source: Source) -> None:
 
 
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
-    if config.library == "xgrammar":
+    if config.backend_name == "xgrammar":
         from nanoserve.structured.xgrammar import XGrammar
 
         return Compiler(partial(XGrammar, tokenizer.backend, vocab_size))

@@ -55,7 +55,7 @@ class StructuredOutputsConfig:
             check_bool("jump_forward", self.jump_forward)
 
     @property
-    def library(self) -> str:
+    def backend_name(self) -> str:
         """The backend's name. Raises `ValueError` that names the package which is missing."""
         name = "guidance" if self.backend == "auto" else self.backend
         package = _PACKAGES[name]

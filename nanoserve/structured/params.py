@@ -121,7 +121,7 @@ class StructuredOutputsParams:
         from nanoserve.structured.backends import check
 
         config = config or StructuredOutputsConfig()
-        check(config.library, self.source(config))
+        check(config.backend_name, self.source(config))
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
