@@ -28,6 +28,7 @@ _SMALLEST = {
     "seed": 0,
     "max_logprobs": -1,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "distributed_timeout_seconds": 1,
     "worker_timeout_seconds": 4,  # a few beats of nanoserve.worker.heartbeat
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
@@ -47,6 +48,7 @@ _CHOICES = {
     "quantization_group_size": (32, 64, 128),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
+    "distributed_executor_backend": ("mp", "ray"),
 }
 # Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
 # computes 2048 for seconds, and whoever decodes waits for their end.
@@ -123,6 +125,9 @@ class EngineConfig:
     capture_sampling: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
+    pipeline_parallel_size: int = 1  # stages of some layers each, of so many ranks each
+    # Who starts the ranks: "mp" this machine, "ray" a Ray cluster. None: "mp".
+    distributed_executor_backend: str | None = None
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
     worker_timeout_seconds: int = 10  # that a rank may show no sign of life: a busy one does
 
@@ -200,6 +205,10 @@ class EngineConfig:
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
         )
+        if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
+            from nanoserve.parallel_config import check_parallel
+
+            check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
@@ -211,7 +220,13 @@ class EngineConfig:
         budget = self.max_num_batched_tokens or max(_BUDGETS[kind], self.max_num_seqs)
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
+        ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+
+    @property
+    def num_steps_ahead(self) -> int:
+        """Steps that are under way when another is launched: each stage of a pipeline has one."""
+        return self.pipeline_parallel_size - 1 or int(bool(self.async_scheduling))
 
     def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
         """The longest sequence that the model was made for and the pool can hold, in tokens.

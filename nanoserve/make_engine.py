@@ -44,6 +44,10 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
     checkpoint.fetch_weights()
     executor = make_executor(config, model_config, checkpoint.folder)
     engine = engine_class(config, model_config, executor, tokenizer)
+    if config.pipeline_parallel_size > 1:
+        from nanoserve.engine.pipeline import share_out
+
+        share_out(engine)
     engine.guide = _guide
     engine.make_executor = partial(make_executor, model_config=model_config, path=checkpoint.folder)
     if not config.disable_log_stats:

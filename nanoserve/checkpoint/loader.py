@@ -98,10 +98,11 @@ def check_weights(
     expected, stored = expected_tensors(model), stored_tensors(path)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
-    if wanted != {name: found[name] for name in found.keys() - model.tied_tensors.keys()}:
+    others = model.tied_tensors.keys() | getattr(model, "elsewhere", ())
+    if wanted != {name: found[name] for name in found.keys() - others}:
         from nanoserve.checkpoint.misfits import tell_misfits
 
-        told = tell_misfits(wanted, found, model.tied_tensors)
+        told = tell_misfits(wanted, found, others)
         raise ValueError(f"the weights in {path} do not fit the model: {told}")
     return expected, stored
 

@@ -186,7 +186,7 @@ class LLMEngine:
         With `async_scheduling` there is always a step under way: while the device computes it, its
         successor is planned and launched, so the device never waits for this loop.
         """
-        finished: list[Step] = []
+        finished, num_ahead = [], self.config.num_steps_ahead
         with recovery(self) as planned:
             # 1) Plan a step and launch the model. It needs no token of the step before: where one
             #    is still pending, the device takes it from where sampling has left it.
@@ -195,7 +195,7 @@ class LLMEngine:
             planned.append(plan)
             step = self._launch(plan) if plan.rows else None
             # 2) While that runs: the tokens of the step before.
-            if self._in_flight:
+            if self._in_flight and (step is None or len(self._in_flight) >= num_ahead):
                 finished.append(self._finish_step())
             # 3) Sample, which may depend on those tokens, as penalties do.
             if step is not None:
@@ -204,7 +204,7 @@ class LLMEngine:
                 self._in_flight.append(step)
                 self._watch.lap(step.times, "execute")
             # 4) Without a step ahead, wait for it at once.
-            if self._in_flight and not self.config.async_scheduling:
+            if len(self._in_flight) > num_ahead:
                 finished.append(self._finish_step())
             self._give_up_idle_steps()
         return finished

@@ -9,12 +9,30 @@ from torch import Tensor
 class TensorParallel(NamedTuple):
     """This process's place among the ranks that share a model (Shoeybi et al. 2019, Megatron-LM).
 
-    `group` is a `nanoserve.worker.process_group.Group`, None on one device.
+    `group` is a `nanoserve.worker.process_group.Group`, None on one device. `stage` is a
+    `nanoserve.worker.pipeline_stage.Stage` where they share some of its layers only.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    stage: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.size if self.stage is None else self.size * self.stage.num_stages
+
+    @property
+    def global_rank(self) -> int:
+        """Among all of them; those of the last stage come first."""
+        if self.stage is None:
+            return self.rank
+        return self.size * (self.stage.num_stages - 1 - self.stage.index) + self.rank
+
+    def num_layers(self, total: int) -> int:
+        """How many of the model's layers are computed here."""
+        return total if self.stage is None else len(self.stage.layers)
 
     def part(self, total: int, what: str) -> int:
         """`total` divided by the ranks; `ValueError` if it does not divide."""
@@ -51,4 +69,5 @@ class TensorParallel(NamedTuple):
 
     def smallest(self, value: int) -> int:
         """What all ranks can agree on."""
-        return value if self.group is None else self.group.smallest(value)
+        group = self.group if self.stage is None else self.stage.world
+        return value if group is None else group.smallest(value)

@@ -50,7 +50,7 @@ def load_deferred(
 def check_weights(model: nn.Module, path: Path) -> None:
     """As `nanoserve.checkpoint.loader.check_weights`, for a quantised checkpoint."""
     source = open_quantized(path, model.config.quantization_config)
-    _check(expected_tensors(model), source, model.tied_tensors)
+    _check(expected_tensors(model), source, model)
 
 
 def fill(
@@ -67,7 +67,7 @@ def fill(
     Raises `ValueError`, before anything is read, unless the two have the same tensors.
     """
     expected = expected_tensors(model)
-    _check(expected, source, model.tied_tensors)
+    _check(expected, source, model)
     pending = {_memory(parameter): _Pending(*both) for *both, parameter in _deferred(model)}
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
     bar = tqdm(
@@ -161,9 +161,10 @@ def _copy(weight: Weight, destination: Tensor) -> None:
 
 
 def _check(
-    expected: dict[str, list[CheckpointTensor]], source: WeightSource, tied: dict[str, str]
+    expected: dict[str, list[CheckpointTensor]], source: WeightSource, model: nn.Module
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
     found = source.shapes()
-    if wanted != {name: found[name] for name in found.keys() - tied.keys()}:
-        raise ValueError(f"the weights do not fit the model: {tell_misfits(wanted, found, tied)}")
+    others = model.tied_tensors.keys() | getattr(model, "elsewhere", ())
+    if wanted != {name: found[name] for name in found.keys() - others}:
+        raise ValueError(f"the weights do not fit the model: {tell_misfits(wanted, found, others)}")

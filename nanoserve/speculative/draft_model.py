@@ -47,6 +47,8 @@ def prepare_draft_model(
         kv_cache_dtype="auto",
         speculative_config=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        distributed_executor_backend=None,
         async_scheduling=True,  # a guess is an input before it is known here
         trace=None,
         capture_sampling=False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nanoserve.engine.interrupts import recovery
 from nanoserve.engine.llm_engine import LLMEngine, Step
+from nanoserve.engine.pipeline import pipelined
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
@@ -63,7 +64,8 @@ class GuidedEngine(SpeculativeEngine):
         self._guiding, self._compiler = guiding, compiler
         self._compiling: dict[str, Compiling] = {}
         is_ahead = config.async_scheduling
-        self.scheduler.__class__ = GuidedAheadScheduler if is_ahead else GuidedScheduler
+        kind = GuidedAheadScheduler if is_ahead else GuidedScheduler
+        self.scheduler.__class__ = kind if config.pipeline_parallel_size == 1 else pipelined(kind)
         if config.speculative_config is None:
             self.scheduler.start_guessing(config)
             self.start_guessing(lambda executor, scheduler: NoGuesses(), MOST_FORCED)

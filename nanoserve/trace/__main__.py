@@ -15,6 +15,7 @@ from pathlib import Path
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace
 from nanoserve.trace.reader import Pool, Trace, read_trace
+from nanoserve.trace.stages import tell_stages
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summary(trace: Trace) -> str:
-    """What there is to see, in a line."""
+    """What there is to see, in a line, and one for each stage of a pipeline."""
     pool, most_used = Pool(), 0
     for step in trace.steps:
         pool.advance(step)
@@ -53,7 +54,7 @@ def summary(trace: Trace) -> str:
         f"{len(trace.steps)} steps, {trace.num_sequences} sequences, at most {most_used} of "
         f"{trace.header['num_kv_blocks']} KV blocks in use, "
         f"{preempted} preemptions, {evicted} cached blocks evicted"
-    )
+    ) + tell_stages(trace)
 
 
 def _write(path: Path, text: str, source: Path) -> None:

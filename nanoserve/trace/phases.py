@@ -5,7 +5,7 @@ from typing import Any
 
 from nanoserve.trace.reader import Pool, Record, Trace
 
-_ENGINE, _REQUESTS = 1, 2  # "processes" of a Chrome trace: each has tracks of its own
+_ENGINE, _REQUESTS, _STAGES = 1, 2, 3  # "processes" of a Chrome trace: each has its own tracks
 
 
 @dataclass
@@ -80,8 +80,9 @@ def _end_of(trace: Trace) -> float:
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """The trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open.
 
-    A track of the steps with their parts, counters of blocks and tokens, and a track for each
-    sequence with its phases. Times are microseconds, and events are in order of time.
+    A track of the steps with their parts, counters of blocks and tokens, a track for each sequence
+    with its phases, and one for each stage of a pipeline. Times are microseconds, and events are in
+    order of time.
     """
     events = [*_step_events(trace), *_request_events(trace)]
     # Where two begin together, the longer one is around the other.
@@ -95,6 +96,9 @@ def _names(trace: Trace) -> list[Record]:
         _name("process_name", _REQUESTS, 0, "requests"),
         _name("thread_name", _ENGINE, 0, "steps"),
     ]
+    stages = max((len(step.get("stages", ())) for step in trace.steps), default=0)
+    names += [_name("process_name", _STAGES, 0, "stages")] * (stages > 0)
+    names += [_name("thread_name", _STAGES, stage, f"stage {stage}") for stage in range(stages)]
     for step in trace.steps:
         for arrival in step["arrived"]:
             sibling = f"/{arrival['index']}" if arrival["index"] else ""
@@ -115,6 +119,9 @@ def _step_events(trace: Trace) -> list[Record]:
         for part, seconds in step["times"].items():
             events.append(_complete(_ENGINE, 0, part, start, start + seconds))
             start += seconds
+        for stage, span in enumerate(step.get("stages", ())):
+            if span:
+                events.append(_complete(_STAGES, stage, f"step {step['step']}", *span))
         pool.advance(step)
         used = len(pool.ref_counts())
         events.append(_counter("KV blocks in use", step["time"], used))

@@ -19,6 +19,11 @@ says when the engine was closed. A line in between is a step:
     finished    sequences that ended with this step
     waiting     the queue after this step, its head first
     running     the running sequences after this step, in order of admission
+    stages      of a pipeline: when each of them began with this step and when it had done, in
+                seconds of its own machine's clock from the start of the trace
+
+Where several steps are under way, those behind this one are planned already: `waiting` and
+`running` are without what they admit, and with what they preempt.
 
 A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
 row has the blocks that are new in it, after a (new) admission all of them.
@@ -59,7 +64,7 @@ class TraceRecorder:
     """Writes what `engine` does to `file`, a line for every step."""
 
     def __init__(self, engine: LLMEngine, file: WholeLines) -> None:
-        self._scheduler = engine.scheduler
+        self._engine, self._scheduler = engine, engine.scheduler
         self._backend = None if engine.tokenizer is None else engine.tokenizer.backend
         self._block_size = engine.config.block_size
         self._texts: dict[Sequence, TokenTexts] = {}  # of all sequences that have not ended
@@ -116,9 +121,15 @@ class TraceRecorder:
             "evicted": evicted,
             "published": plan.registered_blocks,
             "finished": self._ended(planned),
-            "waiting": _numbers(self._scheduler.waiting),
-            "running": _numbers(self._scheduler.running),
-        }
+            "waiting": _numbers(filter(self._texts.__contains__, self._scheduler.waiting)),
+            "running": _numbers(filter(self._texts.__contains__, self._scheduler.running)),
+        } | self._stages(header.step)
+
+    def _stages(self, step: int) -> dict[str, Any]:
+        if self._engine.config.pipeline_parallel_size == 1:
+            return {}
+        spans = self._engine.executor.spans(step)
+        return {"stages": [[self._seconds(moment) for moment in span] for span in spans]}
 
     def end(self) -> None:
         """Write the last line. The engine is closed already: what was left in it is aborted."""
@@ -166,10 +177,12 @@ class TraceRecorder:
 
     def _undone(self, plan: Plan) -> list[Sequence]:
         """Sequences that no step preempted, and that wait, or had to be admitted once more."""
+        plans = [plan, *(step.plan for step in self._engine._in_flight)]
+        preempted = {seq for each in plans for seq in each.preempted}
         return [
             seq
             for seq in self._tables
-            if (seq.status is SequenceStatus.WAITING and seq not in plan.preempted)
+            if (seq.status is SequenceStatus.WAITING and seq not in preempted)
             or seq in plan.admitted
         ]
 

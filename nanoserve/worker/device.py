@@ -38,13 +38,17 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
     Raises `ValueError` if there are not so many devices, if the attention backend cannot run on
     them, or if the model cannot be shared by so many ranks, before any weight is read.
     """
-    if config.tensor_parallel_size == 1:
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    if num_ranks == 1:
         return make_runner(config, model_config, path, TensorParallel())
-    from nanoserve.worker.tensor_parallel import TensorParallelExecutor
+    if config.pipeline_parallel_size > 1:
+        from nanoserve.worker.pipeline import PipelineExecutor as Ranks
+    else:
+        from nanoserve.worker.tensor_parallel import TensorParallelExecutor as Ranks
 
-    device = choose_device(config.device, 0, config.tensor_parallel_size)
+    device = choose_device(config.device, 0, num_ranks)
     make = partial(make_runner, config, model_config, path)
-    return TensorParallelExecutor(config, model_config, path, device, make)
+    return Ranks(config, model_config, path, device, make)
 
 
 def make_runner(
@@ -63,7 +67,7 @@ def make_context(
     config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
 ) -> tuple[LayerContext, HostDevice]:
     """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
-    device = choose_device(config.device, tp.rank, tp.size)
+    device = choose_device(config.device, tp.global_rank, tp.num_ranks)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
@@ -105,7 +109,8 @@ def choose_device(kind: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if num_ranks > torch.cuda.device_count():
         raise ValueError(
-            f"tensor_parallel_size={num_ranks}, but there are {torch.cuda.device_count()} GPUs"
+            f"{num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size), but there are "
+            f"{torch.cuda.device_count()} GPUs"
         )
     return torch.device("cuda", rank)
 

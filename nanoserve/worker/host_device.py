@@ -1,7 +1,6 @@
 """What a runner asks of its device, and what a CPU answers."""
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +18,11 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
 from nanoserve.worker.threads import threads
 
+_COMPILED = (  # by numba
+    "nanoserve.attention.numba",
+    "nanoserve.attention.quantized_numba",
+    "nanoserve.kernels_cpu.integer_method",
+)
 # (tensors, header, block tables) -> hidden states [num_tokens, hidden_size]
 Forward = Callable[[BatchTensors, BatchHeader, torch.Tensor], torch.Tensor]
 
@@ -41,7 +45,7 @@ class HostDevice:
 
     def memory_bytes(self, tp: TensorParallel) -> int:
         """All that a rank may ever have."""
-        return physical_memory_bytes() // tp.size
+        return physical_memory_bytes() // tp.num_ranks
 
     def pool_before_loading(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
@@ -66,7 +70,9 @@ class HostDevice:
 
     def warm_up(self, runner: Any) -> None:
         """Whatever would otherwise be done while serving: compiling, capturing."""
-        if "nanoserve.kernels_cpu.values" in sys.modules:  # something of numba's
+        # All ranks must run the model, or none: so this asks nothing of the process.
+        parts = (runner.context.attention, runner.context.linear_method)
+        if any(type(part).__module__ in _COMPILED for part in parts):
             from nanoserve.worker.compile_ahead import compile_ahead
 
             compile_ahead(runner)

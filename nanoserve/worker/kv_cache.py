@@ -27,7 +27,9 @@ def kv_block_bytes(
 ) -> int:
     """Bytes of K and V of one block over all layers, on one rank; `dtype` is `kv_cache_dtype`."""
     share = tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
-    return block_size * model_config.kv_bytes_per_token(dtype) // share
+    num_layers = model_config.num_hidden_layers
+    token_bytes = model_config.kv_bytes_per_token(dtype) // num_layers * tp.num_layers(num_layers)
+    return block_size * token_bytes // share
 
 
 def decide_num_kv_blocks(
@@ -42,7 +44,7 @@ def decide_num_kv_blocks(
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
     block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
-    memory_bytes = memory_bytes or physical_memory_bytes() // tp.size
+    memory_bytes = memory_bytes or physical_memory_bytes() // tp.num_ranks
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         from nanoserve.worker.explicit_pool import explicit_num_kv_blocks
 
@@ -73,7 +75,7 @@ def allocate_kv_cache(
     shape = context.attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
     )
-    shape = (model_config.num_hidden_layers, *shape)
+    shape = (context.tp.num_layers(model_config.num_hidden_layers), *shape)
     if context.attention.kv_cache_dtype == "auto":
         return _zeros(shape, context.dtype, context.device)
     from nanoserve.attention.quantized_kv import QuantizedKVCache

@@ -61,13 +61,14 @@ class ModelRunner:
         start(self, path)
 
     def use_memory(self, memory: np.ndarray) -> None:
-        """Batches lie in `memory` from now on: uint8, room for two of them, used in turn."""
+        """Batches lie in `memory` from now on: uint8, room for two or more, used in turn."""
         self.device.lock(memory)
-        self.batches = [Batch(self.layout, part) for part in np.split(memory, 2)]
+        parts = np.split(memory, memory.nbytes // self.layout.num_bytes)
+        self.batches = [Batch(self.layout, part) for part in parts]
 
     def next_batch(self) -> Batch:
         """The one before last: its step has been collected, or was given up."""
-        batch = self.batches[self._num_batches % 2]
+        batch = self.batches[self._num_batches % len(self.batches)]
         self.device.wait_until_read(batch)
         # In 31 bits, and never given twice in a row, also if a step fails: workers tell by it
         # whether a batch is still the one that was announced to them.

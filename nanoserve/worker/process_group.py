@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"  # where all ranks are on one machine
 _LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
 _FAREWELL = timedelta(seconds=1)  # for a collective that was left, when all others are dead
@@ -42,25 +43,29 @@ class Group:
                 options.asyncOp = False
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._wait(self._process_group.allreduce([x], self._sum))
+        self.wait(self._process_group.allreduce([x], self._sum))
 
     def largest(self, x: torch.Tensor) -> None:
         """Of each element, the largest of all ranks, in place."""
-        self._wait(self._process_group.allreduce([x], self._maximum))
+        self.wait(self._process_group.allreduce([x], self._maximum))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         is_first = self._process_group.rank() == 0
         parts = [torch.empty_like(x) for _ in range(self._process_group.size())]
-        self._wait(self._process_group.gather([parts] if is_first else [], [x.contiguous()]))
+        self.wait(self._process_group.gather([parts] if is_first else [], [x.contiguous()]))
         return parts if is_first else None
 
     def broadcast(self, x: torch.Tensor) -> None:
         """From rank 0."""
-        self._wait(self._process_group.broadcast(x, 0))
+        self.wait(self.start_broadcast(x))
+
+    def start_broadcast(self, x: torch.Tensor) -> Any:
+        """The same; `x` must be kept until `wait` has been called with what is returned."""
+        return self._process_group.broadcast(x, 0)
 
     def smallest(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
-        self._wait(self._process_group.allreduce([x], self._minimum))
+        self.wait(self._process_group.allreduce([x], self._minimum))
         return int(x)
 
     def abort(self) -> None:
@@ -90,9 +95,10 @@ class Group:
         for kept in (self._process_group, self._store):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
-    def _wait(self, work: Any) -> None:
-        """On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard.
+    def wait(self, work: Any) -> None:
+        """For a collective.
 
+        On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard.
         Nor is a dead rank always noticed there: gloo was seen to wait out its whole timeout.
         """
         if self._is_cuda:
@@ -109,17 +115,23 @@ class Group:
 
 
 def join_group(
-    rank: int, size: int, store: dist.Store, device: torch.device, timeout: float
+    rank: int,
+    size: int,
+    store: dist.Store,
+    device: torch.device,
+    timeout: float,
+    host: str = LOOPBACK,
 ) -> Group:
     """Meet the other ranks. Returns when all have come; raises if one does not in time.
 
     `timeout`, in seconds, is also what a collective waits for a rank that does not take part.
+    `host` is an address of this machine that the others reach.
     """
     if device.type == "cuda":
         return _join_nccl(rank, size, store, device, timeout)
     options = dist.ProcessGroupGloo._Options()
-    # The loopback interface: all ranks are on this machine, whose own name may not resolve.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    # By address: the machine's own name may not resolve.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
     return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
 
@@ -142,24 +154,18 @@ def _join_nccl(
     return group
 
 
-def serve_store(size: int) -> dist.TCPStore:
-    """Where `size` ranks find each other, on a free port of the loopback interface."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    return _store(listener.getsockname()[1], size, master_listen_fd=listener.detach())
-
-
-def find_store(port: int, size: int) -> dist.TCPStore:
-    """The store that rank 0 serves at `port`."""
-    return _store(port, size)
-
-
-def _store(port: int, size: int, **served: int) -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        size,
-        is_master=bool(served),
-        wait_for_workers=False,
-        timeout=_MEET_TIMEOUT,
-        **served,
+def serve_store(size: int, host: str = LOOPBACK) -> dist.TCPStore:
+    """Where `size` ranks find each other, on a free port of an address of this machine."""
+    listener = socket.create_server((host, 0))
+    return _store(
+        host, listener.getsockname()[1], size, is_master=True, master_listen_fd=listener.detach()
     )
+
+
+def find_store(port: int, size: int, host: str = LOOPBACK) -> dist.TCPStore:
+    """The store that rank 0 serves at `port`."""
+    return _store(host, port, size, is_master=False)
+
+
+def _store(host: str, port: int, size: int, **kind: Any) -> dist.TCPStore:
+    return dist.TCPStore(host, port, size, wait_for_workers=False, timeout=_MEET_TIMEOUT, **kind)

@@ -60,6 +60,8 @@ def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     config, model_config = runner.config, runner.model_config
     # 1) A model without memory shows what would not fit, before any is taken.
     make, context = model_class(model_config.architecture), runner.context
+    if context.tp.stage is not None:
+        make = context.tp.stage.part_of(make)
     meta = replace(context, device=torch.device("meta"), num_positions=1)
     check_model(runner, make(model_config, meta), path)
     # 2) The model; its tables are for positions that occur.

@@ -33,7 +33,8 @@ from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class, registered_model
 from nanoserve.worker.heads import registered_heads
 from nanoserve.worker.model_runner import Handle, ModelRunner
-from nanoserve.worker.process_group import Group, join_group, serve_store
+from nanoserve.worker.process_group import Group, serve_store
+from nanoserve.worker.ranks import join_ranks
 from nanoserve.worker.worker_processes import WorkerError, Workers
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
@@ -52,9 +53,10 @@ class TensorParallelExecutor:
         device: torch.device,
         make_runner: Callable[[TensorParallel], ModelRunner],
     ) -> None:
-        size, architecture = config.tensor_parallel_size, model_config.architecture
+        tp_size, architecture = config.tensor_parallel_size, model_config.architecture
+        size = tp_size * config.pipeline_parallel_size
         # Without memory: raises if so many ranks cannot share it.
-        tp, meta = TensorParallel(0, size), torch.device("meta")
+        tp, meta = TensorParallel(0, tp_size), torch.device("meta")
         shape_only = LayerContext(device=meta, tp=tp, num_positions=1)
         model_class(architecture)(model_config, shape_only)
         location = _model_location(architecture)
@@ -63,6 +65,8 @@ class TensorParallelExecutor:
         _ENGINES.add(self)
         self._workers: Workers | None = None
         self._groups: list[Group] = []
+        # More than are under way, and a power of two: at one, steps are numbered from 0 again.
+        self._num_batches = 2 ** config.pipeline_parallel_size.bit_length()
         self._uncollected: set[Batch] = set()  # their steps were launched
         self._is_amid_collectives = False  # of a step that others have been told of
         self._timeout = config.distributed_timeout_seconds
@@ -77,16 +81,16 @@ class TensorParallelExecutor:
             options = asdict(replace(config, logits_processors=(), speculative_config=None))
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["model"] = (architecture, location)
-            job["heads"] = registered_heads()
+            job["heads"], job["num_batches"] = registered_heads(), self._num_batches
             self._workers = Workers(size, job, memory, num_threads, config.worker_timeout_seconds)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
-            meet = partial(join_group, 0, size, store, device, self._timeout)
-            groups.append(self._workers.watch(meet))
-            self._workers.on_failure = groups[0].abort
-            self.runner = make_runner(TensorParallel(0, size, groups[0]))
+            meet = partial(join_ranks, config, model_config, 0, store, device, groups)
+            place = self._workers.watch(meet)
+            self._workers.on_failure = lambda: [group.abort() for group in groups]
+            self.runner = make_runner(place)
             self._stack.callback(self.runner.close)
-            num_bytes = 2 * self.runner.layout.num_bytes
+            num_bytes = self._num_batches * self.runner.layout.num_bytes
             os.ftruncate(memory, num_bytes)
             self.runner.use_memory(map_memory(memory, num_bytes))
             self._workers.wait_for("built", _LOAD_TIMEOUT)
@@ -118,7 +122,7 @@ class TensorParallelExecutor:
         with self._recovery():
             self.runner.fill_slots(changes)  # before any other rank starts: this may raise
             self._is_amid_collectives = True
-            self._workers.announce(batch.step)
+            self._workers.announce(batch)
             self._uncollected.add(batch)
             handle = self.runner.forward(batch, [])
             self._is_amid_collectives = False
@@ -169,17 +173,21 @@ class TensorParallelExecutor:
         try:
             yield
         except BaseException as error:
-            # Where rank 0 has done its share, the others are busy at most. They have time for it.
-            timeout = _LEFT_TIMEOUT if self._is_amid_collectives else self._timeout
-            self._is_amid_collectives = False
             try:
-                goes_on = self._workers.are_waiting(timeout)
+                goes_on = self._others_wait()
             except BaseException as interrupt:
                 self._end(interrupt)
                 raise
             if not goes_on:
                 self._end(error)
             raise
+
+    def _others_wait(self) -> bool:
+        """Whether, after an error on rank 0, all others come to the end of what was launched."""
+        # Where rank 0 has done its share, the others are busy at most. They have time for it.
+        timeout = _LEFT_TIMEOUT if self._is_amid_collectives else self._timeout
+        self._is_amid_collectives = False
+        return self._workers.are_waiting(timeout)
 
     def _end(self, error: BaseException) -> None:
         """Close, and raise what a worker has to say if it may be the cause of `error`.

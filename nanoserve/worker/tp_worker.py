@@ -20,12 +20,12 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.heads import register_head
 from nanoserve.worker.heartbeat import beat_for_ever
-from nanoserve.worker.process_group import find_store, join_group
+from nanoserve.worker.process_group import find_store
+from nanoserve.worker.ranks import join_ranks
 from nanoserve.worker.tensor_parallel import map_memory
 from nanoserve.worker.worker_processes import PING
 
@@ -52,7 +52,7 @@ class Reporter:
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()
 
-    def __call__(self, **message: str) -> None:
+    def __call__(self, **message: Any) -> None:
         self._write(json.dumps(message).encode())
 
     def beat(self) -> None:
@@ -77,9 +77,8 @@ def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
         torch.cuda.set_device(device)  # this process has no other; what forgets to say so means it
     store = find_store(job["port"], size)
     report(state="ready")
-    timeout = config.distributed_timeout_seconds
-    group = join_group(job["rank"], size, store, device, timeout)
-    runner = make_runner(config, model_config, path, TensorParallel(job["rank"], size, group))
+    place = join_ranks(config, model_config, job["rank"], store, device, [])
+    runner = make_runner(config, model_config, path, place)
     report(state="built")
     shared: list[Batch] = []
     while announced := os.read(fds["steps"], 4):
@@ -89,10 +88,13 @@ def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
             report(state="waiting")
             continue
         if not shared:  # rank 0 has given the memory its size by now
-            memory = map_memory(fds["memory"], 2 * runner.layout.num_bytes)
-            shared = [Batch(runner.layout, part) for part in np.split(memory, 2)]
+            memory = map_memory(fds["memory"], job["num_batches"] * runner.layout.num_bytes)
+            parts = np.split(memory, job["num_batches"])
+            shared = [Batch(runner.layout, part) for part in parts]
         # What rank 0 does in this step, up to the logits, which go to rank 0.
-        runner.forward(_copied(shared[step % 2], runner.next_batch(), step), [])
+        runner.forward(_copied(shared[step % len(shared)], runner.next_batch(), step), [])
+        if config.trace is not None and place.stage is not None and place.rank == 0:
+            report(step=step, span=place.stage.span)
 
 
 def _copied(shared: Batch, own: Batch, step: int) -> Batch:

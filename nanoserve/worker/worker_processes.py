@@ -20,6 +20,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoserve.engine.batch import Batch
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.worker.heartbeat import BEAT, Pulse
 
@@ -48,6 +49,8 @@ class Workers:
     ) -> None:
         self.failure: str | None = None  # why the workers are of no use any more
         self.on_failure: Callable[[], None] = lambda: None
+        # Of a pipeline that is traced, by step and rank: when it began and when it had done.
+        self.spans: dict[tuple[int, int], list[float]] = {}
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
         self._timeout = timeout
         self._is_closing = False
@@ -103,12 +106,15 @@ class Workers:
         if self._is_closing:
             raise WorkerError("tensor parallelism: the workers have been ended")
 
-    def announce(self, step: int) -> None:
-        """Let every worker run `step`, whose batch is packed."""
+    def announce(self, batch: Batch) -> None:
+        """Let every worker run the step of `batch`, which is packed in the memory of all."""
         self.check()
+        self._tell(batch.step.to_bytes(4, "little"))
+
+    def _tell(self, message: bytes) -> None:
         for fd in self._steps:
             try:
-                os.write(fd, step.to_bytes(4, "little"))
+                os.write(fd, message)
             except BrokenPipeError:
                 self.explain()
                 self.check()
@@ -129,7 +135,8 @@ class Workers:
             while True:  # answers to an earlier question that nobody waited for
                 self._messages.get_nowait()
         try:
-            self.announce(PING)
+            self.check()
+            self._tell(PING.to_bytes(4, "little"))
             return not self._late("waiting", timeout)
         except WorkerError:
             return False
@@ -264,9 +271,11 @@ class Workers:
             )
         self._processes[rank - 1].kill()
 
-    def _receive(self, rank: int, message: dict[str, str]) -> None:
+    def _receive(self, rank: int, message: dict[str, Any]) -> None:
         if "error" in message:
             self.fail(f"rank {rank} failed:\n{message['error']}")
+        elif "span" in message:
+            self.spans[message["step"], rank] = message["span"]
         else:
             self._messages.put((rank, message["state"]))
 

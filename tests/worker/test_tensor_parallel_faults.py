@@ -11,13 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_remains import (  # the fixture is for each test of this file
+    PATIENCE,
+    SOON,
+    nothing_is_left_behind,  # noqa: F401
+    soon_after_a_step,
+    tell_time,
+    within,
+)
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
@@ -30,8 +38,6 @@ from nanoserve.worker.worker_processes import WorkerError
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="looks for processes in /proc"
 )
-SOON = 5.0  # seconds
-PATIENCE = 120.0  # for what only a hang would miss: processes that start on a busy machine
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -39,58 +45,6 @@ SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 def make_llm(path: Path, **options: Any) -> LLM:
     common = {"device": "cpu", "skip_tokenizer_init": True, "tensor_parallel_size": 2}
     return LLM(path, **common | options)
-
-
-# In the environment of all that a test starts, so that tests of other processes are not seen.
-MARK = f"NANOSERVE_TESTED_BY={os.getpid()}"
-
-
-def workers() -> set[int]:
-    """Processes of any engine's workers that these tests have started."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            command, environment = (entry / "cmdline").read_bytes(), entry / "environ"
-            is_worker = b"nanoserve.worker.tp_worker" in command.split(b"\0")
-            if is_worker and MARK.encode() in environment.read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-def tell_time(start: float, limit: float = SOON) -> None:
-    seconds = time.monotonic() - start
-    print(f"after {seconds:.2f} seconds")  # shown with -s, or on failure
-    assert seconds < limit
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(*MARK.split("="))
-    before, files = workers(), set(os.listdir("/dev/shm"))
-    threads = torch.get_num_threads()
-    yield
-    assert within(SOON, lambda: workers() <= before), workers() - before
-    assert set(os.listdir("/dev/shm")) <= files
-    assert torch.get_num_threads() == threads
-
-
-def soon_after_a_step(llm: LLM, action: Callable[[], None]) -> None:
-    """Once, from a thread: so it falls into the middle of some later step."""
-
-    def begin(*args: object) -> None:
-        llm.engine.observers.remove(begin)
-        threading.Timer(0.05, action).start()
-
-    llm.engine.observers.append(begin)
 
 
 # ---------------------------------------------------------------- a worker fails
@@ -140,9 +94,9 @@ def test_a_worker_that_is_killed_and_gloo_does_not_notice(
             if not killed_at:
                 killed_at.append(time.monotonic())
                 os.kill(pid, signal.SIGKILL)
-            Group._wait(group, DeafWork())
+            Group.wait(group, DeafWork())
 
-        monkeypatch.setattr(group, "_wait", wait_for_the_dead)
+        monkeypatch.setattr(group, "wait", wait_for_the_dead)
         with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         tell_time(killed_at[0])
@@ -187,8 +141,9 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(
     size = 4 if full_size else 2
     with make_llm(checkpoint, tensor_parallel_size=size, max_num_seqs=4) as llm:
         llm.generate([1, 2, 3], SHORT, use_tqdm=False)
-        announce = llm.engine.executor._workers.announce
-        llm.engine.executor._workers.announce = lambda step: announce(step + 2)
+        workers = llm.engine.executor._workers
+        tell, later = workers._tell, (2).to_bytes(4, "little")
+        workers._tell = lambda message: tell(bytes(map(sum, zip(message, later, strict=True))))
         start = time.monotonic()
         with pytest.raises(WorkerError, match="was overwritten by") as caught:
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)

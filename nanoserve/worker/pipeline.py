@@ -1,0 +1,105 @@
+"""Rank 0 of a pipeline: it is in the last stage, and takes part in a step when it is collected.
+
+`forward` only tells the others of a step, which begin with it at once. What rank 0 does of it, its
+layers and the sampling, waits until the loop collects it: by then the loop has launched the steps
+behind it, so that the stages before have work. So a sequence's settings are read, too, when the
+steps before have left its slot.
+"""
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.worker.pipeline_stage import share_layers
+from nanoserve.worker.tensor_parallel import TensorParallelExecutor
+
+Expected = tuple[dict[int, list[int]], dict[int, Any]]
+
+
+@dataclass
+class Launched:
+    """A step that the stages before this one compute, or have computed."""
+
+    batch: Batch
+    changes: list[SlotChange]
+    expected: Expected | None = None
+
+
+class PipelineExecutor(TensorParallelExecutor):
+    """Rank 0's runner, and the workers of all stages."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, *args: Any) -> None:
+        share_layers(model_config, config.pipeline_parallel_size)  # raises for too few
+        self._launched: deque[Launched] = deque()  # in which rank 0 has not taken part yet
+        self._is_traced = config.trace is not None
+        super().__init__(config, model_config, *args)
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Launched:
+        self._workers.check()
+        with self._recovery():
+            self._workers.announce(batch)
+            self._launched.append(Launched(batch, changes))
+        return self._launched[-1]
+
+    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
+        self._launched[-1].expected = (guesses, limits)
+
+    def sample(self, launched: Launched) -> None:
+        """With `collect`: the model's last layers have not run."""
+
+    def collect(self, launched: Launched) -> StepResult:
+        with self._recovery():
+            while (first := self._launched.popleft()) is not launched:
+                self._compute(first, [])  # given up
+            handle = self._compute(launched, launched.changes)
+            if launched.expected is not None:
+                self.runner.expect(*launched.expected)
+            self.runner.sample(handle)
+            result = self.runner.collect(handle)
+            self._workers.check()  # as for tensor parallelism
+            if self._is_traced:
+                span = [self.runner.context.tp.stage.span[0], time.perf_counter()]
+                self._workers.spans[launched.batch.step, 0] = span
+        return result
+
+    def spans(self, step: int) -> list[list[float]]:
+        """When each stage began with a step that is over, and when it had done: by its own clock.
+
+        All have, but the news may be under way. Once; a stage that says nothing has none.
+        """
+        place, spans, deadline = self.runner.context.tp, self._workers.spans, time.monotonic() + 1
+        ranks = [place.size * index for index in reversed(range(place.stage.num_stages))]
+        while any((step, rank) not in spans for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        return [spans.pop((step, rank), []) for rank in ranks]
+
+    def give_up(self) -> None:
+        """Nobody will collect what was launched. The others wait for rank 0 in these steps."""
+        with contextlib.suppress(Exception), self._recovery():  # an error has ended the engine
+            while self._launched:
+                self._compute(self._launched.popleft(), [])
+
+    def _compute(self, launched: Launched, changes: list[SlotChange]) -> Any:
+        """Rank 0's part of a step, up to the logits."""
+        error = None
+        try:
+            self.runner.fill_slots(changes)
+        except BaseException as raised:  # the others must not wait for it
+            error = raised
+        self._is_amid_collectives = True
+        handle = self.runner.forward(launched.batch, [])
+        self._is_amid_collectives = False
+        if error is not None:
+            raise error
+        return handle
+
+    def _others_wait(self) -> bool:
+        if not self._is_amid_collectives:
+            self.give_up()  # in those steps, too
+        return super()._others_wait()

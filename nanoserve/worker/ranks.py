@@ -1,0 +1,36 @@
+"""Where a rank finds its place among the others."""
+
+import torch
+import torch.distributed as dist
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.worker.process_group import LOOPBACK, Group, join_group
+
+
+def join_ranks(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    store: dist.Store,
+    device: torch.device,
+    groups: list[Group],
+    host: str = LOOPBACK,
+) -> TensorParallel:
+    """Meet the other ranks; all groups that this one is in are put into `groups`, to be closed.
+
+    `host` is an address of this machine that the others reach.
+    """
+
+    def join(name: str, rank: int, size: int) -> Group:
+        own, timeout = dist.PrefixStore(name, store), config.distributed_timeout_seconds
+        groups.append(join_group(rank, size, own, device, timeout, host))
+        return groups[-1]
+
+    tp_size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if num_stages == 1:
+        return TensorParallel(rank, tp_size, join("all", rank, tp_size))
+    from nanoserve.worker.pipeline_stage import join_stage
+
+    return join_stage(num_stages, tp_size, rank, model_config, join)

@@ -1,0 +1,357 @@
+"""A pipeline of real processes gives the tokens of one process, whatever else is asked of it.
+
+On a CPU with gloo; it has not run on GPUs.
+"""
+
+import logging
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_fuzz import VOCAB_SIZE, ModelRun, reference_engine
+from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.trace.__main__ import summary
+from nanoserve.trace.phases import chrome_trace
+from nanoserve.trace.reader import read_trace
+from nanoserve.trace.stages import stage_uses
+from nanoserve.worker.pipeline_stage import _starts_under, share_layers
+
+LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}
+TINY_POOL = {"num_kv_blocks": 26, "block_size": 4, "max_model_len": 96, "max_num_seqs": 12}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 2,
+}
+
+
+def make_llm(path: Path | str, stages: int, tp: int = 1, **options: Any) -> LLM:
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": tp}
+    common = {"dtype": "float32", "device": "cpu", "tokenizer": "tiny-qwen3"}
+    return LLM(path, **common | sizes | options)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three_layers")
+    make_qwen3(folder, **LAYERS)
+    return folder
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    settings: dict[str, Any] = {"max_tokens": rng.randint(3, 24), "ignore_eos": True}
+    kind = rng.randrange(6)
+    if kind == 0:
+        settings |= {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}
+    elif kind == 1:
+        settings |= {"temperature": 0.9, "seed": rng.randrange(99), "n": 2, "top_p": 0.9}
+    elif kind == 2:
+        settings |= {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}}
+    elif kind == 3:
+        settings |= {"temperature": 0.0, "stop_token_ids": [*range(0, 2048, 9)]}
+        settings["ignore_eos"] = False
+    elif kind == 4:
+        settings |= {"temperature": 1.0, "seed": 7, "min_tokens": 3, "stop": ["e"]}
+    else:
+        settings |= {"temperature": 0.0}
+    return SamplingParams(**settings)
+
+
+def mixed_life(llm: LLM, num_requests: int) -> dict[str, list[tuple[list[int], str | None]]]:
+    """Tokens and finish reasons of requests that arrive, and are aborted, as steps go by.
+
+    Which are aborted is fixed, when is not: it depends on how many steps there are.
+    """
+    rng, engine, found = random.Random(3), llm.engine, {}
+    beginnings = [[rng.randrange(2048) for _ in range(40)] for _ in range(3)]
+    requests = []
+    for number in range(num_requests):
+        prompt = rng.choice(beginnings)[: rng.randint(0, 40)] + [
+            rng.randrange(2048) for _ in range(rng.randint(1, 30))
+        ]
+        requests.append((f"r{number}", prompt, random_params(rng), rng.random() < 0.1))
+    doomed: dict[str, int] = {}
+
+    def take(outputs: list[Any]) -> None:
+        for output in outputs:
+            if output.finished:
+                found[output.request_id] = [
+                    (completion.token_ids, completion.finish_reason)
+                    for completion in output.outputs
+                ]
+
+    while requests or engine.has_unfinished_requests():
+        for name, prompt, params, is_doomed in requests[:2]:
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            if is_doomed:
+                doomed[name] = rng.randint(0, 9)
+        del requests[:2]
+        take(engine.step())
+        for name in [name for name, steps in doomed.items() if steps == 0]:
+            output = engine.abort_request(name)
+            take([] if output is None else [output])
+        doomed = {name: steps - 1 for name, steps in doomed.items() if steps > 0}
+    return found
+
+
+def assert_same_life(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Equal tokens; of those that were aborted, perhaps at another token, as far as both go."""
+    assert ours.keys() == theirs.keys()
+    num_aborted = 0
+    for name, completions in theirs.items():
+        for (a, why_a), (b, why_b) in zip(ours[name], completions, strict=True):
+            if "abort" in (why_a, why_b):
+                num_aborted += 1
+                shorter = min(len(a), len(b))
+                assert a[:shorter] == b[:shorter]
+            else:
+                assert (a, why_a) == (b, why_b), name
+    assert num_aborted > len(theirs) / 30
+
+
+@pytest.mark.small(sizes=[(2, 1), (3, 1)])
+@pytest.mark.parametrize("sizes", [(2, 1), (3, 1), (2, 2)], ids=str)
+def test_stages_answer_mixed_requests_as_one_process_does(
+    path: Path, sizes: tuple[int, int], full_size: bool
+) -> None:
+    """In a pool that is too small, with aborts: three hundred requests in CI."""
+    num_requests = 300 if full_size else 60
+    with make_llm(path, 1, **TINY_POOL) as llm:
+        expected = mixed_life(llm, num_requests)
+        assert llm.stats.num_preemptions > 5
+    with make_llm(path, *sizes, **TINY_POOL) as llm:
+        rows: list[int] = []
+        llm.engine.observers.append(lambda plan, batch, times: rows.append(len(plan.rows)))
+        found = mixed_life(llm, num_requests)
+        assert llm.stats.num_preemptions > 5
+        assert len(llm.engine.executor.worker_pids) == sizes[0] * sizes[1] - 1
+        print("steps", len(rows), "preemptions", llm.stats.num_preemptions)
+        scheduler = llm.engine.scheduler
+        assert scheduler.block_manager.num_free_blocks == TINY_POOL["num_kv_blocks"]
+        assert not (scheduler.held or scheduler.running or scheduler.waiting)
+    assert_same_life(found, expected)
+
+
+CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "untied": (Qwen3ForCausalLM, LAYERS),
+    "tied": (Qwen3ForCausalLM, LAYERS | {"tie_word_embeddings": True}),
+    "gemma2": (Gemma2ForCausalLM, LAYERS | GEMMA2),
+    "gemma3": (Gemma3ForCausalLM, LAYERS | GEMMA3),
+    "experts": (Qwen3MoeForCausalLM, LAYERS | MOE),
+}
+
+
+@pytest.mark.small(kind=["tied", "gemma3"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_models_of_all_kinds(tmp_path: Path, kind: str) -> None:
+    architecture, overrides = CHECKPOINTS[kind]
+    make_checkpoint(architecture, tmp_path, **overrides)
+    asked = [[5 * i + j for j in range(1 + 7 * i)] for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    with make_llm(tmp_path, 1) as llm:
+        expected = llm.generate(asked, params, use_tqdm=False)
+    with make_llm(tmp_path, 3) as llm:
+        found = llm.generate(asked, params, use_tqdm=False)
+    for a, b in zip(found, expected, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        assert abs(a.outputs[0].cumulative_logprob - b.outputs[0].cumulative_logprob) < 1e-4
+
+
+@pytest.mark.small(options=[{"quantization": "int8", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        {"attention_backend": "torch", "max_num_batched_tokens": 16, "max_num_seqs": 3},
+        {"scheduling_policy": "priority", "long_prefill_token_threshold": 5},
+    ],
+    ids=str,
+)
+def test_beside_other_options(path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("numba")
+    asked = [[5 * i + j for j in range(1 + 7 * i)] for i in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for stages in (1, 2):
+        with make_llm(path, stages, **options) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_stages_verify_guesses(path: Path, method: str) -> None:
+    """Of a sequence that is in one step at a time, all tokens are known to who guesses."""
+    guesses: dict[str, Any] = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    if method == "draft_model":
+        guesses |= {"model": str(path)}
+    else:
+        guesses |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    asked = [[i, i + 1, i + 2] * 6 for i in range(1, 11)]
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=40, repetition_penalty=1.2),
+    ]
+    with make_llm(path, 1) as llm:
+        expected = llm.generate(asked, kinds * 5, use_tqdm=False)
+    with make_llm(path, 3, speculative_config=guesses) as llm:
+        found = llm.generate(asked, kinds * 5, use_tqdm=False)
+        stats = llm.stats
+    for a, b in zip(found, expected, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+    assert stats.num_draft_tokens > 50
+    assert method == "ngram" or stats.num_accepted_tokens > 100
+
+
+def test_stages_obey_grammars(path: Path) -> None:
+    pytest.importorskip("llguidance")
+    guide = StructuredOutputsParams(regex="[0-9]{3} is a number, and so is [0-9]{3}")
+    params = [
+        SamplingParams(temperature=temperature, seed=1, max_tokens=40, structured_outputs=guided)
+        for temperature in (0, 1)
+        for guided in (guide, None)
+    ]
+    found = []
+    for stages in (1, 3):
+        with make_llm(path, stages) as llm:
+            outputs = llm.generate([[5, 6]] * len(params) * 2, params * 2, use_tqdm=False)
+            assert all(output.error is None for output in outputs)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert llm.stats.num_accepted_tokens > 10  # forced runs
+    assert found[0] == found[1]
+
+
+def test_random_lives(path: Path, full_size: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Arrivals, aborts, streams, code that raises, a device that fails: as for one process."""
+    caplog.set_level(logging.CRITICAL, logger="nanoserve")
+    counts: Counter[str] = Counter()
+    with reference_engine(path) as reference:
+        for seed in range(40 if full_size else 3):
+            pipeline = {"pipeline_parallel_size": 2 + seed % 2, "async_scheduling": False}
+            run = ModelRun(seed, path, reference, **pipeline)
+            run.run()
+            counts += run.counts
+    assert LAYERS["vocab_size"] == VOCAB_SIZE
+    assert counts["requests"] and counts["streams"]
+
+
+def test_a_stage_has_its_layers_and_no_others(path: Path) -> None:
+    with make_llm(path, 3, num_kv_blocks=50, attention_backend="torch") as llm:
+        runner = llm.engine.executor.runner
+        names = [name for name, _ in runner.model.named_parameters()]
+        assert runner.kv_cache.shape[0] == 1
+        assert {name.split(".")[2] for name in names if ".layers." in name} == {"2"}
+        assert not any("embed_tokens" in name for name in names)
+        assert "lm_head.weight" in names and "model.norm.weight" in names
+
+
+def config_of(path: Path) -> ModelConfig:
+    return ModelConfig.from_checkpoint(path)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_layers_are_shared_out(path: Path, num_stages: int) -> None:
+    shares = share_layers(config_of(path), num_stages)
+    assert [index for share in shares for index in share] == [0, 1, 2]
+    assert all(shares)
+
+
+def test_the_largest_stage_is_as_small_as_can_be() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        sizes = [rng.randint(1, 9) for _ in range(rng.randint(2, 8))]
+        head, num_stages = rng.randint(0, 20), rng.randint(1, min(3, len(sizes)))
+        best = min(
+            bound
+            for bound in range(1, 200)
+            if _starts_under(bound, sizes, head, num_stages) is not None
+        )
+        assert best == _least_largest(sizes, head, num_stages)
+
+
+def _least_largest(sizes: list[int], head: int, num_stages: int) -> int:
+    """By trying all cuts."""
+
+    def largest(rest: list[int], stages: int) -> int:
+        if stages == 1:
+            return sum(rest) + head
+        cuts = range(1, len(rest) - stages + 2)
+        return min(max(sum(rest[:cut]), largest(rest[cut:], stages - 1)) for cut in cuts)
+
+    return largest(sizes, num_stages)
+
+
+def test_what_does_not_go_together_is_refused(path: Path) -> None:
+    for options, told in (
+        ({"pipeline_parallel_size": 4}, "4 stages, but the model has 3 layers"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
+        ({"pipeline_parallel_size": 2, "async_scheduling": True}, "async_scheduling"),
+        ({"pipeline_parallel_size": 2, "capture_sampling": True}, "capture_sampling"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "hidden_head"}},
+            "hidden_head",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            LLM(path, device="cpu", tokenizer="tiny-qwen3", **options)
+
+
+def test_steps_are_shared_out(path: Path) -> None:
+    """Nobody is in two steps, and no step takes more than its share."""
+    with make_llm(path, 3, max_num_seqs=12) as llm:
+        engine, rows = llm.engine, []
+
+        def observe(plan: Any, batch: Any, times: Any) -> None:
+            assert batch.header.num_pending == 0
+            under_way = [row.seq for step in engine._in_flight for row in step.plan.sampled]
+            assert len(under_way) == len(set(under_way))
+            rows.append(len(plan.rows))
+
+        engine.observers.append(observe)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        llm.generate([[7, 8, 9 + i] for i in range(12)], params, use_tqdm=False)
+    steady = rows[12:-12]
+    assert set(steady) == {4}, rows
+    assert EngineConfig(str(path), pipeline_parallel_size=3).num_steps_ahead == 2
+    assert torch.get_num_threads() >= 1
+
+
+def test_a_trace_tells_how_busy_the_stages_were(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    asked = [[7, 8, 9 + i] * 5 for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    pool = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 96}
+    with make_llm(path, 3, trace=file, **pool) as llm:
+        llm.generate(asked, params, use_tqdm=False)
+        assert llm.stats.num_preemptions > 0
+    trace = read_trace(file)
+    assert len(trace.steps) == llm.stats.num_steps and not any(s["undone"] for s in trace.steps)
+    for step in trace.steps:
+        spans = step["stages"]
+        assert len(spans) == 3
+        # A stage begins when the one before has sent; clocks of processes agree on one machine.
+        for (begin, end), (next_begin, _) in zip(spans, [*spans[1:], [1e9, 1e9]], strict=True):
+            assert 0 < begin <= end <= next_begin + 0.01
+    uses = stage_uses(trace)
+    assert len(uses) == 3 and all(0 <= use.ideal <= use.bubble < 1 for use in uses)
+    assert summary(trace).count("bubble") == 3
+    chrome = chrome_trace(trace)["traceEvents"]
+    tracks = {event["tid"] for event in chrome if event["pid"] == 3 and event["ph"] == "X"}
+    assert tracks == {0, 1, 2}
+    assert "stage" not in summary(replace(trace, steps=[]))
