@@ -46,7 +46,7 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
     else:
         from nanoserve.worker.tensor_parallel import TensorParallelExecutor as Ranks
 
-    device = choose_device(config.device, 0, num_ranks)
+    device = choose_device(config, 0, num_ranks)
     make = partial(make_runner, config, model_config, path)
     return Ranks(config, model_config, path, device, make)
 
@@ -67,7 +67,7 @@ def make_context(
     config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
 ) -> tuple[LayerContext, HostDevice]:
     """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
-    device = choose_device(config.device, tp.global_rank, tp.num_ranks)
+    device = choose_device(config, tp.global_rank, tp.num_ranks)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
@@ -101,11 +101,11 @@ def device_kind(asked: str) -> str:
     return "cuda" if has_cuda and asked != "cpu" else "cpu"
 
 
-def choose_device(kind: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Of "cuda", rank i of several takes GPU i, one rank the current."""
-    if kind == "cpu":
+def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Of "cuda", rank i of several takes GPU i; a single one, or one placed by Ray, the current."""
+    if config.device == "cpu":
         return torch.device("cpu")
-    if num_ranks == 1:
+    if num_ranks == 1 or config.distributed_executor_backend == "ray":
         return torch.device("cuda", torch.cuda.current_device())
     if num_ranks > torch.cuda.device_count():
         raise ValueError(

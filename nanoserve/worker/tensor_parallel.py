@@ -33,7 +33,7 @@ from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class, registered_model
 from nanoserve.worker.heads import registered_heads
 from nanoserve.worker.model_runner import Handle, ModelRunner
-from nanoserve.worker.process_group import Group, serve_store
+from nanoserve.worker.process_group import LOOPBACK, Group, serve_store
 from nanoserve.worker.ranks import join_ranks
 from nanoserve.worker.worker_processes import WorkerError, Workers
 
@@ -70,22 +70,28 @@ class TensorParallelExecutor:
         self._uncollected: set[Batch] = set()  # their steps were launched
         self._is_amid_collectives = False  # of a step that others have been told of
         self._timeout = config.distributed_timeout_seconds
+        workers_class = Workers
+        if config.distributed_executor_backend == "ray":
+            from nanoserve.worker.ray_workers import RayWorkers as workers_class
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
             self._stack.callback(os.close, memory)
             groups = self._groups
             self._stack.callback(lambda: [group.close() for group in groups])
-            store = serve_store(size)
+            host = LOOPBACK if workers_class is Workers else workers_class.own_address()
+            store = serve_store(size, host)
             # Sampling is for rank 0, and so is guessing.
             options = asdict(replace(config, logits_processors=(), speculative_config=None))
             job = {"options": options, "path": path, "size": size, "port": store.port}
+            job["host"] = host
             job["model"] = (architecture, location)
             job["heads"], job["num_batches"] = registered_heads(), self._num_batches
-            self._workers = Workers(size, job, memory, num_threads, config.worker_timeout_seconds)
+            timeout = config.worker_timeout_seconds
+            self._workers = workers_class(size, job, memory, num_threads, timeout)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
-            meet = partial(join_ranks, config, model_config, 0, store, device, groups)
+            meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
             place = self._workers.watch(meet)
             self._workers.on_failure = lambda: [group.abort() for group in groups]
             self.runner = make_runner(place)

@@ -11,8 +11,10 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.heads import register_head
 from nanoserve.worker.heartbeat import beat_for_ever
-from nanoserve.worker.process_group import find_store
+from nanoserve.worker.process_group import LOOPBACK, find_store
 from nanoserve.worker.ranks import join_ranks
 from nanoserve.worker.tensor_parallel import map_memory
 from nanoserve.worker.worker_processes import PING
@@ -33,24 +35,16 @@ from nanoserve.worker.worker_processes import PING
 def main() -> None:
     job = json.loads(sys.argv[1])
     fds = job["fds"]
-    report = Reporter(fds["status"])
+    report = Reporter(partial(os.write, fds["status"]))
     threading.Thread(target=_end_with, args=(fds["life"],), daemon=True).start()
-    threading.Thread(target=beat_for_ever, args=(report.beat,), daemon=True).start()
-    logging.disable(logging.WARNING)  # rank 0 has said it
-    try:
-        serve(job, fds, report)
-        status = 0
-    except BaseException:
-        report(error=traceback.format_exc())
-        status = 1
-    os._exit(status)  # without waiting for threads of libraries that wait for other ranks
+    os._exit(run(job, SharedSteps(fds, job["num_batches"]), report))
 
 
 class Reporter:
     """Writes lines to rank 0. A long one is not written at once, and no beat may fall into it."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd, self._lock = fd, threading.Lock()
+    def __init__(self, write: Callable[[bytes], Any]) -> None:
+        self._write_some, self._lock = write, threading.Lock()
 
     def __call__(self, **message: Any) -> None:
         self._write(json.dumps(message).encode())
@@ -60,10 +54,60 @@ class Reporter:
 
     def _write(self, line: bytes) -> None:
         with self._lock:
-            os.write(self._fd, line + b"\n")
+            self._write_some(line + b"\n")
 
 
-def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
+class Steps(Protocol):
+    """What rank 0 says."""
+
+    def next(self) -> int | None:
+        """Wait for the number of the next step, or `PING`; None if there are no more."""
+
+    def fetch(self, step: int, own: Batch) -> Batch:
+        """`own`, with what `step` has packed."""
+
+
+class SharedSteps:
+    """Steps by pipe, and batches in the memory that rank 0 packs them in."""
+
+    def __init__(self, fds: dict[str, int], num_batches: int) -> None:
+        self._steps, self._memory, self._num_batches = fds["steps"], fds["memory"], num_batches
+        self._shared: list[Batch] = []
+
+    def next(self) -> int | None:
+        told = os.read(self._steps, 4)
+        return int.from_bytes(told, "little") if told else None
+
+    def fetch(self, step: int, own: Batch) -> Batch:
+        """Rank 0 may pack the shared one anew when it has the logits of this step.
+
+        If it has begun to before, the number in the header shows it.
+        """
+        if not self._shared:  # rank 0 has given the memory its size by now
+            memory = map_memory(self._memory, self._num_batches * own.layout.num_bytes)
+            parts = np.split(memory, self._num_batches)
+            self._shared = [Batch(own.layout, part) for part in parts]
+        shared = self._shared[step % self._num_batches]
+        used = shared.num_bytes_used(shared.header)
+        own.memory[:used] = shared.memory[:used]
+        if not own.header.step == shared.header.step == step:
+            raise RuntimeError(f"step {step} was overwritten by {shared.header.step}")
+        return own
+
+
+def run(job: dict[str, Any], steps: Steps, report: Reporter) -> int:
+    """Serve to the end; the exit status. Threads of libraries may still wait for other ranks."""
+    threading.Thread(target=beat_for_ever, args=(report.beat,), daemon=True).start()
+    logging.disable(logging.WARNING)  # rank 0 has said it
+    try:
+        serve(job, steps, report)
+        return 0
+    except BaseException:
+        report(error=traceback.format_exc())
+        return 1
+
+
+def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     """Build this rank's runner, then run steps until there are no more."""
     config, path, size = EngineConfig(**job["options"]), Path(job["path"]), job["size"]
     architecture, location = job["model"]
@@ -72,41 +116,24 @@ def serve(job: dict[str, Any], fds: dict[str, int], report: Reporter) -> None:
     for name, location in job["heads"].items():
         register_head(name, location)
     model_config = ModelConfig.from_checkpoint(path, config.dtype)
-    device = choose_device(config.device, job["rank"], size)
+    device = choose_device(config, job["rank"], size)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # this process has no other; what forgets to say so means it
-    store = find_store(job["port"], size)
+    store = find_store(job["port"], size, job["host"])
     report(state="ready")
-    place = join_ranks(config, model_config, job["rank"], store, device, [])
+    own_host = job.get("own_host", LOOPBACK)
+    place = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
     runner = make_runner(config, model_config, path, place)
     report(state="built")
-    shared: list[Batch] = []
-    while announced := os.read(fds["steps"], 4):
-        step = int.from_bytes(announced, "little")
+    while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
             report(state="waiting")
             continue
-        if not shared:  # rank 0 has given the memory its size by now
-            memory = map_memory(fds["memory"], job["num_batches"] * runner.layout.num_bytes)
-            parts = np.split(memory, job["num_batches"])
-            shared = [Batch(runner.layout, part) for part in parts]
         # What rank 0 does in this step, up to the logits, which go to rank 0.
-        runner.forward(_copied(shared[step % len(shared)], runner.next_batch(), step), [])
+        runner.forward(steps.fetch(step, runner.next_batch()), [])
         if config.trace is not None and place.stage is not None and place.rank == 0:
             report(step=step, span=place.stage.span)
-
-
-def _copied(shared: Batch, own: Batch, step: int) -> Batch:
-    """This rank's copy of a step: rank 0 may pack the shared one anew when it has the logits.
-
-    If it has begun to before, the number in the header shows it.
-    """
-    used = shared.num_bytes_used(shared.header)
-    own.memory[:used] = shared.memory[:used]
-    if not own.header.step == shared.header.step == step:
-        raise RuntimeError(f"step {step} was overwritten by {shared.header.step}")
-    return own
 
 
 def _end_with(life: int) -> None:

@@ -55,21 +55,17 @@ class Workers:
         self._timeout = timeout
         self._is_closing = False
         self.are_built = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Any] = []  # `subprocess.Popen`, or what has its methods
         self._steps: list[int] = []
         self._statuses: dict[int, int] = {}  # file descriptor -> rank
-        life, self._life = os.pipe()
         try:
-            for rank in range(1, size):
-                self._start(job | {"rank": rank}, {"life": life, "memory": memory}, num_threads)
+            self._start_all(size, job, memory, num_threads)
             threading.Thread(target=self._listen, daemon=True).start()
         except BaseException:
             self.close()
             for fd in self._statuses:
-                os.close(fd)
+                self._close_status(fd)
             raise
-        finally:
-            os.close(life)
 
     @property
     def pids(self) -> list[int]:
@@ -104,7 +100,7 @@ class Workers:
         if self.failure is not None:
             raise WorkerError(self.failure)
         if self._is_closing:
-            raise WorkerError("tensor parallelism: the workers have been ended")
+            raise WorkerError("the ranks of this engine have been ended")
 
     def announce(self, batch: Batch) -> None:
         """Let every worker run the step of `batch`, which is packed in the memory of all."""
@@ -144,7 +140,7 @@ class Workers:
     def fail(self, reason: str) -> None:
         """Let everybody know why the workers are of no use any more; the first reason counts."""
         if self.failure is None:
-            self.failure = f"tensor parallelism: {reason}"
+            self.failure = f"the ranks of this engine: {reason}"
             self._messages.put((0, "failed"))  # wakes whoever waits for a state
             self.on_failure()
 
@@ -158,7 +154,7 @@ class Workers:
             # Before it is built, a worker does not listen for steps.
             self._join(_GRACE if self.are_built and not self.failure else 0.0)
         finally:
-            os.close(self._life)
+            self._end_lives()
             try:
                 self._join(_GRACE)
             finally:
@@ -171,7 +167,8 @@ class Workers:
         self._is_closing = True
         self.failure = "this engine belongs to another process: instead of fork, use spawn"
         self._close_steps()
-        for fd in (self._life, *self._statuses):
+        self._end_lives()
+        for fd in self._statuses:
             with contextlib.suppress(OSError):  # closed before the fork
                 os.close(fd)
 
@@ -199,6 +196,20 @@ class Workers:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _end_lives(self) -> None:
+        """Workers end at once when they read this pipe's end."""
+        with contextlib.suppress(OSError):  # closed before the fork
+            os.close(self._life)
+
+    def _start_all(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
+        """All workers, each with its place in `_processes`, `_steps` and `_statuses`."""
+        life, self._life = os.pipe()
+        try:
+            for rank in range(1, size):
+                self._start(job | {"rank": rank}, {"life": life, "memory": memory}, num_threads)
+        finally:
+            os.close(life)
 
     def _start(self, job: dict[str, Any], shared: dict[str, int], num_threads: int) -> None:
         steps_there, steps_here = os.pipe()
@@ -237,16 +248,16 @@ class Workers:
             while unread:
                 for key, _ in selector.select(BEAT):
                     fd, rank = key.fd, self._statuses[key.fd]
-                    data = os.read(fd, 1 << 16)
+                    data = self._read(fd)
                     *lines, unread[fd] = (unread[fd] + data).split(b"\n")
                     for line in filter(None, lines):
                         self._receive(rank, json.loads(line))
                     if data:
                         heard.add(rank)
-                        pulses.setdefault(rank, Pulse(self.pids[rank - 1]))
+                        pulses.setdefault(rank, self._pulse(rank))
                         continue
                     selector.unregister(fd)
-                    os.close(fd)
+                    self._close_status(fd)
                     del unread[fd]
                     pulses.pop(rank, None)
                     self._note_end(rank)
@@ -257,6 +268,9 @@ class Workers:
                         self._judge(rank, pulse)
                     looked += elapsed
                     heard.clear()
+
+    def _pulse(self, rank: int) -> Pulse:
+        return Pulse(self.pids[rank - 1])
 
     def _judge(self, rank: int, pulse: Pulse) -> None:
         """Kill a worker that has been silent for too long."""
@@ -270,6 +284,12 @@ class Workers:
                 f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
             )
         self._processes[rank - 1].kill()
+
+    def _close_status(self, fd: int) -> None:
+        os.close(fd)
+
+    def _read(self, fd: int) -> bytes:
+        return os.read(fd, 1 << 16)
 
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
         if "error" in message:

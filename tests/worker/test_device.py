@@ -32,7 +32,7 @@ def be_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, 
 
 def test_auto_takes_the_gpu_that_is_there() -> None:
     assert device_kind("auto") == device_kind("cpu") == "cpu"
-    assert choose_device("cpu") == CPU
+    assert choose_device(EngineConfig("m", device="cpu")) == CPU
     with pytest.raises(ValueError, match=r"device='cuda', but torch .* sees no NVIDIA GPU"):
         device_kind("cuda")
 
@@ -40,7 +40,7 @@ def test_auto_takes_the_gpu_that_is_there() -> None:
 @pytest.mark.usefixtures("gpu")
 def test_it_is_the_callers_current_one() -> None:
     assert device_kind("auto") == device_kind("cuda") == "cuda"
-    assert choose_device("cuda") == torch.device("cuda", 1)
+    assert choose_device(EngineConfig("m", device="cuda")) == torch.device("cuda", 1)
     assert device_kind("cpu") == "cpu"
 
 
