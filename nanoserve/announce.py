@@ -29,6 +29,8 @@ def summary(engine: LLMEngine) -> str:
     parts = [repr(config.model), model_config.architecture, model_config.dtype, config.device]
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks")
+    if config.pipeline_parallel_size > 1:
+        parts.append(f"{config.pipeline_parallel_size} stages")
     if context is not None:
         parts += [f"attention {_name(context.attention)}", f"products {_products(executor)}"]
     num_blocks = engine.scheduler.block_manager.num_blocks

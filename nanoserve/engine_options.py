@@ -59,7 +59,6 @@ class VllmOptions(TypedDict, total=False):
     disable_mm_preprocessor_cache: Any
     disable_nccl_for_dp_synchronization: Any
     disable_sliding_window: Any
-    distributed_executor_backend: Any
     ec_transfer_config: Any
     enable_chunked_prefill: Any
     enable_dbo: Any
@@ -131,7 +130,6 @@ class VllmOptions(TypedDict, total=False):
     otlp_traces_endpoint: Any
     override_attention_dtype: Any
     override_pooler_config: Any
-    pipeline_parallel_size: Any
     pooler_config: Any
     prefill_context_parallel_size: Any
     prefix_caching_hash_algo: Any
@@ -203,5 +201,7 @@ class EngineOptions(VllmOptions, total=False):
     capture_sampling: bool
     gpu_memory_utilization: float
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+    distributed_executor_backend: Literal["mp", "ray", "uni"] | None
     distributed_timeout_seconds: int
     worker_timeout_seconds: int

@@ -1,15 +1,15 @@
 """Which ways of sharing a model go together; asked of a configuration that wants several."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nanoserve.checks import require
 
-if TYPE_CHECKING:
-    from nanoserve.config import EngineConfig
 
+def check_parallel(config: Any) -> None:
+    """Of an `EngineConfig`.
 
-def check_parallel(config: "EngineConfig") -> None:
-    """Raise `ValueError` for what a pipeline, or another executor, cannot be combined with."""
+    Raises `ValueError` for what a pipeline, or Ray, cannot be combined with.
+    """
     stages, asked = config.pipeline_parallel_size, config.speculative_config
     num_ranks = config.tensor_parallel_size * stages
     require(

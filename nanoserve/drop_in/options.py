@@ -32,6 +32,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
         "CPU_ATTN": "auto",
     },
     "load_format": {"hf": "auto"},
+    "distributed_executor_backend": {"uni": "mp"},
 }
 # What to do about values that are none of ours.
 _ADVICE = {
@@ -41,6 +42,7 @@ _ADVICE = {
     ("load_format", "mistral"): "take the repository's files in Hugging Face's form",
     ("load_format", "bitsandbytes"): "bitsandbytes checkpoints are read with load_format='auto'",
     ("attention_backend", "FLASHINFER"): "take 'triton' or 'flash_attn'",
+    ("distributed_executor_backend", "external_launcher"): "'mp' starts the ranks, or 'ray'",
     ("kv_cache_dtype", "fp8_e5m2"): "take 'fp8', which is e4m3 with a scale per token and head",
 }
 
@@ -64,6 +66,10 @@ _LIKE = {
     "mem_fraction_static": "gpu_memory_utilization",
     "tp_size": "tensor_parallel_size",
     "tp": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "dp": "data_parallel_size",
     "token": "hf_token",
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
 }
@@ -102,8 +108,12 @@ def _known(
 
 _one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
 _TEXT = "nanoserve runs text models only: leave it out"
-_RANKS = "one engine is one process or tensor_parallel_size ranks; for more, start more servers"
-_EXPERTS = "the experts of a mixture are shared by the ranks of tensor_parallel_size"
+_REPLICAS = (
+    "one engine is one replica, of tensor_parallel_size x pipeline_parallel_size ranks; for several "
+    "take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
+)
+_RANKS = "ranks are tensor_parallel_size x pipeline_parallel_size"
+_EXPERTS = "each expert is shared by the ranks of tensor_parallel_size"
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
 _POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
 _GRAPHS = "which graphs are recorded follows from max_num_seqs; enforce_eager=True records none"
@@ -183,15 +193,14 @@ FOREIGN: dict[str, Foreign] = {
              lambda value: value in ({}, 0) and value is not False),
     **_known("cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size", _GRAPHS),
     # More than one device, machine or engine.
-    **_known("pipeline_parallel_size data_parallel_size data_parallel_size_local "
-             "decode_context_parallel_size prefill_context_parallel_size", _RANKS, _one),
-    **_known("distributed_executor_backend", "ranks are processes of one machine",
-             _one_of("mp", "uni")),
-    **_known("data_parallel_backend", _RANKS, _one_of("mp")),
+    **_known("data_parallel_size data_parallel_size_local", _REPLICAS, _one),
+    **_known("decode_context_parallel_size prefill_context_parallel_size", _RANKS, _one),
+    **_known("data_parallel_backend", _REPLICAS, _one_of("mp")),
     **_known("data_parallel_rank data_parallel_start_rank data_parallel_address "
              "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb",
-             _RANKS),
-    **_known("ray_workers_use_nsight worker_use_ray engine_use_ray", _RANKS, _off),
+             _REPLICAS),
+    **_known("ray_workers_use_nsight worker_use_ray engine_use_ray",
+             "give distributed_executor_backend='ray'", _off),
     **_known("worker_cls", "ranks are nanoserve.worker's", _one_of("auto")),
     **_known("worker_extension_cls", "ranks are nanoserve.worker's"),
     **_known("enable_expert_parallel enable_eplb enable_dbo eplb_log_balancedness "

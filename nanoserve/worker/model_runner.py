@@ -63,8 +63,7 @@ class ModelRunner:
     def use_memory(self, memory: np.ndarray) -> None:
         """Batches lie in `memory` from now on: uint8, room for two or more, used in turn."""
         self.device.lock(memory)
-        parts = np.split(memory, memory.nbytes // self.layout.num_bytes)
-        self.batches = [Batch(self.layout, part) for part in parts]
+        self.batches = [Batch(self.layout, m) for m in memory.reshape(-1, self.layout.num_bytes)]
 
     def next_batch(self) -> Batch:
         """The one before last: its step has been collected, or was given up."""

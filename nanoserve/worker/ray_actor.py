@@ -43,9 +43,10 @@ class Seat:
 
 
 class SentSteps:
-    """Steps as messages: a thread reads them, also while this rank waits for others in a step.
+    """Steps as messages of `nanoserve.worker.ray_workers`.
 
-    So it hears at once that rank 0 is gone, whose connection ends with it.
+    A thread reads them, also while this rank waits for others in a step: so it hears at once that
+    rank 0 is gone, whose connection ends with it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -97,8 +98,3 @@ class SentSteps:
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
-
-
-def message(step: int, content: bytes) -> bytes:
-    """A step's number, how many bytes follow, and these: nothing, or its packed batch."""
-    return step.to_bytes(4, "little") + len(content).to_bytes(4, "little") + content

@@ -16,15 +16,17 @@ import json
 import secrets
 import socket
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from nanoserve.checks import require
 from nanoserve.engine.batch import Batch
 from nanoserve.worker.heartbeat import Pulse
-from nanoserve.worker.ray_actor import RankActor, Seat, message
 from nanoserve.worker.worker_processes import Workers
 
+# By name, as a worker of this machine is started by name: what it builds may be what is here.
+_ACTORS = "nanoserve.worker.ray_actor"
 _PLACE_TIMEOUT = 60.0  # seconds until Ray has a place for all ranks
 _CONNECT_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _NO_PROCESS = -1
@@ -111,7 +113,7 @@ class RayWorkers(Workers):
             shared = job | {"steps_port": listener.getsockname()[1], "secret": secret}
             shared = json.loads(json.dumps(shared, default=str))
             for rank in range(1, size):
-                actor = ray.remote(RankActor).options(
+                actor = ray.remote(import_module(_ACTORS).RankActor).options(
                     num_cpus=places[rank]["CPU"],
                     num_gpus=places[rank].get("GPU", 0),
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
@@ -152,7 +154,7 @@ class RayWorkers(Workers):
             import torch
 
             seat = PlacementGroupSchedulingStrategy(self._group, 0)
-            self._seat = ray.remote(Seat).options(
+            self._seat = ray.remote(import_module(_ACTORS).Seat).options(
                 num_cpus=0, num_gpus=1, scheduling_strategy=seat
             ).remote()  # fmt: skip
             gpus = ray.get(self._seat.gpus.remote())
@@ -246,6 +248,11 @@ class RayWorkers(Workers):
 
 
 _JOINED: list[bool] = []  # whether Ray was, for these engines alone
+
+
+def message(step: int, content: bytes) -> bytes:
+    """A step's number, how many bytes follow, and these: nothing, or its packed batch."""
+    return step.to_bytes(4, "little") + len(content).to_bytes(4, "little") + content
 
 
 def _read_line(connection: socket.socket) -> bytes:

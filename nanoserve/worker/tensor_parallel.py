@@ -10,9 +10,7 @@ orders memory on every processor, and its end tells either side that the other h
 """
 
 import contextlib
-import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -20,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -35,6 +32,7 @@ from nanoserve.worker.heads import registered_heads
 from nanoserve.worker.model_runner import Handle, ModelRunner
 from nanoserve.worker.process_group import LOOPBACK, Group, serve_store
 from nanoserve.worker.ranks import join_ranks
+from nanoserve.worker.shared_memory import anonymous_file, map_memory
 from nanoserve.worker.worker_processes import WorkerError, Workers
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
@@ -259,16 +257,3 @@ def _model_location(architecture: str) -> str:
             f"{model.__module__}, which other processes cannot import"
         )
     return f"{model.__module__}:{model.__qualname__}"
-
-
-def map_memory(fd: int, num_bytes: int) -> np.ndarray:
-    """The file's bytes as uint8 [num_bytes], shared with every process that maps them."""
-    return np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
-
-
-def anonymous_file() -> int:
-    """A descriptor of memory that has no name, and is gone with the last process that holds it."""
-    if hasattr(os, "memfd_create"):  # Linux
-        return os.memfd_create("nanoserve")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -28,7 +28,7 @@ from nanoserve.worker.heads import register_head
 from nanoserve.worker.heartbeat import beat_for_ever
 from nanoserve.worker.process_group import LOOPBACK, find_store
 from nanoserve.worker.ranks import join_ranks
-from nanoserve.worker.tensor_parallel import map_memory
+from nanoserve.worker.shared_memory import map_memory
 from nanoserve.worker.worker_processes import PING
 
 

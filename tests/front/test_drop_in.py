@@ -62,11 +62,11 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
     ("options", "told"),
     [
         ({"enable_lora": True}, "merge the adapter"),
-        ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
+        ({"data_parallel_size": 2}, "nanoserve serve --data-parallel-size N"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"tokenizer_mode": "slow"}, "tokenizer.json"),
         ({"cpu_offload_gb": 4}, "quantization"),
-        ({"distributed_executor_backend": "ray"}, "one machine"),
+        ({"distributed_executor_backend": "external_launcher"}, "'mp' starts the ranks"),
         ({"runner": "pooling"}, "embeddings"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "hf_overrides"),
         ({"compilation_config": {"level": 3}}, "nothing is compiled"),

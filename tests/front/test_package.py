@@ -31,6 +31,7 @@ DISTRIBUTIONS = {
     "fastapi": "fastapi",
     "flash_attn": "flash-attn",
     "gguf": "gguf",
+    "ray": "ray",
     "huggingface_hub": "huggingface-hub",
     "llguidance": "llguidance",
     "llvmlite": "llvmlite",
