@@ -113,7 +113,7 @@ _REPLICAS = (
     "take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
 )
 _RANKS = "ranks are tensor_parallel_size x pipeline_parallel_size"
-_EXPERTS = "each expert is shared by the ranks of tensor_parallel_size"
+_EXPERTS = "whole experts are distributed over the ranks of tensor_parallel_size, always"
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
 _POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
 _GRAPHS = "which graphs are recorded follows from max_num_seqs; enforce_eager=True records none"
@@ -203,7 +203,8 @@ FOREIGN: dict[str, Foreign] = {
              "give distributed_executor_backend='ray'", _off),
     **_known("worker_cls", "ranks are nanoserve.worker's", _one_of("auto")),
     **_known("worker_extension_cls", "ranks are nanoserve.worker's"),
-    **_known("enable_expert_parallel enable_eplb enable_dbo eplb_log_balancedness "
+    **_known("enable_expert_parallel", _EXPERTS, _anything),
+    **_known("enable_eplb enable_dbo eplb_log_balancedness "
              "disable_nccl_for_dp_synchronization", _EXPERTS, _off),
     **_known("expert_placement_strategy", _EXPERTS, _one_of("linear")),
     **_known("all2all_backend eplb_config", _EXPERTS),

@@ -117,7 +117,8 @@ def put_to_sleep(engine: LLMEngine, level: int) -> None:
     require(
         level == 2 or isinstance(executor, ModelRunner),
         f"level=1 keeps the weights of one process; with tensor_parallel_size="
-        f"{engine.config.tensor_parallel_size} take level=2",
+        f"{engine.config.tensor_parallel_size} and pipeline_parallel_size="
+        f"{engine.config.pipeline_parallel_size} take level=2",
     )
     engine.reset_prefix_cache()
     kept = _OnHost(executor) if level == 1 else _Dropped(executor)

@@ -12,12 +12,13 @@ from typing import Any
 import late_executor
 import pytest
 from counting_executor import byte_tokenizer, make_engine
-from late_executor import Corruption, LateExecutor, expected_tokens, mix, require
+from late_executor import Corruption, LateExecutor, LatePipeline, expected_tokens, mix, require
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.pipeline import PipelinedScheduler, share_out
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -49,7 +50,7 @@ class Asked:
 class AheadRun:
     """A random engine, random requests, and random misfortunes between and inside its steps."""
 
-    def __init__(self, seed: int, ahead: bool) -> None:
+    def __init__(self, seed: int, ahead: bool, num_stages: int = 1) -> None:
         self.rng = rng = random.Random(seed)
         self.vocab = LETTERS[: rng.randint(1, 3)]
         block_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
@@ -62,6 +63,7 @@ class AheadRun:
             num_kv_blocks=fits_alone + rng.choice([0, 0, 1, 3, 20]),
             eos=eos,
             async_scheduling=ahead,
+            pipeline_parallel_size=num_stages,
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
@@ -72,9 +74,12 @@ class AheadRun:
         )
         self.failure_rate = rng.choice([0, 0, 0.02, 0.1])
         self.abort_rate = rng.choice([0, 0, 0.02])
-        executor = LateExecutor(
+        kind = LateExecutor if num_stages == 1 else LatePipeline
+        executor = kind(
             self.engine.config, self.engine.executor.num_kv_blocks, self.vocab, self._on_call
         )
+        if num_stages > 1:
+            share_out(self.engine)
         executor.max_model_len = self.max_model_len
         self.executor = self.engine.executor = executor
         self.engine.output_processor.collectors["prompt_logprobs"] = self._collect
@@ -222,14 +227,14 @@ class AheadRun:
                 require(got == expected, "outputs of a prompt")
 
 
-def run_many(num_runs: int, ahead: bool) -> Counter[str]:
+def run_many(num_runs: int, ahead: bool, num_stages: int = 1) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(num_runs):
-        run = AheadRun(seed, ahead)
+        run = AheadRun(seed, ahead, num_stages)
         try:
             run.run()
         except Exception as error:
-            pytest.fail(f"seed {seed}, ahead={ahead}: {error!r}")
+            pytest.fail(f"seed {seed}, ahead={ahead}, {num_stages} stages: {error!r}")
         seen["overlapped"] += run.most_in_flight > 0
         seen["failed"] += run.num_failures > 0
         seen["preempted"] += run.engine.scheduler.num_preemptions > 0
@@ -244,6 +249,44 @@ def test_every_request_gets_its_tokens(fuzz_runs: int, ahead: bool) -> None:
     assert (seen["overlapped"] > 0.5 * fuzz_runs) == ahead
     # The runs must be hard enough to mean something.
     assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * fuzz_runs
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_every_request_gets_its_tokens_from_a_pipeline(fuzz_runs: int, num_stages: int) -> None:
+    """Several steps are under way, of which the first stage has computed more than the last."""
+    seen = run_many(fuzz_runs, False, num_stages)
+    assert seen["overlapped"] > 0.5 * fuzz_runs
+    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * fuzz_runs
+
+
+def readmitted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is preempted may run again before a step under way has given it its token."""
+    monkeypatch.setattr(PipelinedScheduler, "_preempt", Scheduler._preempt)
+
+
+def in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PipelinedScheduler, "_schedule_running", Scheduler._schedule_running)
+
+
+def settings_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot's settings change while a step of its last owner is under way."""
+    forward = LatePipeline.forward
+
+    def early(self: LatePipeline, batch: Batch, changes: list[Any]) -> Any:
+        handle = forward(self, batch, [])
+        for change in changes:
+            self.states[change.slot] = late_executor.State(change, list(change.output_token_ids))
+        return handle
+
+    monkeypatch.setattr(LatePipeline, "forward", early)
+
+
+@pytest.mark.parametrize("plant", [readmitted_too_early, in_two_steps, settings_at_launch])
+def test_bugs_planted_into_a_pipeline_are_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((Corruption, IndexError, ValueError, AssertionError, RuntimeError)):
+        for seed in range(3000):
+            AheadRun(seed, False, 2 + seed % 4).run()
 
 
 # ---------------------------------------------------------------- planted bugs

@@ -234,3 +234,49 @@ class LateExecutor:
             token = next_token(prefix, change.seed, change.completion, tokens, self.vocab)
             handle.token_ids.append(token)
             self.last_token[slot] = token
+
+
+class LatePipeline(LateExecutor):
+    """Two of the stages: the first computes a step as soon as it is told of it, the last as late as
+    it may, which is when the step is collected. Each has K and V of its own."""
+
+    def __init__(self, config: EngineConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.first = LateExecutor(config, *args)
+        layout = self.batches[0].layout
+        # As few as can be, and not a power of two: whatever is read too late is overwritten.
+        count = config.pipeline_parallel_size + 1
+        self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in range(count)]
+        self.launched: list[tuple[LateHandle, list[SlotChange]]] = []
+
+    def next_batch(self) -> Batch:
+        self.on_call("next_batch")
+        batch = self.batches[self.num_batches % len(self.batches)]
+        batch.memory[:] = 0xAA
+        batch.step, self.num_batches = self.num_batches, self.num_batches + 1
+        return batch
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> LateHandle:
+        self.on_call("forward")
+        self.first._compute(LateHandle(batch, batch.step))
+        handle = LateHandle(batch, batch.step)
+        handle.slots = batch.output_slots[: batch.header.num_sampled].tolist()
+        self.launched.append((handle, changes))
+        return handle
+
+    def sample(self, handle: LateHandle) -> None:
+        """With `collect`."""
+
+    def collect(self, handle: LateHandle) -> StepResult:
+        first, changes = self.launched.pop(0)
+        require(first is handle, "a step was collected before an older one")
+        for change in changes:
+            self.states[change.slot] = State(change, list(change.output_token_ids))
+        self._compute(handle)
+        self.on_call("sample")
+        super().sample(handle)
+        return super().collect(handle)
+
+    def give_up(self) -> None:
+        while self.launched:
+            self._compute(self.launched.pop(0)[0])

@@ -284,3 +284,14 @@ def test_a_trace_tells_how_busy_the_stages_were(path: Path, tmp_path: Path) -> N
     tracks = {event["tid"] for event in chrome if event["pid"] == 3 and event["ph"] == "X"}
     assert tracks == {0, 1, 2}
     assert "stage" not in summary(replace(trace, steps=[]))
+
+
+def test_stages_sleep_and_wake(path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make_llm(path, 2) as llm:
+        expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs
+        with pytest.raises(ValueError, match="take level=2"):
+            llm.sleep(level=1)
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs == expected
