@@ -17,12 +17,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 
+_LEAST_CHUNK = 32  # tokens of prompts in a step, where there are so many: fewer are no faster
 STEP_UNDER_WAY = "a step that it is in is under way"  # a reason to be held
 
 
@@ -37,9 +39,10 @@ class PipelinedScheduler(Scheduler):
     def share_out(self, num_stages: int, steps: "StepsUnderWay") -> None:
         """Begin to; `steps` are those of the engine."""
         self.num_stages, self.steps = num_stages, steps
-        self.max_num_batched_tokens = -(-self.max_num_batched_tokens // num_stages)
+        self._most_tokens = -(-self.max_num_batched_tokens // num_stages)
 
     def schedule(self) -> Plan:
+        self.max_num_batched_tokens = self._share_of_tokens()
         if self.held:
             busy = self._busy()
             self.release([seq for seq in self._held_back() if seq not in busy])
@@ -63,6 +66,24 @@ class PipelinedScheduler(Scheduler):
         if seq in self._busy():
             self._leave_queue(seq)
             self.hold(seq, STEP_UNDER_WAY)
+
+    def _share_of_tokens(self) -> int:
+        """The budget of the next step: what all steps have to compute of prompts, shared out.
+
+        A stage waits for the longest of the steps that are under way. So one that computes a whole
+        prompt beside steps that decode would keep all stages but one idle.
+        """
+        missing = sum(
+            seq.num_tokens - seq.num_computed_tokens
+            for seq in self.running
+            if not seq.num_pending and seq.num_tokens - seq.num_computed_tokens > 1
+        )
+        for seq in islice(self.waiting, self.max_num_seqs - len(self.running)):
+            missing += seq.num_tokens
+            if missing >= self._most_tokens * self.num_stages:
+                break
+        chunk = max(_LEAST_CHUNK, -(-missing // self.num_stages))
+        return min(self._most_tokens, -(-len(self.running) // self.num_stages) + chunk)
 
     def _busy(self) -> set[Sequence]:
         return {row.seq for step in self.steps for row in step.plan.rows}
