@@ -7,6 +7,7 @@ from importlib import import_module
 # Only the one that is asked for is imported.
 _COMMANDS = {
     "serve": ("nanoserve.commands.serve", "answer OpenAI's clients, and a browser"),
+    "batch": ("nanoserve.commands.batch", "answer a file of requests, in OpenAI's batch format"),
     "chat": ("nanoserve.commands.chat", "talk to a model in the terminal"),
     "bench": ("nanoserve.bench.command", "measure engines on this machine, or a server over HTTP"),
     "info": ("nanoserve.commands.info", "what a model is and takes, and whether it would run here"),
