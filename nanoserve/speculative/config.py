@@ -84,11 +84,12 @@ class SpeculativeConfig:
             "speculative_config with logits_processors of the engine: they would see guesses as "
             "if they had been generated; give them to single requests, which then do not guess",
         )
-        others = config.enforce_eager, config.capture_sampling, config.tensor_parallel_size
+        num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+        others = config.enforce_eager, config.capture_sampling, num_ranks
         require(
             options.enforce_eager or others == (False, False, 1),
             f"speculative_config with enforce_eager=False is for one GPU, with CUDA graphs of the "
-            f"model alone: (enforce_eager, capture_sampling, tensor_parallel_size) is {others}, "
+            f"model alone: (enforce_eager, capture_sampling, number of ranks) is {others}, "
             f"and must be {(False, False, 1)}",
         )
         return options

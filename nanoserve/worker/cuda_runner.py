@@ -22,7 +22,9 @@ def make_cuda_runner(
 
     Raises `ValueError` if a graph is asked for that attention cannot be part of.
     """
-    cuda, is_capturable = cuda or Cuda(context.device), context.attention.capturable
+    cuda = cuda or Cuda(context.device)
+    # What a stage receives and sends has not been part of a graph yet.
+    is_capturable = context.attention.capturable and context.tp.stage is None
     asked = config.speculative_config
     if asked is not None and not asked.enforce_eager:
         device = _guessing_device(config, context, cuda)
