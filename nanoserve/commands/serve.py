@@ -3,13 +3,16 @@
 import logging
 import os
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.replicas.settings import ReplicaSettings
 from nanoserve.server.settings import ServerSettings
 
-_OURS = ("served_model_name", "reasoning_parser", "stream_interval")  # vLLM's engine has them, too
+# vLLM's engine has them, too.
+_OURS = ("served_model_name", "reasoning_parser", "stream_interval", "data_parallel_size")
 _PACKAGES = "FastAPI, uvicorn and prometheus-client"
 
 
@@ -32,16 +35,22 @@ def main(arguments: list[str]) -> int:
     tls = {name: value for name, value in tls.items() if value is not None}
     if len(tls) == 1:
         raise ValueError(f"{tls} alone is not enough: TLS needs --ssl-keyfile and --ssl-certfile")
+    names = [field.name for field in fields(ReplicaSettings) if field.name in args]
+    replicas = ReplicaSettings(**{name: getattr(args, name) for name in names})
+    options = engine_options(args, _OURS)
     from nanoserve.server.async_llm import AsyncLLM
 
-    with bind(args.host, args.port) as bound:
-        llm = AsyncLLM(
-            args.model, args.engine_process, args.stream_interval, **engine_options(args, _OURS)
-        )
-        try:
-            return serve(ApiServer(llm, settings), bound, args.grace_period, args.access_log, **tls)
-        finally:
-            llm.shutdown()
+    with bind(args.host, args.port) as bound, ExitStack() as ending:
+        if replicas.is_fleet:
+            from nanoserve.replicas.start import start_server
+
+            start = partial(start_server, args.model, options, replicas, settings)
+            api = ending.enter_context(start(args.stream_interval))
+        else:
+            llm = AsyncLLM(args.model, args.engine_process, args.stream_interval, **options)
+            ending.callback(llm.shutdown)
+            api = ApiServer(llm, settings)
+        return serve(api, bound, args.grace_period, args.access_log, **tls)
 
 
 def _parser() -> ArgumentParser:
@@ -90,5 +99,22 @@ def _parser() -> ArgumentParser:
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     interval = "tokens that an event of a stream has at least (%(default)s)"
     add("--stream-interval", type=int, default=1, metavar="N", help=interval)
+    _add_replica_flags(parser)
     add_engine_flags(parser)
     return parser
+
+
+def _add_replica_flags(parser: ArgumentParser) -> None:
+    """Fields of `ReplicaSettings`, which has their defaults."""
+    group = parser.add_argument_group(
+        "replicas", "several engines behind this server, on Ray Serve; needs nanoserve[ray]"
+    )
+    add, usual = partial(group.add_argument, default=SUPPRESS), ReplicaSettings()
+    add("--data-parallel-size", "-dp", type=int, metavar="N", help="engines (one, without Ray)")
+    most = "start up to so many while all are busy (never more than N)"
+    add("--max-data-parallel-size", type=int, metavar="M", help=most)
+    target = f"requests at each that are busy enough ({usual.target_ongoing_requests})"
+    add("--target-ongoing-requests", type=float, metavar="X", help=target)
+    add("--ray-address", metavar="ADDRESS", help="of a cluster that runs (one is started here)")
+    known = "what is known of their prefix caches: approximate, or exact as they tell it"
+    add("--router", metavar="KIND", help=f"{known} ({usual.router})")

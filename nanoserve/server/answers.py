@@ -8,6 +8,7 @@ from uuid import uuid4
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.server.errors import ApiError
+from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.protocol import GenerationBody
 from nanoserve.tokenizer import Tokenizer
 
@@ -122,7 +123,7 @@ def _is_aborted(output: RequestOutput) -> bool:
 
 def _error_of(output: RequestOutput) -> ApiError:
     """For a request that has failed: its own fault, or the server's."""
-    if isinstance(output.error, ValueError):
+    if isinstance(output.error, (ValueError, EngineDeadError)):
         return ApiError.of(output.error)
     if output.error is None:
         return ApiError(503, "the server has ended this request", code="aborted")

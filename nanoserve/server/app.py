@@ -21,7 +21,7 @@ from nanoserve.server.completions import (
 )
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
-from nanoserve.server.live import add_live
+from nanoserve.server.live import LiveView, add_live
 from nanoserve.server.metrics import exposition, start_metrics
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.page import add_page
@@ -59,11 +59,11 @@ class ApiServer:
         self.shows_tools = known is not None and "tools" in (template or "")
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
-        llm.call_soon(partial(start_metrics, self.names[0], settings.metrics_prefix))
+        self._measure()
         self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
         add_page(self.app)
-        self.live = add_live(self.app, llm.call_in_engine)
+        self.live = self._show_live()
         for kind in (ApiError, HTTPException, EngineDeadError, Exception):
             self.app.add_exception_handler(kind, _tell)
         self.app.add_middleware(Guard, settings=settings)
@@ -74,6 +74,13 @@ class ApiServer:
             self.app.add_middleware(
                 CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
             )
+
+    def _measure(self) -> None:
+        name, prefix = self.names[0], self.settings.metrics_prefix
+        self.llm.call_soon(partial(start_metrics, name, prefix))
+
+    def _show_live(self) -> LiveView:
+        return add_live(self.app, self.llm.call_in_engine)
 
     def _add_routes(self) -> None:
         add = self.app.add_api_route

@@ -80,12 +80,7 @@ class AsyncLLM:
         self._is_woken = False
         self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
         post = partial(_post_to, weakref.ref(self))  # whoever posts must not keep this alive
-        if engine_process:
-            from nanoserve.server.engine_process import EngineProcess
-
-            self.owner: EngineOwner = EngineProcess(model, options, post)
-        else:
-            self.owner = EngineThread(LLM(model, **options), post)
+        self.owner = self._make_owner(model, engine_process, options, post)
         tokenizer = self.engine.tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         # At exit it is waited for: torch must not be torn down under the engine.
@@ -288,6 +283,20 @@ class AsyncLLM:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+    def _make_owner(
+        self,
+        model: str | Path,
+        engine_process: bool,
+        options: dict[str, Any],
+        post: Callable[[News | None], None],
+    ) -> EngineOwner:
+        """Who steps, and calls `post` with what has come of it."""
+        if not engine_process:
+            return EngineThread(LLM(model, **options), post)
+        from nanoserve.server.engine_process import EngineProcess
+
+        return EngineProcess(model, options, post)
 
     async def _outputs_of(
         self, make: Callable[[], Request], sampling_params: SamplingParams | None

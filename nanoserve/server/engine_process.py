@@ -227,16 +227,16 @@ class _Sender:
                 is_over = self._is_over
             try:
                 for told in others:
-                    self._pipe.send_bytes(_pickled(told))
+                    self._pipe.send_bytes(pickled(told))
                 if tokens or outputs:
                     load = self.engine_thread.backlog, self.num_received
-                    self._pipe.send_bytes(_pickled(("news", tokens, outputs, *load)))
+                    self._pipe.send_bytes(pickled(("news", tokens, outputs, *load)))
             except OSError:
                 return  # nobody is there any more
         self._pipe.close()
 
 
-def _pickled(told: tuple[Any, ...]) -> bytes:
+def pickled(told: tuple[Any, ...]) -> bytes:
     """Errors may hold what cannot be pickled: then it is their text that counts."""
     try:
         return pickle.dumps(told)
@@ -269,7 +269,7 @@ def _main(orders: Connection, news: Connection) -> None:
     try:
         llm = LLM(model, **options)
     except Exception as error:
-        news.send_bytes(_pickled(("failed", error)))
+        news.send_bytes(pickled(("failed", error)))
         return
     gc.collect()
     gc.freeze()  # what is loaded stays; to look through all of it again would take 200 ms

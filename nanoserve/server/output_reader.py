@@ -20,8 +20,8 @@ EngineOwner = Union[EngineThread, "EngineProcess"]
 class EngineDeadError(RuntimeError):
     """The engine has failed for good, or was shut down. What it has died of is the cause."""
 
-    def __init__(self) -> None:
-        super().__init__("the engine is not running")
+    def __init__(self, told: str = "the engine is not running") -> None:
+        super().__init__(told)
 
 
 class OutputReader:

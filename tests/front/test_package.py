@@ -54,11 +54,13 @@ DISTRIBUTIONS = {
 # Rooms and files that are no part of the core, and the extras that bring what they import.
 ROOMS = {
     "attention/numba.py": {"cpu"},
+    "batch_jobs/": {"serve", "ray"},
     "bench/engines/gguf_file.py": {"gguf"},
     "bench/plots.py": {"bench"},
     "bench/serve/plot.py": {"bench"},
     "kernels/": {"test"},  # elsewhere Triton comes with torch's builds for CUDA
     "kernels_cpu/": {"cpu"},
+    "replicas/": {"serve", "ray"},
     "server/": {"serve"},
     "structured/guidance.py": {"guided"},
     "structured/xgrammar.py": {"xgrammar"},

@@ -18,6 +18,7 @@ export class EnginePanel {
   #state = null; // {requests, waiting, numbers}, of the last event
   #isScheduled = false;
   #hint = null; // what the pointer is on: {x, y} on the canvas
+  #replica = null; // the number of the one that was chosen, where there are several
 
   constructor() {
     this.pool = new Pool();
@@ -66,7 +67,8 @@ export class EnginePanel {
     const { signal } = controller;
     for (let pause = FIRST_PAUSE; !signal.aborted; pause = Math.min(LONGEST_PAUSE, 2 * pause)) {
       try {
-        const response = await ask("live", { signal });
+        const path = this.#replica === null ? "live" : `live?replica=${this.#replica}`;
+        const response = await ask(path, { signal });
         for await (const event of eventsOf(response.body)) {
           if (signal.aborted) return;
           pause = FIRST_PAUSE;
@@ -75,6 +77,10 @@ export class EnginePanel {
         this.#tell("The connection has ended. Trying again …");
       } catch (error) {
         if (signal.aborted) return;
+        if (error.status === 404 && this.#replica !== null) {
+          this.#replica = null; // it is gone: any other will do
+          continue;
+        }
         this.#tell(error.status === 404 ? "This server shows nothing of its engine." : error.message);
         if (error.status === 404) return;
       }
@@ -92,6 +98,7 @@ export class EnginePanel {
 
   #take({ name, data }) {
     const event = JSON.parse(data);
+    if (name === "replicas") return this.#offer(event);
     if (name === "snapshot") this.pool.load(event);
     else if (name === "change") this.pool.apply(event);
     else return;
@@ -100,6 +107,20 @@ export class EnginePanel {
     this.rates.add(event.numbers);
     this.#tell("");
     this.#schedule();
+  }
+
+  // A server of several engines shows one of them at a time.
+  #offer({ replicas, shown }) {
+    const options = replicas.map((number) => element("option", { value: number, selected: number === shown }, `${number}`));
+    byId("replica").replaceChildren(...options);
+    byId("choose-replica").hidden = replicas.length < 2;
+  }
+
+  #chooseReplica() {
+    this.#replica = byId("replica").value;
+    this.rates = new Rates();
+    this.#controller?.abort();
+    this.#watch();
   }
 
   #schedule() {
@@ -179,6 +200,7 @@ export class EnginePanel {
   // ---------------------------------------------------------------- who holds it
 
   #listen() {
+    byId("replica").addEventListener("change", () => this.#chooseReplica());
     const canvas = byId("pool");
     const at = (event) => {
       this.#hint = { x: event.offsetX, y: event.offsetY };

@@ -1,0 +1,84 @@
+"""`AsyncLLM` and its server, with a fleet of replicas in place of one engine."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from ray.serve.handle import DeploymentHandle
+
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.replicas.expositions import merged
+from nanoserve.replicas.fleet import Fleet
+from nanoserve.replicas.live_replicas import LiveReplicas
+from nanoserve.server.app import ApiServer
+from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.server.engine_thread import News
+from nanoserve.server.metrics import exposition
+
+T = TypeVar("T")
+
+
+class FleetLLM(AsyncLLM):
+    """The replicas behind a handle of Ray Serve, asked as one model.
+
+    What is called in the engine is called in all of them: `call_in_engine` returns a dictionary, by
+    the number of the replica.
+    """
+
+    owner: Fleet
+
+    def __init__(self, handle: DeploymentHandle, stream_interval: int = 1) -> None:
+        self._handle = handle
+        super().__init__(handle.deployment_name, stream_interval=stream_interval)
+        # Other ingresses may have requests at the same replicas.
+        self._request_ids = map(f"{self.owner.name}-{{}}".format, count())
+
+    async def call_in_replica(self, number: int, function: Callable[[LLMEngine], T]) -> T:
+        """`ValueError` if there is no such replica."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not result.done():
+                result.set_result(value) if error is None else result.set_exception(error)
+
+        self._check_is_running()
+        self.owner.call_one(number, function, partial(loop.call_soon_threadsafe, settle))
+        return await result
+
+    def _make_owner(
+        self,
+        model: str | Path,
+        engine_process: bool,
+        options: dict[str, Any],
+        post: Callable[[News | None], None],
+    ) -> Fleet:
+        return Fleet(self._handle, post)
+
+
+class FleetServer(ApiServer):
+    """The same endpoints. Metrics have a label more, and the page shows one replica at a time."""
+
+    llm: FleetLLM
+
+    async def health(self) -> Response:
+        """200 while there is a replica; 503 while there is none, although requests may wait for
+        the next one."""
+        is_healthy = self.llm.is_running and not self.is_draining and self.llm.owner.replicas
+        return Response(status_code=200 if is_healthy else 503)
+
+    async def show_metrics(self) -> Response:
+        """Of all replicas, each with its number as a label."""
+        told = await self.llm.call_in_engine(exposition)
+        return Response(merged(told), media_type=CONTENT_TYPE_LATEST)
+
+    def _measure(self) -> None:
+        """Replicas do so from their first request on, whoever asks them."""
+
+    def _show_live(self) -> LiveReplicas:
+        return LiveReplicas(self.app, self.llm.call_in_replica, lambda: self.llm.owner.replicas)

@@ -1,0 +1,146 @@
+"""What an engine tells of its prefix cache adds up to its prefix cache, whatever happens in it."""
+
+import random
+
+import pytest
+from counting_executor import make_engine, run
+from shadow_kv import ShadowRun
+
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.sequence import Sequence
+from nanoserve.replicas.block_events import BlockEvents
+from nanoserve.replicas.prefix_router import PrefixRouter
+from nanoserve.sampling_params import SamplingParams
+
+
+class Mirror:
+    """What somebody outside knows who is told of every change."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager, self.events = manager, BlockEvents(manager)
+        self.known: set[bytes] = set()
+        self.num_stored = self.num_removed = 0
+
+    def check(self) -> None:
+        stored, removed = self.events.take()
+        assert len({*stored, *removed}) == len(stored) + len(removed), "told twice"
+        assert self.known.isdisjoint(stored) and self.known.issuperset(removed), "no news"
+        self.known = (self.known | set(stored)) - set(removed)
+        self.num_stored += len(stored)
+        self.num_removed += len(removed)
+        assert self.known == set(self.manager._block_of)
+
+
+class MirroredRun(ShadowRun):
+    """Arrivals, aborts, preemptions, failing steps in a tiny pool; and prefixes are reset."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.mirror = Mirror(self.scheduler.block_manager)
+        self.takes_every_step = self.rng.random() < 0.7  # others see sums of several steps
+
+    def _abort(self) -> None:
+        super()._abort()
+        self.mirror.check()
+        if self.rng.random() < 0.02:  # as `nanoserve.engine.prefix_reset` does
+            for block in range(1, self.scheduler.block_manager.num_blocks + 1):
+                self.scheduler.block_manager.forget(block)
+            self.mirror.check()
+
+    def _step(self) -> None:
+        super()._step()
+        if self.takes_every_step or self.rng.random() < 0.2:
+            self.mirror.check()
+
+
+def test_events_add_up_to_the_table(fuzz_runs: int) -> None:
+    evicted = preempted = 0
+    for seed in range(fuzz_runs):
+        run_ = MirroredRun(seed)
+        run_.run()
+        run_.mirror.check()
+        evicted += run_.mirror.num_removed > 0
+        preempted += run_.scheduler.num_preemptions > 0
+    assert min(evicted, preempted) > 0.1 * fuzz_runs, (evicted, preempted)
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Of few first halves and many second ones."""
+    return [[rng.randrange(3)] * 40 + [rng.randrange(256) for _ in range(40)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_whole_engine(ahead: bool) -> None:
+    """Steps that fail, and prefixes that are reset, with and without a step under way."""
+    engine = make_engine(num_kv_blocks=40, async_scheduling=ahead)
+    mirror = Mirror(engine.scheduler.block_manager)
+    for i, prompt in enumerate(prompts(random.Random(0), 30)):
+        engine.add_request(str(i), prompt, SamplingParams(max_tokens=20))
+    for step in range(1000):
+        if not engine.has_unfinished_requests():
+            break
+        if step in (5, 20):
+            engine.executor.fail_next = True
+            with pytest.raises(RuntimeError, match="on fire"):
+                engine.step()
+            mirror.check()
+            assert not mirror.known
+        if step in (12, 30):
+            engine.reset_prefix_cache(reset_running_requests=step == 30)
+            mirror.check()
+            assert not mirror.known
+        engine.step()
+        mirror.check()
+    assert mirror.num_removed > 40 and mirror.known
+
+
+def test_what_was_there_before_is_told_first() -> None:
+    engine = make_engine()
+    engine.add_request("a", list(range(50)), SamplingParams(max_tokens=1))
+    run(engine)
+    mirror = Mirror(engine.scheduler.block_manager)
+    mirror.check()
+    assert mirror.num_stored == 3
+
+
+def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
+    manager = BlockManager(8, block_size=4)
+    events = BlockEvents(manager)
+    seq = Sequence("a", list(range(12)), SamplingParams(), 100)
+    assert manager.allocate(seq, 12)
+    published = manager.register(seq, 12)
+    manager.forget(published[2])
+    stored, removed = events.take()
+    assert set(stored) == set(seq.block_hashes[:2]) and not removed
+    manager.clear()
+    stored, removed = events.take()
+    assert not stored and set(removed) == set(seq.block_hashes[:2])
+    assert events.take() == ([], [])
+
+
+def test_an_engine_that_nobody_asks_is_as_it_was() -> None:
+    watched, other = BlockManager(8, 4), BlockManager(8, 4)
+    BlockEvents(watched)
+    assert "register" in vars(watched)
+    assert not {"register", "forget", "clear"} & vars(other).keys()
+
+
+def test_the_router_knows_what_the_engine_will_find() -> None:
+    """Of each prompt, before it is added: exactly the tokens that come from the cache."""
+    engine = make_engine(num_kv_blocks=24, prefix_cache_seed=3, block_size=16)
+    events = BlockEvents(engine.scheduler.block_manager)
+    router = PrefixRouter(16, prefix_cache_seed=3)
+    router.add_replica("0", 24)
+    found = []
+    for i, prompt in enumerate(prompts(random.Random(0), 40)):
+        salt = random.Random(i).choice([None, "a"])
+        expected = router.matches(router.hashes(prompt, salt), ["0"])["0"]
+        before = engine.stats.prefix_cache_hits
+        engine.add_request(
+            str(i), {"prompt_token_ids": prompt, "cache_salt": salt}, SamplingParams(max_tokens=9)
+        )
+        run(engine)
+        router.update("0", *events.take())
+        found.append(engine.stats.prefix_cache_hits - before)
+        assert found[-1] == expected
+    assert 0 in found[10:] and 32 in found
