@@ -109,8 +109,8 @@ def _known(
 _one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
 _TEXT = "nanoserve runs text models only: leave it out"
 _REPLICAS = (
-    "one engine is one replica, of tensor_parallel_size x pipeline_parallel_size ranks; for several "
-    "take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
+    "one engine is one replica, of tensor_parallel_size x pipeline_parallel_size ranks; for "
+    "several take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
 )
 _RANKS = "ranks are tensor_parallel_size x pipeline_parallel_size"
 _EXPERTS = "whole experts are distributed over the ranks of tensor_parallel_size, always"

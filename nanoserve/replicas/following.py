@@ -104,6 +104,8 @@ class Following:
                 if name not in self.placement.members:
                     return None
             return told.result()
+        except NotThereError:
+            return None
         except CALL_ERRORS as error:
             logger.warning("replica %s could not be asked: %r", name, error)
             return None

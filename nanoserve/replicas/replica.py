@@ -168,7 +168,9 @@ class Replica:
             loop.call_soon_threadsafe(_settle, result, pickled((value, error)))
 
         self._thread.call(partial(_call, content), done)
-        return await result
+        told = await result
+        self._tell_blocks()  # it may have been a reset of the cache
+        return told
 
     def _check_is_running(self) -> None:
         if not self._thread.is_running:
@@ -202,6 +204,9 @@ class Replica:
                 self._ingress_of[new.request_id].outbox.add_tokens(new)
             for output in news.outputs:
                 self._hand_out(output)
+        self._tell_blocks()
+
+    def _tell_blocks(self) -> None:
         if self._events is not None:
             stored, removed = self._events.take()
             self._blocks.update(stored)

@@ -58,6 +58,15 @@ def test_without_replicas_nothing_of_ray_is_imported() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+def test_what_is_missing_is_named() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None; from nanoserve.cli import main;"
+        "sys.exit(main(['serve', '-dp', '2', '--port', '0']))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 1 and "pip install 'nanoserve[ray]'" in shown.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ActorDiedError
@@ -10,6 +11,7 @@ from ray.serve.exceptions import RequestCancelledError
 
 from nanoserve.replicas.calls import FirstCall, NotThereError
 from nanoserve.replicas.replica import Replica
+from nanoserve.server.metrics import start_metrics
 
 OPTIONS = {"num_kv_blocks": 100, "max_num_seqs": 4, "dtype": "float32", "prefix_cache_seed": 1}
 
@@ -32,7 +34,8 @@ class FakeServe:
         self._note = lambda names: None
 
     def start(self, name: str, is_exact: bool = False) -> None:
-        self.replicas[name] = Replica("tiny-qwen3", OPTIONS, lambda engine: None, is_exact)
+        measure = partial(start_metrics, "tiny", "vllm:")
+        self.replicas[name] = Replica("tiny-qwen3", OPTIONS, measure, is_exact)
         self._tasks[name] = set()
         self._tell()
 
@@ -74,7 +77,8 @@ class FakeServe:
         if method == "generate" and self.refuses_to_generate is not None:
             raise self.refuses_to_generate
         if method == "generate" and self.dies_of_requests:
-            self.loop.call_soon(self.kill, name)
+            self.kill(name)
+            raise ActorDiedError()
         return name, self.replicas[name]
 
     async def run(self, method: str, call: Any) -> Any:

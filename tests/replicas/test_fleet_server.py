@@ -1,0 +1,115 @@
+"""The server in front of replicas in this process: its metrics, its health, and its page."""
+
+import asyncio
+import re
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs the extra nanoserve[ray]")
+pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
+
+from browser_tab import Tab
+from fake_serve import FakeServe
+from ray_server import read_stream
+from serving import Served, wait_until
+
+from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
+from nanoserve.server.run import Server, bind
+from nanoserve.server.settings import ServerSettings
+
+
+class FleetServed(Served):
+    """As `serving.served` has it, of a fleet."""
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def open(self, path: str, **body: object) -> object:
+        import json
+
+        headers = {"content-type": "application/json"}
+        content = json.dumps(body).encode()
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, content, headers))
+
+
+@pytest.fixture
+def serve() -> Iterator[FakeServe]:
+    serve = FakeServe()
+    serve.start("a")
+    serve.start("b")
+    yield serve
+    serve.close()
+
+
+@pytest.fixture
+def server(serve: FakeServe) -> Iterator[FleetServed]:
+    llm = FleetLLM(serve)
+    api = FleetServer(llm, ServerSettings(served_model_name=["tiny"]))
+    wait_until(lambda: len(llm.owner.replicas) == 2)
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(api, 5, access_log=False)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield FleetServed(f"http://127.0.0.1:{bound.getsockname()[1]}", api)
+        finally:
+            server.should_exit = True
+            thread.join()
+            llm.shutdown()
+
+
+def test_metrics_of_all_and_health_of_any(serve: FakeServe, server: FleetServed) -> None:
+    body = {"prompt": "A KV cache", "max_tokens": 5, "temperature": 0}
+    for _ in range(2):
+        assert read_stream(server, body).finish_reason == "length"
+    told = server.get("/metrics")
+    found = dict(
+        re.findall(r'^vllm:generation_tokens_total\{replica="(\d)".*\} (\S+)$', told, re.M)
+    )
+    assert found.keys() == {"0", "1"} and sum(map(float, found.values())) == 10
+    assert told.count("# TYPE vllm:generation_tokens_total") == 1
+    serve.kill("a")
+    wait_until(lambda: len(server.api.llm.owner.replicas) == 1)
+    assert server.get("/health") == ""
+    serve.kill("b")
+    wait_until(lambda: not server.api.llm.owner.replicas)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        server.get("/health")
+    assert server.get("/metrics") == ""
+    serve.start("c")
+    wait_until(lambda: len(server.api.llm.owner.replicas) == 1)
+    assert server.get("/health") == ""
+
+
+def test_a_replica_that_is_not_there_cannot_be_watched(server: FleetServed) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        server.get("/live?replica=7")
+
+
+def test_the_page_shows_the_replica_that_is_chosen(serve: FakeServe, server: FleetServed) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("there is no chromium, chromium-browser or google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        names = server.api.llm.owner.replicas
+        watched = [serve.replicas[names[number]]._engine.observers for number in (0, 1)]
+        first, second = map(len, watched)
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        tab = Tab(browser, server)
+        tab.wait_for("!document.getElementById('choose-replica').hidden")
+        tab.wait_for("document.getElementById('pool-about').textContent.includes('100 blocks')")
+        wait_until(lambda: list(map(len, watched)) == [first + 1, second])
+        tab.page.select_option("#replica", "1")
+        wait_until(lambda: list(map(len, watched)) == [first, second + 1])
+        tab.wait_for("document.getElementById('replica').value === '1'")
+        assert not tab.wrong
+        browser.close()
