@@ -22,7 +22,7 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.worker.tensor_parallel import anonymous_file, map_memory
+from nanoserve.worker.shared_memory import anonymous_file, map_memory
 
 _ROUNDS = 400
 _BLOCK_SIZE = 16

@@ -30,7 +30,8 @@ from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.tensor_parallel import anonymous_file, map_memory
+from nanoserve.worker.shared_memory import anonymous_file, map_memory
+from nanoserve.worker.tp_worker import SharedSteps
 
 CALLERS, OWN = 0, 1
 
@@ -136,8 +137,9 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     def set_device(device: torch.device) -> None:
         cuda.current = device.index
 
-    def join_group(*args: Any) -> None:
-        cuda.note("join_group")
+    def join_ranks(*args: Any) -> TensorParallel:
+        cuda.note("join_ranks")
+        return TensorParallel(1, 2)
 
     def make(config: EngineConfig, _: ModelConfig, path: Path, tp: TensorParallel) -> ModelRunner:
         cuda.note("make_runner")
@@ -147,7 +149,7 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(tp_worker, "choose_device", lambda *args: gpu)
     monkeypatch.setattr(tp_worker, "find_store", lambda *args: None)
-    monkeypatch.setattr(tp_worker, "join_group", join_group)
+    monkeypatch.setattr(tp_worker, "join_ranks", join_ranks)
     monkeypatch.setattr(tp_worker, "make_runner", make)
     # What rank 0 shares: two batches, and a pipe that tells of them and ends.
     layout = make_runner(cuda, config, checkpoint).layout
@@ -165,9 +167,10 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     os.close(told)
 
     job = {"options": asdict(config), "path": checkpoint, "size": 2, "rank": 1, "port": 0}
-    job |= {"model": (model_config.architecture, ""), "heads": {}}
-    tp_worker.serve(job, {"steps": steps, "memory": memory}, lambda **state: None)
-    assert cuda.seen() == MODEL | SAMPLER | {"join_group", "make_runner", "page_lock", "capture"}
+    job |= {"host": "", "model": (model_config.architecture, ""), "heads": {}}
+    shared = SharedSteps({"steps": steps, "memory": memory}, 2)
+    tp_worker.serve(job, shared, lambda **state: None)
+    assert cuda.seen() == MODEL | SAMPLER | {"join_ranks", "make_runner", "page_lock", "capture"}
     assert runners[0]._num_batches == 2
     os.close(steps)
     os.close(memory)

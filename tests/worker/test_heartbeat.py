@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
 
 def test_no_beat_falls_into_a_long_message() -> None:
     here, there = os.pipe()
-    report = Reporter(there)
+    report = Reporter(partial(os.write, there))
     is_over = threading.Event()
 
     def beat() -> None:
