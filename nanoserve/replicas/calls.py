@@ -5,7 +5,9 @@ from typing import Any
 
 from nanoserve.engine.request import Request
 
-_MOST_EXPECTED = 256  # tokens that a completion is thought to bring, whatever it may bring
+# Tokens that a completion is thought to bring, whatever it may bring. With many more, the router
+# spreads conversations for outputs that never come (benchmarks/routing.py).
+_MOST_EXPECTED = 64
 
 
 def expected_output(request: Request) -> int:
@@ -63,6 +65,7 @@ class Order(Call):
         self.num_failures = 0  # of replicas that had it
         self.unreached: set[str | None] = set()  # that were chosen for it in vain
         self.hashes: list[bytes] = []
+        self.num_matched = 0  # tokens that the replica which has it is thought to have cached
         self.num_sequences = len(request.sequences)
         self.num_tokens = 0  # that have come of it
         self.counted = 0  # of its work, at the replica that has it
@@ -76,4 +79,6 @@ class Order(Call):
     def work(self) -> int:
         """Tokens that are still to be computed, as far as that is known."""
         left = max(self.num_sequences, expected_output(self.request) - self.num_tokens)
-        return left if self.num_tokens else left + len(self.request.prompt_token_ids)
+        if self.num_tokens:
+            return left
+        return left + len(self.request.prompt_token_ids) - self.num_matched

@@ -84,6 +84,7 @@ class Placement:
             loads = reached or loads
             num_tokens = len(order.request.prompt_token_ids)
             name = self._router.choose(order.hashes, num_tokens, loads)
+            order.num_matched = self._router.matches(order.hashes, [name])[name]
             self._router.sent(name, order.hashes)
             order.replica = name
             self.members[name].num_sequences += order.num_sequences

@@ -183,3 +183,16 @@ def test_one_engine_is_no_fleet() -> None:
     assert ReplicaSettings(2).is_fleet and ReplicaSettings(1, max_data_parallel_size=3).is_fleet
     with pytest.raises(ValueError, match="target_ongoing_requests=0"):
         ReplicaSettings(2, target_ongoing_requests=0)
+
+
+def test_what_is_cached_is_no_work() -> None:
+    """Or each turn of a conversation would count as if all of it were computed again."""
+    placement = placement_of("a")
+    first, second = (order_of(placement, list(range(40))) for _ in range(2))
+    first.choose(["a"])
+    second.choose(["a"])
+    assert first.num_matched == 0 < second.num_matched
+    assert second.work == first.work - second.num_matched
+    assert placement.members["a"].load == first.work + second.work
+    placement.note_tokens(second, 1)
+    assert placement.members["a"].load == first.work + second.work < 2 * first.work
