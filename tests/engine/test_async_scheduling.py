@@ -254,7 +254,7 @@ def test_every_request_gets_its_tokens(fuzz_runs: int, ahead: bool) -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_every_request_gets_its_tokens_from_a_pipeline(fuzz_runs: int, num_stages: int) -> None:
     """Several steps are under way, of which the first stage has computed more than the last."""
-    num_runs = max(200, fuzz_runs // 5)
+    num_runs = max(150, fuzz_runs // 12)
     seen = run_many(num_runs, False, num_stages)
     assert seen["overlapped"] > 0.5 * num_runs
     assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * num_runs
