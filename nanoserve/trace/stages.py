@@ -9,8 +9,8 @@ from nanoserve.trace.reader import Trace
 class StageUse:
     """Of one stage. `bubble` is the share of the time in which it had nothing to compute.
 
-    ideal: its bubble if the busiest stage had had none, after all stages had been filled once:
-        what the layers' shares alone cost.
+    ideal: its bubble if the busiest stage had had none between its first and its last step: what
+        unequal shares, and filling and emptying the pipeline, cost in any case.
     """
 
     busy: float  # seconds
@@ -25,9 +25,11 @@ def stage_uses(trace: Trace) -> list[StageUse]:
         return []
     whole = max(step[-1][1] for step in steps) - min(step[0][0] for step in steps)
     busy = [sum(end - begin for begin, end in spans) for spans in zip(*steps, strict=True)]
-    # One step passes through all the others before the last stage has its first.
-    filling = sum(end - begin for begin, end in steps[0]) - (steps[0][-1][1] - steps[0][-1][0])
-    least = max(busy) + filling
+    # A stage begins when the first step has left those before it, and those behind it end later.
+    first, last = ([end - begin for begin, end in step] for step in (steps[0], steps[-1]))
+    least = max(
+        sum(first[:stage]) + used + sum(last[stage + 1 :]) for stage, used in enumerate(busy)
+    )
     return [StageUse(used, 1 - used / whole, 1 - used / least) for used in busy]
 
 
