@@ -13,7 +13,7 @@ from nanoserve.replicas.prefix_router import PrefixRouter
 from nanoserve.sampling_params import SamplingParams
 
 
-class Mirror:
+class Copy:
     """What somebody outside knows who is told of every change."""
 
     def __init__(self, manager: BlockManager) -> None:
@@ -36,21 +36,21 @@ class MirroredRun(ShadowRun):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.mirror = Mirror(self.scheduler.block_manager)
+        self.copy = Copy(self.scheduler.block_manager)
         self.takes_every_step = self.rng.random() < 0.7  # others see sums of several steps
 
     def _abort(self) -> None:
         super()._abort()
-        self.mirror.check()
+        self.copy.check()
         if self.rng.random() < 0.02:  # as `nanoserve.engine.prefix_reset` does
             for block in range(1, self.scheduler.block_manager.num_blocks + 1):
                 self.scheduler.block_manager.forget(block)
-            self.mirror.check()
+            self.copy.check()
 
     def _step(self) -> None:
         super()._step()
         if self.takes_every_step or self.rng.random() < 0.2:
-            self.mirror.check()
+            self.copy.check()
 
 
 def test_events_add_up_to_the_table(fuzz_runs: int) -> None:
@@ -58,8 +58,8 @@ def test_events_add_up_to_the_table(fuzz_runs: int) -> None:
     for seed in range(fuzz_runs):
         run_ = MirroredRun(seed)
         run_.run()
-        run_.mirror.check()
-        evicted += run_.mirror.num_removed > 0
+        run_.copy.check()
+        evicted += run_.copy.num_removed > 0
         preempted += run_.scheduler.num_preemptions > 0
     assert min(evicted, preempted) > 0.1 * fuzz_runs, (evicted, preempted)
 
@@ -73,7 +73,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 def test_a_whole_engine(ahead: bool) -> None:
     """Steps that fail, and prefixes that are reset, with and without a step under way."""
     engine = make_engine(num_kv_blocks=40, async_scheduling=ahead)
-    mirror = Mirror(engine.scheduler.block_manager)
+    copy = Copy(engine.scheduler.block_manager)
     for i, prompt in enumerate(prompts(random.Random(0), 30)):
         engine.add_request(str(i), prompt, SamplingParams(max_tokens=20))
     for step in range(1000):
@@ -83,24 +83,24 @@ def test_a_whole_engine(ahead: bool) -> None:
             engine.executor.fail_next = True
             with pytest.raises(RuntimeError, match="on fire"):
                 engine.step()
-            mirror.check()
-            assert not mirror.known
+            copy.check()
+            assert not copy.known
         if step in (12, 30):
             engine.reset_prefix_cache(reset_running_requests=step == 30)
-            mirror.check()
-            assert not mirror.known
+            copy.check()
+            assert not copy.known
         engine.step()
-        mirror.check()
-    assert mirror.num_removed > 40 and mirror.known
+        copy.check()
+    assert copy.num_removed > 40 and copy.known
 
 
 def test_what_was_there_before_is_told_first() -> None:
     engine = make_engine()
     engine.add_request("a", list(range(50)), SamplingParams(max_tokens=1))
     run(engine)
-    mirror = Mirror(engine.scheduler.block_manager)
-    mirror.check()
-    assert mirror.num_stored == 3
+    copy = Copy(engine.scheduler.block_manager)
+    copy.check()
+    assert copy.num_stored == 3
 
 
 def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
