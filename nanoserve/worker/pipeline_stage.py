@@ -53,9 +53,6 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    def groups(self) -> list[Group]:
-        return [group for group in (self.world, self.before, self.behind) if group is not None]
-
     def part_of(self, whole: type[nn.Module]) -> Callable[[ModelConfig, LayerContext], nn.Module]:
         """What builds this stage of models of the class `whole`."""
 
