@@ -29,7 +29,7 @@ from nanoserve.replicas.following import A_MOMENT, CALL_ERRORS, Following, cance
 from nanoserve.replicas.outbox import news_of
 from nanoserve.replicas.placement import Placement
 from nanoserve.server.engine_process import EngineFront
-from nanoserve.server.engine_thread import News
+from nanoserve.server.engine_thread import Done, News
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.token_feed import NewTokens
 
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 _LATE = 5.0  # seconds that a request's last output may take after its call has ended
 _LONGEST_ABSENCE = 600.0  # seconds without any replica, and what waits for one is given up
 _MOST_FAILURES = 2  # of a request, which may be the cause of them
-
-Done = Callable[[Any, Exception | None], None]
 
 
 class Fleet:

@@ -1,6 +1,5 @@
 """`AsyncLLM` and its server, with a fleet of replicas in place of one engine."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -40,16 +39,7 @@ class FleetLLM(AsyncLLM):
 
     async def call_in_replica(self, number: int, function: Callable[[LLMEngine], T]) -> T:
         """`ValueError` if there is no such replica."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: Any, error: Exception | None) -> None:
-            if not result.done():
-                result.set_result(value) if error is None else result.set_exception(error)
-
-        self._check_is_running()
-        self.owner.call_one(number, function, partial(loop.call_soon_threadsafe, settle))
-        return await result
+        return await self._told_by(partial(self.owner.call_one, number, function))
 
     def _make_owner(
         self,

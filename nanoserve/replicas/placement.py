@@ -48,8 +48,8 @@ class Placement:
         request = order.request
         if self._caches and request.params.prompt_logprobs is None:  # which use no cached prefix
             with self._lock:
-                self._router.cache_root = request.sequences[0].cache_key  # the salt is in it
-                order.hashes = self._router.hashes(request.prompt_token_ids)
+                key = request.sequences[0].cache_key  # the salt is in it
+                order.hashes = self._router.hashes(request.prompt_token_ids, key)
 
     def join(self, name: str, num_kv_blocks: int) -> Member:
         with self._lock:

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 
 from nanoserve.checks import check_int, check_number, require
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.cache_salt import key_of_salt
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.work_shares import WorkShares
 from nanoserve.sampling_params import SamplingParams
@@ -69,13 +68,10 @@ class PrefixRouter:
         beta: float = DEFAULT_BETA,
         rng: random.Random | None = None,
         gamma: float = DEFAULT_GAMMA,
-        cache_root: tuple[str, ...] = (),
     ) -> None:
-        """`cache_root`, see `InputProcessor`, is () unless `kv_cache_dtype` was chosen."""
         self.block_size = check_int("block_size", block_size, 1)
         self.beta, self.gamma = check_number("beta", beta, 0), check_number("gamma", gamma, 0)
         seed = check_int("prefix_cache_seed", prefix_cache_seed, 0)
-        self.cache_root = cache_root
         self._rng = random.Random() if rng is None else rng
         self._hasher = BlockManager(1, block_size, prefix_cache_seed=seed)
         self._known: dict[str, Known] = {}
@@ -84,16 +80,13 @@ class PrefixRouter:
         # `&` a block, for all replicas together.
         self._holders: dict[bytes, int] = {}
 
-    def hashes(self, token_ids: list[int], cache_salt: str | None = None) -> list[bytes]:
+    def hashes(self, token_ids: list[int], cache_key: tuple[str, ...] = ()) -> list[bytes]:
         """Of the full blocks of a prompt, as the engines have them; a hit leaves its last token.
 
-        `ValueError` for a `cache_salt` that is no text.
+        `cache_key` is that of the sequence, see `InputProcessor`.
         """
-        key = self.cache_root
-        if cache_salt is not None:
-            key += key_of_salt(cache_salt)
         num_blocks = max(len(token_ids) - 1, 0) // self.block_size
-        seq = Sequence("", token_ids, _NO_PARAMS, len(token_ids), cache_key=key)
+        seq = Sequence("", token_ids, _NO_PARAMS, len(token_ids), cache_key=cache_key)
         self._hasher._hash_blocks(seq, num_blocks)
         return seq.block_hashes
 

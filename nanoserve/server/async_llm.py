@@ -23,7 +23,7 @@ from nanoserve.llm import LLM
 from nanoserve.llm_methods import hugging_face_tokenizer
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.server.engine_thread import EngineThread, News
+from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
 
 if TYPE_CHECKING:
@@ -242,10 +242,14 @@ class AsyncLLM:
 
         With `engine_process`, `function` and what it returns are pickled.
         """
+        return await self._told_by(partial(self.owner.call, function))
+
+    async def _told_by(self, ask: Callable[[Done], None]) -> Any:
+        """What the `done` is told that `ask` is called with; or that error is raised."""
         self._check_is_running()
         self._join_loop()
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
+        result: asyncio.Future[Any] = loop.create_future()
 
         def settle(value: Any, error: Exception | None) -> None:
             if not result.done():
@@ -257,7 +261,7 @@ class AsyncLLM:
 
         self._calls.add(result)
         try:
-            self.owner.call(function, done)
+            ask(done)
             return await result
         finally:
             self._calls.discard(result)

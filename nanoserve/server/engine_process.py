@@ -34,7 +34,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
-from nanoserve.server.engine_thread import EngineThread, News
+from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.token_feed import NewTokens
 from nanoserve.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class EngineProcess:
         self.is_running = True
         self._post = post
         self._backlog = self._num_sent = self._num_received = 0
-        self._calls: dict[int, Callable[[Any, Exception | None], None]] = {}
+        self._calls: dict[int, Done] = {}
         self._call_numbers = count()
         # A finalizer may give an order at any moment, in the middle of another one included.
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
@@ -111,9 +111,7 @@ class EngineProcess:
     def pause(self, is_paused: bool) -> None:
         self._send("pause", is_paused)
 
-    def call(
-        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
-    ) -> None:
+    def call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
         number, function = next(self._call_numbers), pickle.dumps(function)  # or raise
         self._calls[number] = done
         self._send("call", number, function)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _NUM_TRIES = 2  # of a step, before the requests in it are given up
 _MOST_FAILURES = 6  # one after another, before the engine is
 
+Done = Callable[[Any, Exception | None], None]  # is told what a call has returned, or raised
+
 
 class News(NamedTuple):
     """What a step has brought: tokens of requests that are followed, and outputs."""
@@ -74,9 +76,7 @@ class EngineThread:
         """Take no step from here on, or go on. Requests keep what they have, and new ones wait."""
         self._orders.put(partial(self._pause, is_paused))
 
-    def call(
-        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
-    ) -> None:
+    def call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
         """Call `function(engine)`, and `done` with what it has returned, or raised."""
         self._orders.put(partial(self._call, function, done))
 
@@ -103,9 +103,7 @@ class EngineThread:
     def _pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
 
-    def _call(
-        self, function: Callable[[LLMEngine], Any], done: Callable[[Any, Exception | None], None]
-    ) -> None:
+    def _call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
         try:
             result = function(self.engine)
         except Exception as error:

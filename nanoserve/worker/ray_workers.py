@@ -86,6 +86,15 @@ class RayWorkers(Workers):
             _JOINED.append(True)
         return ray.util.get_node_ip_address()
 
+    @staticmethod
+    def leave() -> None:
+        """Ray, if it was joined by `own_address` and no engine uses it any more."""
+        if _JOINED and not _USERS:
+            import ray
+
+            _JOINED.clear()
+            ray.shutdown()
+
     def announce(self, batch: Batch) -> None:
         """Send every worker the step of `batch`."""
         self.check()
@@ -228,7 +237,7 @@ class RayWorkers(Workers):
             connection.close()
         if self in _USERS:
             _USERS.remove(self)
-            self._leave()
+            self._give_places_back()
 
     def forget(self) -> None:
         self._is_closing = True
@@ -236,15 +245,11 @@ class RayWorkers(Workers):
         for connection in self._connections:
             connection.close()
 
-    def _leave(self) -> None:
+    def _give_places_back(self) -> None:
         import ray
 
-        if ray.is_initialized():
-            if self._group is not None:
-                ray.util.remove_placement_group(self._group)
-            if _JOINED and not _USERS:
-                _JOINED.clear()
-                ray.shutdown()
+        if ray.is_initialized() and self._group is not None:
+            ray.util.remove_placement_group(self._group)
 
 
 _JOINED: list[bool] = []  # whether Ray was, for these engines alone

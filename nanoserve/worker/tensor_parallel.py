@@ -71,6 +71,8 @@ class TensorParallelExecutor:
         workers_class = Workers
         if config.distributed_executor_backend == "ray":
             from nanoserve.worker.ray_workers import RayWorkers as workers_class
+
+            self._stack.callback(workers_class.leave)
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()

@@ -1,9 +1,7 @@
 """The server in front of replicas in this process: its metrics, its health, and its page."""
 
-import asyncio
 import re
 import shutil
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,10 +14,9 @@ pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 from browser_tab import Tab
 from fake_serve import FakeServe
 from ray_server import read_stream
-from serving import Served, wait_until
+from serving import Served, behind_http, wait_until
 
 from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
-from nanoserve.server.run import Server, bind
 from nanoserve.server.settings import ServerSettings
 
 
@@ -52,17 +49,9 @@ def server(serve: FakeServe) -> Iterator[FleetServed]:
     llm = FleetLLM(serve)
     api = FleetServer(llm, ServerSettings(served_model_name=["tiny"]))
     wait_until(lambda: len(llm.owner.replicas) == 2)
-    with bind("127.0.0.1", 0) as bound:
-        server = Server(api, 5, access_log=False)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield FleetServed(f"http://127.0.0.1:{bound.getsockname()[1]}", api)
-        finally:
-            server.should_exit = True
-            thread.join()
-            llm.shutdown()
+    with behind_http(api) as one:
+        yield FleetServed(one.url, api)
+    llm.shutdown()
 
 
 def test_metrics_of_all_and_health_of_any(serve: FakeServe, server: FleetServed) -> None:

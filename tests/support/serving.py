@@ -49,10 +49,18 @@ class Served:
 def served(llm: AsyncLLM, grace: float = 5, **settings: Any) -> Iterator[Served]:
     """`llm` behind HTTP on a port of its own."""
     from nanoserve.server.app import ApiServer
-    from nanoserve.server.run import Server, bind
     from nanoserve.server.settings import ServerSettings
 
     api = ApiServer(llm, ServerSettings(**{"served_model_name": ["tiny"], **settings}))
+    with behind_http(api, grace) as one:
+        yield one
+
+
+@contextmanager
+def behind_http(api: Any, grace: float = 5) -> Iterator[Served]:
+    """An `ApiServer`."""
+    from nanoserve.server.run import Server, bind
+
     with bind("127.0.0.1", 0) as bound:
         server = Server(api, grace, access_log=False)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))

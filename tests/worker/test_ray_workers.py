@@ -114,6 +114,17 @@ def test_more_ranks_than_the_cluster_has_room_for(path: Path) -> None:
         make_llm(path, pipeline_parallel_size=2, tensor_parallel_size=2)
 
 
+def test_ray_is_left_where_ranks_cannot_meet(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: told[-1:] == ["joined"])
+    monkeypatch.setattr(ray, "init", lambda **options: told.append("joined"))
+    monkeypatch.setattr(ray, "shutdown", lambda: told.append("left"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.1")  # nobody's
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        make_llm(path, tensor_parallel_size=2)
+    assert told == ["joined", "left"]
+
+
 def test_one_rank_needs_no_ray(path: Path) -> None:
     with pytest.raises(ValueError, match="distributed_executor_backend='ray' places the ranks"):
         make_llm(path)
