@@ -49,9 +49,11 @@ _VOCAB_SIZE = 2048  # of the bundled model and its tokenizer, which also serves 
 
 
 @contextmanager
-def serving(model: list[str], flags: list[str], folder: str) -> Iterator[tuple[str, float]]:
+def serving(
+    flags: list[str], folder: str, program: tuple[str, ...] = ("-m", "nanoserve", "serve")
+) -> Iterator[tuple[str, float]]:
     """The address of a server, and the seconds until it had one."""
-    command = [sys.executable, "-m", "nanoserve", "serve", *model, "--port", "0", *flags]
+    command = [sys.executable, *program, *flags, "--port", "0"]
     began, log = time.perf_counter(), Path(folder) / "log"
     environment = {**os.environ, "RAY_TMPDIR": folder}
     with log.open("w") as file:
@@ -173,7 +175,7 @@ def main() -> None:
             model += ["--max-model-len", "2048", "--num-kv-blocks", "4000"]
         for number in range(args.rounds):
             for name, flags in chosen.items():
-                with serving(model, flags, folder) as (url, seconds):
+                with serving([*model, *flags], folder) as (url, seconds):
                     print(f"\n{name}: answers after {seconds:.1f} s", flush=True)
                     starts[name].append(seconds)
                     rows[name] += rows_of(args, url, number)

@@ -214,53 +214,70 @@ POLICIES: dict[str, type[Policy]] = {
 # ---------------------------------------------------------------- traces
 
 
-def some_tokens(rng: random.Random, least: int, most: int) -> list[int]:
-    return [rng.randrange(_VOCAB_SIZE) for _ in range(rng.randint(least, most))]
+@dataclass(frozen=True)
+class Scale:
+    """Lengths and arrivals, beside those above."""
+
+    length: float = 1.0
+    rate: float = 1.0
+    vocab_size: int = _VOCAB_SIZE
+
+    def tokens(self, rng: random.Random, least: int, most: int) -> list[int]:
+        count = rng.randint(round(self.length * least), round(self.length * most))
+        return [rng.randrange(self.vocab_size) for _ in range(count)]
+
+    def arrivals(self, rng: random.Random, rate: float, count: int) -> Iterator[float]:
+        now = 0.0
+        for _ in range(count):
+            now += rng.expovariate(self.rate * rate)
+            yield now
 
 
-def arrivals(rng: random.Random, rate: float, count: int) -> Iterator[float]:
-    now = 0.0
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        yield now
+_AS_IT_IS = Scale()
 
 
-def hot_prefix(num_replicas: int, per_replica: int) -> list[Job]:
+def hot_prefix(num_replicas: int, per_replica: int, scale: Scale = _AS_IT_IS) -> list[Job]:
     rng = random.Random(1)
-    system = some_tokens(rng, 2048, 2048)
-    groups = [some_tokens(rng, 512, 512) for _ in range(4 * num_replicas)]
+    system = scale.tokens(rng, 2048, 2048)
+    groups = [scale.tokens(rng, 512, 512) for _ in range(4 * num_replicas)]
     jobs = []
-    for now in arrivals(rng, 22 * num_replicas, per_replica * num_replicas):
+    for now in scale.arrivals(rng, 22 * num_replicas, per_replica * num_replicas):
         group = rng.choice(groups) if rng.random() < 0.5 else []
-        prompt = system + group + some_tokens(rng, 64, 512)
-        jobs.append(Job(now, prompt, some_tokens(rng, 32, 96)))
+        prompt = system + group + scale.tokens(rng, 64, 512)
+        jobs.append(Job(now, prompt, scale.tokens(rng, 32, 96)))
     return jobs
 
 
-def conversations(num_replicas: int, per_replica: int) -> list[Job]:
-    rng, end = random.Random(2), per_replica / 9  # seconds: nine turns in one
-    count = round(2.6 * num_replicas * end)
+def conversations(num_replicas: int, per_replica: int, scale: Scale = _AS_IT_IS) -> list[Job]:
+    # In seconds; there are nine turns in one, and people do not think faster for a faster fleet.
+    rng, end = random.Random(2), per_replica / 9 / scale.rate
+    rate = 2.6 * num_replicas
+    count = round(rate * scale.rate * end)
     return [
-        _turn(random.Random(rng.random()), now, [], rng.randint(2, 8), end)
-        for now in arrivals(rng, 2.6 * num_replicas, count)
+        _turn(scale, random.Random(rng.random()), now, [], rng.randint(2, 8), end)
+        for now in scale.arrivals(rng, rate, count)
     ]
 
 
-def _turn(rng: random.Random, now: float, history: list[int], left: int, end: float) -> Job:
-    prompt, output = history + some_tokens(rng, 50, 400), some_tokens(rng, 32, 128)
+def _turn(
+    scale: Scale, rng: random.Random, now: float, history: list[int], left: int, end: float
+) -> Job:
+    prompt, output = history + scale.tokens(rng, 50, 400), scale.tokens(rng, 32, 128)
 
     def then(answered: float) -> Job | None:
         at = answered + rng.expovariate(0.5)  # somebody reads, thinks and types
-        return _turn(rng, at, prompt + output, left - 1, end) if left > 1 and at < end else None
+        if left == 1 or at >= end:
+            return None
+        return _turn(scale, rng, at, prompt + output, left - 1, end)
 
     return Job(now, prompt, output, then)
 
 
-def nothing_shared(num_replicas: int, per_replica: int) -> list[Job]:
+def nothing_shared(num_replicas: int, per_replica: int, scale: Scale = _AS_IT_IS) -> list[Job]:
     rng = random.Random(3)
     return [
-        Job(now, some_tokens(rng, 100, 1500), some_tokens(rng, 32, 96))
-        for now in arrivals(rng, 11 * num_replicas, per_replica * num_replicas)
+        Job(now, scale.tokens(rng, 100, 1500), scale.tokens(rng, 32, 96))
+        for now in scale.arrivals(rng, 11 * num_replicas, per_replica * num_replicas)
     ]
 
 
