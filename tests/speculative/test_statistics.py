@@ -21,7 +21,7 @@ from nanoserve.speculative.proposer import TextProposer
 
 VOCAB_SIZE = 64
 TOKENS = 8  # that have any probability
-NUM_DRAWN = 20_000
+NUM_DRAWN = 8_000
 # The value that chi-square of 7 degrees of freedom exceeds once in a million times.
 CHI_SQUARE_7 = 40.5
 
