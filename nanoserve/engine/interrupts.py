@@ -5,7 +5,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -19,7 +20,9 @@ class DeferredInterrupt:
     thread, where signals arrive. Blocks may be nested: each hands over to the one around it.
     """
 
-    num_held = 0  # blocks of this process that hold one back now; whoever makes them wait may look
+    # Blocks of this process that hold one back now; whoever makes them wait may look. A second
+    # Ctrl-C may strike in any line below, and a block that is gone must not be counted for ever.
+    holding: ClassVar["WeakSet[DeferredInterrupt]"] = WeakSet()
 
     def __init__(self, gives_way: bool = True) -> None:
         self._gives_way = gives_way
@@ -36,7 +39,7 @@ class DeferredInterrupt:
         return self
 
     def _hold(self, signum: int, frame: object) -> None:
-        DeferredInterrupt.num_held += not self._requested
+        DeferredInterrupt.holding.add(self)
         self._requested = True
         if self._gives_way:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,7 +47,7 @@ class DeferredInterrupt:
     def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-        DeferredInterrupt.num_held -= self._requested
+        DeferredInterrupt.holding.discard(self)
         if self._requested and exc_type is None:
             signal.raise_signal(signal.SIGINT)
 

@@ -211,7 +211,7 @@ class TensorParallelExecutor:
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             workers.fail(f"rank 0 has left a step that the others have not: {reason}")
         self._close()
-        if is_in_step and DeferredInterrupt.num_held:
+        if is_in_step and DeferredInterrupt.holding:
             raise KeyboardInterrupt("this ends the engine") from WorkerError(workers.failure)
         if is_effect and told:
             raise WorkerError(told) from error

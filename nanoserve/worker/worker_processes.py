@@ -274,7 +274,7 @@ class Workers:
 
     def _judge(self, rank: int, pulse: Pulse) -> None:
         """Kill a worker that has been silent for too long."""
-        is_awaited = self._is_closing or DeferredInterrupt.num_held > 0
+        is_awaited = self._is_closing or len(DeferredInterrupt.holding) > 0
         # Two beats pass before silence is one: it is found within the time that was given.
         if pulse.silence < (_HURRY if is_awaited else self._timeout - 2 * BEAT):
             return

@@ -261,6 +261,26 @@ def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
     assert not engine.has_unfinished_requests() and not engine._turns.is_inside
 
 
+def test_a_second_ctrl_c_at_the_end_of_a_hold_leaves_none_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_handler = signal.signal
+
+    def interrupted(number: int, handler: object) -> None:
+        set_handler(number, handler)
+        raise KeyboardInterrupt  # it strikes as soon as it can
+
+    caught = False
+    try:
+        with interrupts.DeferredInterrupt(gives_way=False):
+            signal.raise_signal(signal.SIGINT)
+            assert len(interrupts.DeferredInterrupt.holding) == 1
+            monkeypatch.setattr(signal, "signal", interrupted)
+    except KeyboardInterrupt:
+        caught = True
+    assert caught and not interrupts.DeferredInterrupt.holding
+
+
 # ---------------------------------------------------------------- Ctrl-C in the front door
 
 
