@@ -13,11 +13,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from regions import regions, without_regions
+
 WORDS_PER_MINUTE = 130  # dense prose, with figures to look at
 MINUTES_PER_QUOTE = 3
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-QUOTE = re.compile(r"^ *::: ([\w.]+)$", re.M)
 FENCE = re.compile(r"^ *(`{3,})([^\n]*)\n(.*?)^ *\1 *$", re.M | re.S)
 
 
@@ -31,6 +32,11 @@ class Chapter:
     def text(self) -> str:
         return (self.folder / "index.md").read_text(encoding="utf-8")
 
+    @cached_property
+    def written(self) -> str:
+        """The text without what was recorded in lines of its own, such as source."""
+        return without_regions(self.text)
+
     @property
     def page(self) -> str:
         """Where its text lies, seen from `docs/`: `03-kv-cache/index.md`."""
@@ -42,20 +48,21 @@ class Chapter:
 
     @property
     def title(self) -> str:
-        (title,) = re.findall(r"^# (?:\d+\. )?(.+)$", without_fences(self.text), re.M)
+        text = without_fences(self.written)
+        (title,) = re.findall(r"^# (?:\d+\. )?(.+)$", text, re.M)
         return title
 
     @property
     def promise(self) -> str:
         """The first sentence: what one will be able to explain."""
-        (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.text, re.M | re.S)
+        (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.written, re.M | re.S)
         # A link would lead from where the chapter lies, not from where this is shown.
         return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", first_sentence(paragraph))
 
     @property
     def quotes(self) -> list[str]:
         """The symbols whose source it shows."""
-        return QUOTE.findall(self.text)
+        return [region.symbol for region in regions(self.text) if region.symbol]
 
     @property
     def exercise(self) -> str:
@@ -66,7 +73,7 @@ class Chapter:
     @property
     def minutes(self) -> int:
         """To read it slowly, to the next five; the exercise takes its own time."""
-        words = len(without_fences(self.text).split())
+        words = len(without_fences(self.written).split())
         minutes = words / WORDS_PER_MINUTE + MINUTES_PER_QUOTE * len(self.quotes)
         return 5 * math.ceil(minutes / 5)
 
@@ -95,6 +102,15 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def functions_of(path: Path) -> list[str]:
+    """The public functions of a module."""
+    return [
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+
+
 def summary(name: str) -> str:
     """The first sentence of a module's docstring."""
     docstring = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
@@ -115,6 +131,11 @@ def file_of(symbol: str) -> str | None:
             if path.is_file():
                 return path.relative_to(ROOT).as_posix()
     return None
+
+
+def module_of(symbol: str) -> str:
+    """The longest beginning of a dotted name that is a module."""
+    return file_of(symbol).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imports(name: str) -> Iterator[str]:

@@ -1,12 +1,10 @@
 """What the Markdown of the course may say between double braces.
 
-mkdocs-macros calls `define_env` when a site is built; tests call `names`. So that no page can say
-what is no longer so, numbers and lists come from the worked examples (`worked.py`), the source, the
-README and the glossary.
+So that no page can say what is no longer so, numbers and lists come from the worked examples
+(`worked.py`), the source, the README and the glossary. `record.py` computes them, and tests do.
 """
 
 import os
-import posixpath
 import re
 import sys
 from collections import defaultdict
@@ -26,45 +24,25 @@ for folder in (DOCS, DOCS.parent / "benchmarks"):
 import api_tables  # noqa: E402
 import facts  # noqa: E402
 from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
-from trace_pages import scenarios, trace_page  # noqa: E402
 
 from nanoserve.tiny_qwen3.corpus import load_glossary, trained_terms  # noqa: E402
 
 FRONT = "front_door"
-_shown: set[str] = set()  # scenarios of this build; mkdocs-macros loads this file for every build
-
-
-def define_env(env: Any) -> None:
-    """Give the names to mkdocs-macros; `env` is its plugin."""
-
-    def trace(name: str) -> str:
-        _shown.add(name)
-        return trace_frame(name, env.page.url)
-
-    env.variables.update(names())
-    env.macro(trace)
-
-
-def on_pre_page_macros(env: Any) -> None:
-    """Number the title of a chapter as its folder is numbered."""
-    number = re.match(r"0*(\d+)-[\w-]+/index\.md", env.page.file.src_uri)
-    if number:
-        title = f"# {number[1]}. "
-        env.markdown = re.sub(r"^# (?:\d+\. )?", title, env.markdown, count=1, flags=re.M)
-
-
-def on_post_build(env: Any) -> None:
-    """Run the scenarios that pages show, and put their pages beside those of the course."""
-    folder = Path(env.conf["site_dir"]) / "traces"
-    folder.mkdir(exist_ok=True)
-    for name in sorted(_shown):
-        (folder / f"{name}.html").write_text(trace_page(name), encoding="utf-8")
 
 
 def names() -> dict[str, Any]:
-    """All names that a page may use, but for `trace`, which depends on where the page lies."""
+    """All names that a page may use, but for `trace`, which shows a scenario's recorded run."""
     functions = (
-        *(lines, how_many, readme, beside_the_path, evening_lines, reading_order, map_of_the_rooms),
+        *(
+            file,
+            lines,
+            how_many,
+            readme,
+            beside_the_path,
+            evening_lines,
+            reading_order,
+            map_of_the_rooms,
+        ),
         *(glossary, how_many_terms, stops, hours, options, parameters, vllm_options),
         *(vllm_parameters, own_options),
     )
@@ -73,22 +51,14 @@ def names() -> dict[str, Any]:
 
 def worked() -> SimpleNamespace:
     """The folders' worked examples: `worked.preemption` is `07-preemption/worked.py`."""
-    files = DOCS.glob("*/worked.py")
+    files = sorted(DOCS.glob("*/worked.py"), reverse=True)
     return SimpleNamespace(**{facts.short_name(file.parent): facts.load(file) for file in files})
 
 
-def trace_frame(name: str, page_url: str) -> str:
-    """The page of a scenario, inside the page that lies at `page_url` of the site."""
-    if name not in scenarios():
-        raise ValueError(f"no function {name!r} in a scenario.py")
-    url = posixpath.relpath(f"traces/{name}.html", posixpath.dirname(page_url))
-    index = posixpath.relpath("index.html", posixpath.dirname(page_url))
-    title = f"A recorded run: {name.replace('_', ' ')}"
-    return (
-        f'<div class="trace"><iframe src="{url}" title="{title}" loading="lazy"></iframe>'
-        f'<p><a href="{url}" target="_blank">The run in a window of its own</a>; '
-        f'<a href="{index}#record-a-run-of-your-own">record one yourself</a></p></div>'
-    )
+def file(name: str, language: str = "") -> str:
+    """A file of the repository, as it is."""
+    text = (facts.ROOT / name).read_text(encoding="utf-8").rstrip()
+    return f"```{language}\n{text}\n```"
 
 
 def how_many(*patterns: str) -> int:
@@ -179,8 +149,8 @@ def glossary() -> str:
     for term in sorted(load_glossary(), key=lambda term: term.term.lower()):
         if term.term[0].upper() != letter:
             letter = term.term[0].upper()
-            parts.append(f"## {letter} {{ #letter-{letter.lower()} }}")
-        parts.append(f"### {term.term} {{ #{slug(term.term)} }}")
+            parts.append(f"## {letter}")
+        parts.append(f"### {term.term}")
         parts.append(escape(term.en, quote=False))
         also = f"Also: {', '.join(term.aliases)}. " if term.aliases else ""
         parts.append(f'<p class="also" markdown>{also}<b>{term.zh_term}</b>: {term.zh}</p>')

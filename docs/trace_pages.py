@@ -1,15 +1,12 @@
-"""Recorded runs for the pages of the course: a scenario runs when the site is built, and once.
+"""Recorded runs: what a chapter's `scenario.py` lets the engine do, kept beside the chapter.
 
-`mkdocs serve` builds again whenever a file is saved. This module stays loaded meanwhile, and a
-scenario runs again only if its file has changed.
+`python docs/record.py --runs` records them; pages are made of what was recorded, without an engine.
 """
 
 import ast
-import tempfile
-from functools import cache
 from pathlib import Path
 
-from facts import DOCS, load
+from facts import DOCS
 
 from nanoserve.trace.page import make_page
 from nanoserve.trace.reader import read_trace
@@ -27,16 +24,18 @@ def scenarios() -> dict[str, Path]:
     return found
 
 
+def run_file(name: str) -> Path:
+    """Where a scenario's recorded run lies."""
+    return scenarios()[name].with_name(f"{name.replace('_', '-')}.jsonl")
+
+
 def trace_page(name: str) -> str:
-    """The HTML page on which the run of a scenario can be looked at step by step."""
-    path = scenarios()[name]
-    return _run(name, path, path.read_text(encoding="utf-8"))
+    """The HTML page on which the run of a scenario can be looked at step by step.
 
-
-@cache
-def _run(name: str, path: Path, source: str) -> str:
-    module = load(path)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run.jsonl"
-        getattr(module, name)(run)
-        return make_page(read_trace(run))
+    Raises `FileNotFoundError` if it was never recorded.
+    """
+    run = run_file(name)
+    if not run.is_file():
+        folder = run.parent.name
+        raise FileNotFoundError(f"{run}: record it with `python docs/record.py {folder} --runs`")
+    return make_page(read_trace(run))

@@ -6,7 +6,7 @@ number of tokens, of which each leaves `bytes_per_token` bytes in the KV cache.
 Fill in the three functions. They need nothing but integers and floats; no function may try out
 batches one by one, because a batch may have millions of users.
 
-Run the test with: pytest docs/01-serving/test_exercise.py
+Run the test with: pytest -x docs/01-serving/test_exercise.py
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Test of `serving_capacity.py`, against our block manager and against trying everything."""
+"""Test of the exercise of chapter 1, against our block manager and against trying everything."""
 
 import random
 
@@ -27,7 +27,8 @@ HALF_MIB, GIB = 2**19, 2**30
     ],
 )
 def test_users_take_whole_blocks(pool: int, tokens: int, block_size: int, users: int) -> None:
-    assert users_that_fit(pool, HALF_MIB, tokens, block_size) == users
+    found = users_that_fit(pool, HALF_MIB, tokens, block_size)
+    assert found == users, f"users_that_fit({pool}, {HALF_MIB}, {tokens}, {block_size})"
 
 
 def test_as_many_fit_as_our_block_manager_takes() -> None:
@@ -39,19 +40,21 @@ def test_as_many_fit_as_our_block_manager_takes() -> None:
         manager, taken = BlockManager(num_blocks, block_size), 0
         while manager.allocate(Sequence(str(taken), [7], SamplingParams(), 1000), tokens):
             taken += 1
-        assert users_that_fit(pool, per_token, tokens, block_size) == taken
+        case = f"users_that_fit({pool}, {per_token}, {tokens}, {block_size})"
+        assert users_that_fit(pool, per_token, tokens, block_size) == taken, case
 
 
 def test_a_batch_shares_the_weights_but_not_the_caches() -> None:
     one, many = (tokens_per_second(A100, users, 0.5e9) for users in (1, 32))
-    assert one == pytest.approx(1 / 7.25e-3)
-    assert many == pytest.approx(32 / 15e-3)
-    assert many / one == pytest.approx(15.467, abs=1e-3)
+    assert one == pytest.approx(1 / 7.25e-3), "tokens_per_second(A100, 1, 0.5e9)"
+    assert many == pytest.approx(32 / 15e-3), "tokens_per_second(A100, 32, 0.5e9)"
+    assert many / one == pytest.approx(15.467, abs=1e-3), "32 users of 0.5e9 bytes against one"
 
 
 def test_without_caches_the_products_are_the_limit_in_the_end() -> None:
-    assert tokens_per_second(A100, 100, 0.0) == pytest.approx(100 / 7e-3)
-    assert tokens_per_second(A100, 100_000, 0.0) == pytest.approx(312e12 / 14e9)
+    few, many = (tokens_per_second(A100, users, 0.0) for users in (100, 100_000))
+    assert few == pytest.approx(100 / 7e-3), "tokens_per_second(A100, 100, 0.0)"
+    assert many == pytest.approx(312e12 / 14e9), "tokens_per_second(A100, 100_000, 0.0)"
 
 
 def test_the_smallest_batch_is_the_smallest() -> None:
@@ -61,9 +64,10 @@ def test_the_smallest_batch_is_the_smallest() -> None:
         machine = Machine(rng.uniform(1, 50), rng.randint(1, 20), rng.uniform(1, 9), 40.0)
         kv, most, rate = rng.uniform(0, 3), rng.randint(0, 40), rng.uniform(0.01, 2)
         enough = [n for n in range(1, most + 1) if tokens_per_second(machine, n, kv) >= rate]
-        assert smallest_batch(machine, rate, kv, most) == (enough[0] if enough else None)
+        expected, case = enough[0] if enough else None, f"{machine}, {rate}, {kv}, {most}"
+        assert smallest_batch(machine, rate, kv, most) == expected, f"smallest_batch({case})"
         found += bool(enough)
-    assert 50 < found < 250
+    assert 50 < found < 250, f"{found} of the 300 random cases have an answer"
 
 
 def test_some_rates_no_batch_reaches() -> None:

@@ -5,7 +5,7 @@ sequences one after the other: sequence i has the rows cu_seqlens[i] to cu_seqle
 
 Use what numpy has (exp, cos, matmul, einsum), but no library that knows attention.
 
-Run the test with: pytest docs/02-transformer/test_exercise.py
+Run the test with: pytest -x docs/02-transformer/test_exercise.py
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Test of `packed_attention.py`, against our rotary layer and torch's attention."""
+"""Test of the exercise of chapter 2, against our rotary layer and torch's attention."""
 
 import numpy as np
 import pytest
@@ -12,31 +12,34 @@ from nanoserve.layers.rotary import RotaryEmbedding
 
 from .exercise import attention, rotate
 
-RNG = np.random.default_rng(0)
-
 
 def test_rotation_is_that_of_our_layer() -> None:
     rotary = RotaryEmbedding(RopeConfig(theta=1e6), 32, 500, LayerContext())
     positions = np.array([0, 1, 499, 7, 7])
-    x = RNG.standard_normal((5, 3, 32))
+    x = np.random.default_rng(0).standard_normal((5, 3, 32))
     cos, sin = (table[torch.from_numpy(positions)] for table in (rotary.cos, rotary.sin))
     expected = ops.rotate(torch.from_numpy(x), cos, sin).numpy()
-    np.testing.assert_allclose(rotate(x, positions, 1e6), expected, atol=1e-3)
+    case = f"rotate(x, {positions}, 1e6), x of {x.shape} as np.random.default_rng(0) draws it"
+    np.testing.assert_allclose(rotate(x, positions, 1e6), expected, atol=1e-3, err_msg=case)
 
 
 def test_rotation_keeps_lengths_and_distances() -> None:
-    x = RNG.standard_normal((2, 4, 16))
+    x = np.random.default_rng(1).standard_normal((2, 4, 16))
     near = rotate(x, np.array([3, 10]), 1e4)
     far = rotate(x, np.array([1003, 1010]), 1e4)
-    np.testing.assert_allclose((near[0] * near[1]).sum(-1), (far[0] * far[1]).sum(-1), atol=1e-9)
-    np.testing.assert_allclose((near**2).sum(-1), (x**2).sum(-1), atol=1e-9)
-    assert not np.allclose((near[0] * near[1]).sum(-1), (x[0] * x[1]).sum(-1))
+    score, far_score = (near[0] * near[1]).sum(-1), (far[0] * far[1]).sum(-1)
+    case = "rotate(x, positions, 1e4), positions [3, 10] and [1003, 1010], x of seed 1: "
+    np.testing.assert_allclose(score, far_score, atol=1e-9, err_msg=f"{case}scores")
+    lengths, before = (near**2).sum(-1), (x**2).sum(-1)
+    np.testing.assert_allclose(lengths, before, atol=1e-9, err_msg=f"{case}lengths")
+    assert not np.allclose(score, (x[0] * x[1]).sum(-1)), f"{case}nothing has been turned"
 
 
 def batch(lens: list[int], heads: int, kv_heads: int, size: float = 1.0) -> tuple[np.ndarray, ...]:
-    n = sum(lens)
-    q = RNG.standard_normal((n, heads, 8)) * size
-    k, v = RNG.standard_normal((2, n, kv_heads, 8))
+    """q, k, v and cu_seqlens: the same ones for the same arguments."""
+    n, rng = sum(lens), np.random.default_rng(0)
+    q = rng.standard_normal((n, heads, 8)) * size
+    k, v = rng.standard_normal((2, n, kv_heads, 8))
     return q, k, v, np.cumsum([0, *lens])
 
 
@@ -48,14 +51,16 @@ def test_attention_is_torchs_for_each_sequence(
 ) -> None:
     q, k, v, cu_seqlens = batch(lens, heads, kv_heads, size)
     found = attention(q, k, v, cu_seqlens)
-    assert found.shape == q.shape
+    case = f"attention(*batch({lens}, {heads}, {kv_heads}, {size}))"
+    assert found.shape == q.shape, case
     for i, length in enumerate(lens):
         if length == 0:
             continue
         tokens = slice(cu_seqlens[i], cu_seqlens[i + 1])
         one = (torch.from_numpy(x[tokens]).transpose(0, 1)[None] for x in (q, k, v))
         expected = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-        np.testing.assert_allclose(found[tokens], expected[0].transpose(0, 1), atol=1e-6)
+        right, where = expected[0].transpose(0, 1), f"{case}, sequence {i}"
+        np.testing.assert_allclose(found[tokens], right, atol=1e-6, err_msg=where)
 
 
 def test_neither_neighbours_nor_the_future_leak_in() -> None:
@@ -63,5 +68,6 @@ def test_neither_neighbours_nor_the_future_leak_in() -> None:
     before = attention(q, k, v, cu_seqlens)
     k[6:], v[6:] = 100.0, -100.0  # the second sequence's last two tokens, and its neighbour
     after = attention(q, k, v, cu_seqlens)
-    np.testing.assert_array_equal(before[:6], after[:6])
-    assert not np.allclose(before[6:], after[6:])
+    case = "attention(*batch([3, 5, 2], 4, 2)), with other k and v from token 6 on"
+    np.testing.assert_array_equal(before[:6], after[:6], err_msg=case)
+    assert not np.allclose(before[6:], after[6:]), case

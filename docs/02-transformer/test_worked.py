@@ -1,5 +1,7 @@
 """Attention by hand, and the parameters of models that we build."""
 
+import math
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.models.registry import model_class
 
 from . import worked as transformer
-from .worked import LLAMA_2_7B, QWEN3_06B, K, Q, V
+from .worked import KEYS, LLAMA_2_7B, QUERIES, QWEN3_06B, VALUES, K, Q, V
 
 
 def test_the_parameters_of_qwen3_06b() -> None:
@@ -92,6 +94,38 @@ def test_the_tables_of_three_tokens() -> None:
     assert masked[2] == "| 0 | 1 | 0.5 | 1.000, 0.000, 0.000 | 1.00, 2.00, 3.00, 4.00 |"
 
 
+def test_three_queries_that_ask_for_different_things() -> None:
+    """Scores [4, 2, 5], [1, 4, 1], [6, 0, 4], halved; e^0.5 = 1.6487, e^1 = 2.7183 and so on."""
+    weights = transformer.attention_weights(QUERIES, KEYS, causal=False)
+    assert weights[0] == pytest.approx([0.3315, 0.1220, 0.5465], abs=1e-4)
+    assert weights[1] == pytest.approx([0.1543, 0.6914, 0.1543], abs=1e-4)
+    assert weights[2] == pytest.approx([0.7054, 0.0351, 0.2595], abs=1e-4)
+    masked = transformer.attention_weights(QUERIES, KEYS, causal=True)
+    assert masked[0] == [1, 0, 0] and masked[2] == weights[2]
+    assert masked[1] == pytest.approx([0.1824, 0.8176, 0], abs=1e-4)
+    for row, output in zip(
+        masked, transformer.attention(QUERIES, KEYS, VALUES, causal=True), strict=True
+    ):
+        assert output == pytest.approx([4 * weight for weight in row] + [1])
+
+
+def test_torch_attends_as_the_three_queries_do() -> None:
+    q, k, v = (torch.tensor(x, dtype=torch.float64)[None, None] for x in (QUERIES, KEYS, VALUES))
+    for causal in (False, True):
+        ours = transformer.attention(QUERIES, KEYS, VALUES, causal)
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        assert torch.allclose(torch.tensor(ours, dtype=torch.float64), theirs[0, 0]), causal
+
+
+def test_the_tables_of_the_three_queries() -> None:
+    row = "| 2 | 6, 0, 4 | 3.0, 0.0, 2.0 | 0.705, 0.035, 0.259 | 2.82, 0.14, 1.04, 1.00 |"
+    assert transformer.three_tokens_table(causal=False).splitlines()[4] == row
+    masked = transformer.three_tokens_table(causal=True).splitlines()
+    assert masked[4] == row
+    assert masked[2] == "| 0 | 4, –, – | 2.0, –, – | 1.000, 0.000, 0.000 | 4.00, 0.00, 0.00, 1.00 |"
+    assert transformer.vectors(QUERIES) == "(1, 0, 2, 0), (0, 2, 0, 1) and (2, 0, 0, 2)"
+
+
 @pytest.mark.parametrize(
     ("scores", "weights"),
     [
@@ -128,6 +162,21 @@ def test_a_score_depends_on_the_distance_only() -> None:
     # Q[0] = (1, 0, 1, 0), K[2] = (1, 1, 1, 1): pair 0 gives 2 cos(2), pair 1 nothing.
     assert near == far == back and float(near) == pytest.approx(-0.8323, abs=1e-4)
     assert float(other) == pytest.approx(1.0806, abs=1e-4)
+
+
+def test_a_turned_score_depends_on_the_distance_only() -> None:
+    pairs = [(5, 3), (105, 103), (5, 4), (7, 7)]
+    lines = transformer.turned_scores_table(pairs, theta=10_000).splitlines()[2:]
+    near, far, other, same = (float(line.split("|")[5]) for line in lines)
+    # Pair 0: (2, 0) and (2, 1), turned by the distance; pair 1: (0, 2) and (0, 1), by a hundredth.
+    assert (
+        near
+        == far
+        == pytest.approx(4 * math.cos(2) + 2 * math.sin(2) + 2 * math.cos(0.02), abs=1e-4)
+    )
+    assert other == pytest.approx(4 * math.cos(1) + 2 * math.sin(1) + 2 * math.cos(0.01), abs=1e-4)
+    assert same == 6
+    assert lines[0].startswith("| 10,000 | 5 | 3 | 2 |")
 
 
 def test_the_slowest_pair_of_qwen3_turns_once_in_five_million_tokens() -> None:

@@ -11,6 +11,12 @@ Q: Matrix = [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
 K: Matrix = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]]
 V: Matrix = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 
+# Three tokens whose queries ask for different things. Softmax weights of one row sum to 1, and so
+# does the last dimension of every output.
+QUERIES: Matrix = [[1, 0, 2, 0], [0, 2, 0, 1], [2, 0, 0, 2]]
+KEYS: Matrix = [[2, 0, 1, 1], [0, 2, 1, 0], [1, 0, 2, 1]]
+VALUES: Matrix = [[4, 0, 0, 1], [0, 4, 0, 1], [0, 0, 4, 1]]
+
 
 class Shape(NamedTuple):
     """What a config.json says of a Qwen3 or a Llama."""
@@ -104,6 +110,27 @@ def attention_table(causal: bool) -> str:
     return "\n".join(lines)
 
 
+def vectors(rows: Matrix) -> str:
+    """As the text lists them: `(1, 0), (0, 1) and (1, 1)`."""
+    *first, last = (f"({_row(row, 0)})" for row in rows)
+    return f"{', '.join(first)} and {last}"
+
+
+def three_tokens_table(causal: bool) -> str:
+    """Markdown: how each of `QUERIES` attends to `KEYS`; what a query does not see is a dash."""
+    weights = attention_weights(QUERIES, KEYS, causal)
+    outputs = attention(QUERIES, KEYS, VALUES, causal)
+    lines = ["| token | scores | divided by 2 | weights | output |", "|---:|---|---|---|---|"]
+    for i, query in enumerate(QUERIES):
+        seen = i + 1 if causal else len(KEYS)
+        scores = [dot(query, key) for key in KEYS[:seen]]
+        unseen = ", –" * (len(KEYS) - seen)
+        cells = [_row(scores, 0) + unseen, _row([score / 2 for score in scores], 1) + unseen]
+        cells += [_row(weights[i], 3), _row(outputs[i], 2)]
+        lines.append(f"| {i} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def softmax_row(scores: Vector) -> str:
     return _row(softmax(scores), 3)
 
@@ -139,6 +166,16 @@ def rotated_scores_table(pairs: list[tuple[int, int]]) -> str:
     for m, n in pairs:
         score = dot(rotate(Q[0], m), rotate(K[2], n))
         lines.append(f"| {m} | {n} | {m - n} | {score:.4f} |")
+    return "\n".join(lines)
+
+
+def turned_scores_table(pairs: list[tuple[int, int]], theta: float) -> str:
+    """Markdown: the last of `QUERIES` meets the first of `KEYS`, at some positions."""
+    lines = ["| theta | position of query | of key | distance | score |"]
+    lines.append("|---:|---:|---:|---:|---:|")
+    for m, n in pairs:
+        score = dot(rotate(QUERIES[-1], m, theta), rotate(KEYS[0], n, theta))
+        lines.append(f"| {theta:,.0f} | {m} | {n} | {m - n} | {score:.4f} |")
     return "\n".join(lines)
 
 

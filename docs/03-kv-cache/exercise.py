@@ -11,7 +11,7 @@ A model is given in parts, and you write the loop around them. All arrays are nu
 There is one head. `attended` [head_dim] is the attention of the token's q over the k and v of all
 tokens up to and with itself: softmax of (q . k / sqrt(head_dim)), times the values.
 
-Run the test with: pytest docs/03-kv-cache/test_exercise.py
+Run the test with: pytest -x docs/03-kv-cache/test_exercise.py
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Test of `cached_generation.py`: the same tokens as without a cache, and no work done twice."""
+"""Test of the exercise of chapter 3: the same tokens as without a cache, and no work done twice."""
 
 from collections import Counter
 
@@ -63,15 +63,18 @@ def test_the_tokens_are_those_of_recomputing(
 ) -> None:
     for seed in range(5):
         expected = without_cache(TinyModel(num_layers, seed), prompt, num_new)
-        assert generate(TinyModel(num_layers, seed), prompt, num_new) == expected
+        case = f"generate(TinyModel({num_layers}, seed={seed}), {prompt}, {num_new})"
+        assert generate(TinyModel(num_layers, seed), prompt, num_new) == expected, case
 
 
 def test_a_token_far_back_is_seen() -> None:
     """With a model whose output depends on it, or a loop without attention would pass."""
     prompts = [[n, 5, 6] for n in range(10)]
     found = [generate(TinyModel(3, seed=1), prompt, 8) for prompt in prompts]
-    assert found == [without_cache(TinyModel(3, seed=1), prompt, 8) for prompt in prompts]
-    assert len(set(map(tuple, found))) > 3
+    for prompt, tokens in zip(prompts, found, strict=True):
+        case = f"generate(TinyModel(3, seed=1), {prompt}, 8)"
+        assert tokens == without_cache(TinyModel(3, seed=1), prompt, 8), case
+    assert len(set(map(tuple, found))) > 3, f"{prompts} have nearly the same outputs: {found}"
 
 
 @pytest.mark.parametrize(("prompt_len", "num_new"), [(1, 1), (6, 1), (1, 9), (6, 9)])
@@ -79,17 +82,18 @@ def test_each_token_is_projected_once_and_the_last_one_never(prompt_len: int, nu
     model = TinyModel(num_layers=2, seed=0)
     generate(model, [4] * prompt_len, num_new)
     times = prompt_len + num_new - 1
-    assert model.calls["project 0"] == model.calls["project 1"] == times
-    assert model.calls["choose"] == num_new
+    case = f"generate(TinyModel(2, seed=0), {[4] * prompt_len}, {num_new})"
+    assert model.calls["project 0"] == model.calls["project 1"] == times, case
+    assert model.calls["choose"] == num_new, case
 
 
 def test_nothing_asked_nothing_done() -> None:
     prompt = [1, 2, 3]
-    assert generate(TinyModel(2, seed=0), prompt, 0) == []
-    assert prompt == [1, 2, 3]
+    assert generate(TinyModel(2, seed=0), prompt, 0) == [], "the prompt was [1, 2, 3]"
+    assert prompt == [1, 2, 3], "generate(model, prompt, 0) has changed the prompt"
 
 
 def test_the_prompt_is_left_as_it_was() -> None:
     prompt = [1, 2, 3]
     generate(TinyModel(2, seed=0), prompt, 3)
-    assert prompt == [1, 2, 3]
+    assert prompt == [1, 2, 3], "generate(model, prompt, 3) has changed the prompt"

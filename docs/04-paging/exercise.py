@@ -4,7 +4,7 @@
 dummy block and belongs to nobody. A block table lists the physical blocks of a sequence in order.
 Slots are numbered block x block_size + offset.
 
-Run the test with: pytest docs/04-paging/test_exercise.py
+Run the test with: pytest -x docs/04-paging/test_exercise.py
 """
 
 import numpy as np

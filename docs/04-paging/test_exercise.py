@@ -1,4 +1,4 @@
-"""Test of `paged_cache.py`, with our block manager and our torch attention."""
+"""Test of the exercise of chapter 4, with our block manager and our torch attention."""
 
 import random
 
@@ -21,32 +21,36 @@ HEADS, DIM = 2, 4
 def test_the_slots_of_the_chapter() -> None:
     positions = np.array([35, 0, 15, 16, 63])
     slots = slot_mapping([5, 2, 8, 12], positions, 16)
-    assert slots.tolist() == [131, 80, 95, 32, 207]
-    assert slot_mapping([5, 2], np.array([], dtype=int), 16).tolist() == []
+    case = f"slot_mapping([5, 2, 8, 12], np.array({positions.tolist()}), 16)"
+    assert slots.tolist() == [131, 80, 95, 32, 207], case
+    slots = slot_mapping([5, 2], np.array([], dtype=int), 16)
+    assert slots.tolist() == [], "slot_mapping([5, 2], np.array([], dtype=int), 16)"
 
 
 def test_a_table_grows_when_a_token_needs_it_and_not_before() -> None:
     table, free = [], [3, 1, 2]
     lens = []
     for num_tokens in range(1, 10):
-        assert grow(table, free, num_tokens, block_size=4)
+        case = f"grow({table}, {free}, {num_tokens}, block_size=4)"
+        assert grow(table, free, num_tokens, block_size=4), case
         lens.append(len(table))
-    assert lens == [1, 1, 1, 1, 2, 2, 2, 2, 3]
-    assert table == [3, 1, 2] and free == []
+    case = "from table [] and free [3, 1, 2], grown to 1, 2, ... 9 tokens, block_size=4"
+    assert lens == [1, 1, 1, 1, 2, 2, 2, 2, 3], case
+    assert (table, free) == ([3, 1, 2], []), case
 
 
 def test_growing_is_all_or_nothing() -> None:
     table, free = [9], [1, 2]
-    assert not grow(table, free, 13, block_size=4)
-    assert (table, free) == ([9], [1, 2])
-    assert grow(table, free, 12, block_size=4)
-    assert (table, free) == ([9, 1, 2], [])
+    assert not grow(table, free, 13, block_size=4), "grow([9], [1, 2], 13, block_size=4)"
+    assert (table, free) == ([9], [1, 2]), "grow([9], [1, 2], 13, block_size=4) must change nothing"
+    assert grow(table, free, 12, block_size=4), "grow([9], [1, 2], 12, block_size=4)"
+    assert (table, free) == ([9, 1, 2], []), "grow([9], [1, 2], 12, block_size=4)"
 
 
 def test_a_table_with_room_stays_as_it_is() -> None:
     table, free = [4, 5, 6], [1]
-    assert grow(table, free, 3, block_size=4)
-    assert (table, free) == ([4, 5, 6], [1])
+    assert grow(table, free, 3, block_size=4), "grow([4, 5, 6], [1], 3, block_size=4)"
+    assert (table, free) == ([4, 5, 6], [1]), "grow([4, 5, 6], [1], 3, block_size=4)"
 
 
 def test_tables_are_those_of_our_block_manager() -> None:
@@ -60,11 +64,12 @@ def test_tables_are_those_of_our_block_manager() -> None:
         tables: list[list[int]] = [[], [], []]
         for _ in range(20):
             i, num_tokens = rng.randrange(3), rng.randint(1, 40)
+            case = f"grow({tables[i]}, {free}, {num_tokens}, {block_size})"
             grew = grow(tables[i], free, num_tokens, block_size)
-            assert grew == manager.allocate(sequences[i], num_tokens)
-            assert tables[i] == sequences[i].block_table
+            assert grew == manager.allocate(sequences[i], num_tokens), case
+            assert tables[i] == sequences[i].block_table, case
             failures += not grew
-    assert failures > 100
+    assert failures > 100, f"{failures} of 2,000 random calls found too few blocks"
 
 
 def write_interleaved(
@@ -80,7 +85,8 @@ def write_interleaved(
     while done != lens:
         for i, n in enumerate(lens):
             end = min(n, done[i] + int(rng.integers(1, 4)))
-            assert grow(tables[i], free, end, block_size)
+            case = f"grow({tables[i]}, {free}, {end}, {block_size})"
+            assert grow(tables[i], free, end, block_size), case
             positions = np.arange(done[i], end)
             store(cache, slot_mapping(tables[i], positions, block_size), contents[i][done[i] : end])
             done[i] = end
@@ -91,13 +97,14 @@ def write_interleaved(
 @pytest.mark.parametrize("lens", [[1], [16], [5, 17, 1], [9, 9, 9, 2]])
 def test_what_was_stored_is_gathered(lens: list[int], block_size: int) -> None:
     cache, tables, contents = write_interleaved(lens, 40, block_size)
+    made = f"cache, tables, contents = write_interleaved({lens}, 40, {block_size})"
     for table, content in zip(tables, contents, strict=True):
-        expected = content.transpose(1, 0, 2)
-        np.testing.assert_array_equal(gather(cache, table, len(content)), expected)
-        np.testing.assert_array_equal(gather(cache, [*table, 10**6], len(content)), expected)
-        np.testing.assert_array_equal(gather(cache, table, 1), expected[:, :1])
-    assert np.isnan(cache[0]).all()
-    assert np.isfinite(cache).sum() == sum(lens) * HEADS * DIM
+        for more, n in (([], len(content)), ([10**6], len(content)), ([], 1)):
+            found, expected = gather(cache, table + more, n), content.transpose(1, 0, 2)[:, :n]
+            case = f"{made}; gather(cache, {table + more}, {n})"
+            np.testing.assert_array_equal(found, expected, err_msg=case)
+    assert np.isnan(cache[0]).all(), f"{made}: something is in the dummy block"
+    assert np.isfinite(cache).sum() == sum(lens) * HEADS * DIM, f"{made}: what was stored"
 
 
 def test_our_attention_reads_your_cache() -> None:
@@ -125,4 +132,7 @@ def test_our_attention_reads_your_cache() -> None:
     for i, n in enumerate(lens):
         k, v = (torch.from_numpy(gather(x.numpy(), tables[i], n)) for x in kv_cache)
         expected = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
-        torch.testing.assert_close(found[i], expected, atol=1e-5, rtol=1e-5)
+        case = f"write_interleaved({lens}, 20, {block_size}), sequence {i}, table {tables[i]}"
+        torch.testing.assert_close(
+            found[i], expected, atol=1e-5, rtol=1e-5, msg=lambda told, at=case: f"{told}\n{at}"
+        )

@@ -17,7 +17,7 @@ whole, and it must give out the very same blocks. The rules:
 6. `free` gives a table back, its last block first. A free block that is published goes to the end
    of the free queue and keeps its key. One that is not goes to the front.
 
-Test it with `pytest docs/05-block-manager/test_exercise.py`.
+Test it with `pytest -x docs/05-block-manager/test_exercise.py`.
 """
 
 

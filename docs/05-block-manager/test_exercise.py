@@ -45,7 +45,7 @@ def test_lookup_changes_nothing() -> None:
     assert table is not None
     cache.free(table)
     for _ in range(5):
-        assert cache.lookup([1, 2, 3]) == table[:1]
+        assert cache.lookup([1, 2, 3]) == table[:1], "after run([1, 2, 3]) and its free"
     assert cache.run([7, 8, 9]) is not None  # both blocks are still free
 
 
@@ -108,17 +108,21 @@ def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
     vocab, block_size, num_blocks = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
     cache, reference = PrefixCache(num_blocks, block_size), Reference(num_blocks, block_size)
     tables: dict[int, list[int]] = {}
+    # What a failure shows can be pasted: all calls so far that changed anything.
+    calls = [f"cache = PrefixCache({num_blocks}, {block_size})"]
     for i in range(100):
         prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 20))]
         found = reference.manager.lookup(reference.sequence(prompt))
-        assert cache.lookup(list(prompt)) == found, f"lookup({prompt}), after {i} turns"
+        assert cache.lookup(list(prompt)) == found, "\n".join([*calls, f"cache.lookup({prompt})"])
         expected = reference.run(i, prompt)
         table = cache.run(list(prompt))
-        assert table == expected, f"run({prompt}), after {i} turns"
+        calls.append(f"table_{i} = cache.run({prompt})")
+        assert table == expected, "\n".join(calls)
         if table is not None:
             tables[i] = table
         while tables and (table is None or rng.random() < 0.4):
             key = rng.choice(list(tables))
             cache.free(tables.pop(key))
+            calls.append(f"cache.free(table_{key})")
             reference.free(key)
             table = []

@@ -16,7 +16,7 @@ everybody and no prefix cache, so only slots and tokens are scarce. The rules:
 5. A step in which there is nothing to do is an empty dictionary. The simulation ends after the
    step in which the last request leaves.
 
-Test it with `pytest docs/06-scheduler/test_exercise.py`.
+Test it with `pytest -x docs/06-scheduler/test_exercise.py`.
 """
 
 from dataclasses import dataclass

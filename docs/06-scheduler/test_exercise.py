@@ -24,18 +24,21 @@ def test_one_request_catches_up_and_then_decodes() -> None:
 
 def test_a_prompt_and_a_decode_share_a_step() -> None:
     requests = [Request("a", 4, 3), Request("b", 10, 1, arrival_step=1)]
-    assert simulate(requests, max_num_seqs=2, budget=100) == [{"a": 4}, {"a": 1, "b": 10}, {"a": 1}]
+    expected = [{"a": 4}, {"a": 1, "b": 10}, {"a": 1}]
+    assert simulate(requests, 2, 100) == expected, f"simulate({requests}, 2, 100)"
 
 
 def test_the_threshold_leaves_tokens_for_others() -> None:
     requests = [Request("a", 1000, 1), Request("b", 50, 1)]
     steps = simulate(requests, max_num_seqs=2, budget=2048, threshold=256)
-    assert steps == [{"a": 256, "b": 50}, {"a": 256}, {"a": 256}, {"a": 232}]
+    expected = [{"a": 256, "b": 50}, {"a": 256}, {"a": 256}, {"a": 232}]
+    assert steps == expected, f"simulate({requests}, 2, 2048, 256)"
 
 
 def test_an_engine_without_requests_idles() -> None:
     requests = [Request("a", 1, 1), Request("b", 1, 1, arrival_step=3)]
-    assert simulate(requests, max_num_seqs=1, budget=1) == [{"a": 1}, {}, {}, {"b": 1}]
+    expected = [{"a": 1}, {}, {}, {"b": 1}]
+    assert simulate(requests, 1, 1) == expected, f"simulate({requests}, 1, 1)"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_an_engine_without_requests_idles() -> None:
 )
 def test_the_two_traces_of_the_chapter(output_lens: list[int], num_steps: int) -> None:
     requests = [Request(str(i), 1, n) for i, n in enumerate(output_lens)]
-    assert len(simulate(requests, max_num_seqs=3, budget=3)) == num_steps
+    assert len(simulate(requests, 3, 3)) == num_steps, f"simulate({requests}, 3, 3)"
 
 
 def by_the_engine(
@@ -83,4 +86,5 @@ def test_it_plans_what_the_engine_plans(seed: int) -> None:
         for i, step in enumerate(steps)
     ]
     expected = by_the_engine(requests, max_num_seqs, budget, threshold)
-    assert simulate(requests, max_num_seqs, budget, threshold) == expected
+    case = f"simulate({requests}, {max_num_seqs}, {budget}, {threshold})"
+    assert simulate(requests, max_num_seqs, budget, threshold) == expected, case

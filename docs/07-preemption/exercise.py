@@ -10,11 +10,14 @@ Complete `schedule_running`, the first half of a step. The rules:
    its turn has come or not; without `by_priority` all priorities count as equal. It may be the
    sequence that needs the blocks: then it gets nothing.
 4. A victim gives back all its blocks. If it was planned already, it is planned no longer, and its
-   tokens go back to the budget. Mind the block that it may have got in this very step.
+   tokens go back to the budget. Mind the block that it may have got in this very step. The number
+   of rule 1 is taken once, before blocks are looked for, and is not cut again when the budget has
+   grown. It would make no difference: whoever lacks a block lacks a single token, because a prompt
+   got blocks for all its tokens when it was admitted.
 
 Return the planned tokens by name, and the names of the victims in the order in which they went.
 
-Test it with `pytest docs/07-preemption/test_exercise.py`.
+Test it with `pytest -x docs/07-preemption/test_exercise.py`.
 """
 
 from dataclasses import dataclass

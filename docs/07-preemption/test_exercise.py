@@ -20,44 +20,52 @@ def decoding(
 
 def test_with_free_blocks_everybody_runs() -> None:
     running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2)]
-    assert schedule_running(running, 1, 16, budget=10) == ({"a": 1, "b": 1}, [])
+    case = f"schedule_running({running}, 1, 16, budget=10)"
+    assert schedule_running(running, 1, 16, budget=10) == ({"a": 1, "b": 1}, []), case
 
 
 def test_a_prompt_is_cut_by_the_budget_and_by_the_threshold() -> None:
     running = [decoding("a", 5, 1, 1), Running("b", 100, 0, 7, 2)]
-    assert schedule_running(running, 0, 16, budget=50) == ({"a": 1, "b": 49}, [])
-    assert schedule_running(running, 0, 16, budget=50, threshold=20) == ({"a": 1, "b": 20}, [])
+    case = f"schedule_running({running}, 0, 16, budget=50"
+    assert schedule_running(running, 0, 16, 50) == ({"a": 1, "b": 49}, []), f"{case})"
+    found = schedule_running(running, 0, 16, 50, threshold=20)
+    assert found == ({"a": 1, "b": 20}, []), f"{case}, threshold=20)"
 
 
 def test_the_last_to_arrive_goes_first() -> None:
     running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2), decoding("c", 5, 1, 3)]
-    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1, "b": 1}, ["c"])
+    case = f"schedule_running({running}, 0, 16, budget=10)"
+    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1, "b": 1}, ["c"]), case
 
 
 def test_it_may_be_the_one_that_needs_the_block() -> None:
     running = [decoding("a", 5, 1, 1), decoding("b", 17, 1, 2)]
-    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1}, ["b"])
+    case = f"schedule_running({running}, 0, 16, budget=10)"
+    assert schedule_running(running, 0, 16, budget=10) == ({"a": 1}, ["b"]), case
 
 
 def test_a_victim_that_was_planned_gives_back_blocks_and_budget() -> None:
     # "low" takes the only free block, and loses it to "high" together with its own.
     low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
     more = Running("more", 60, 0, 4, 3, priority=2)
+    case = f"schedule_running({[low, high, more]}, 1, 16, budget=11, by_priority=True)"
     planned, victims = schedule_running([low, high, more], 1, 16, budget=11, by_priority=True)
-    assert victims == ["low"]
-    assert planned == {"high": 1, "more": 10}
+    assert victims == ["low"], case
+    assert planned == {"high": 1, "more": 10}, case
 
 
 def test_a_victim_gives_back_the_block_that_it_got_in_this_step() -> None:
     low = decoding("low", 17, 1, 1, priority=5)
     others = [decoding("b", 17, 1, 2), decoding("c", 17, 1, 3)]
+    case = f"schedule_running({[low, *others]}, 1, 16, budget=10, by_priority=True)"
     planned, victims = schedule_running([low, *others], 1, 16, budget=10, by_priority=True)
-    assert (planned, victims) == ({"b": 1, "c": 1}, ["low"])
+    assert (planned, victims) == ({"b": 1, "c": 1}, ["low"]), case
 
 
 def test_without_by_priority_only_the_arrival_counts() -> None:
     low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
-    assert schedule_running([low, high], 1, 16, budget=11) == ({"low": 1}, ["high"])
+    case = f"schedule_running({[low, high]}, 1, 16, budget=11)"
+    assert schedule_running([low, high], 1, 16, budget=11) == ({"low": 1}, ["high"]), case
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -93,7 +101,7 @@ def test_it_decides_as_the_engine_decides(seed: int) -> None:
             )
             for seq in scheduler.running
         ]
-        found = schedule_running(
+        arguments = (
             running,
             scheduler.block_manager.num_free_blocks,
             config.block_size,
@@ -101,10 +109,12 @@ def test_it_decides_as_the_engine_decides(seed: int) -> None:
             config.long_prefill_token_threshold,
             config.scheduling_policy == "priority",
         )
+        case = f"schedule_running{arguments}"
+        found = schedule_running(*arguments)
         plan = scheduler.schedule()
         admitted = {seq.request_id for seq in plan.admitted}
         planned = {row.seq.request_id: row.n for row in plan.rows}
         expected = {name: n for name, n in planned.items() if name not in admitted}
-        assert found == (expected, [seq.request_id for seq in plan.preempted])
+        assert found == (expected, [seq.request_id for seq in plan.preempted]), case
         scheduler.commit(plan)
         scheduler.update(plan, [[7] for _ in plan.sampled])

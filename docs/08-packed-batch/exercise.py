@@ -17,7 +17,7 @@ int32, also those that are empty:
 It is easy with a loop over tokens. A step may have thousands of them and must be packed in less
 time than a small model takes to run: then try to have no loop but the one over rows.
 
-    pytest docs/08-packed-batch/test_exercise.py
+    pytest -x docs/08-packed-batch/test_exercise.py
 """
 
 from typing import NamedTuple

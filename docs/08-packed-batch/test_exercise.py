@@ -25,7 +25,8 @@ FIELDS = (
 
 
 def as_lists(packed: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    assert {name: packed[name].dtype for name in FIELDS} == dict.fromkeys(FIELDS, np.int32)
+    dtypes = {name: packed[name].dtype for name in FIELDS}
+    assert dtypes == dict.fromkeys(FIELDS, np.int32), packed
     return {name: packed[name].tolist() for name in FIELDS}
 
 
@@ -60,20 +61,25 @@ def random_row(rng: random.Random, block_size: int) -> Row:
 
 def test_position_35_is_slot_131() -> None:
     packed = as_lists(pack([Row(list(range(64)), 0, 64, [5, 2, 8, 12])], block_size=16))
-    assert [packed["slot_mapping"][i] for i in (0, 15, 16, 35, 63)] == [80, 95, 32, 131, 207]
+    found = [packed["slot_mapping"][i] for i in (0, 15, 16, 35, 63)]
+    assert found == [80, 95, 32, 131, 207], "pack([Row(list(range(64)), 0, 64, [5, 2, 8, 12])], 16)"
 
 
 def test_a_chunk_in_the_middle_of_its_prompt_has_no_output_row() -> None:
     chunk = Row(list(range(10)), num_computed=4, num_new=4, block_table=[1, 6, 9])
-    assert as_lists(pack([chunk], block_size=4))["output_rows"] == []
+    found = as_lists(pack([chunk], block_size=4))["output_rows"]
+    assert found == [], f"pack([{chunk}], block_size=4)"
 
 
 def test_its_last_chunk_has_one() -> None:
     chunk = Row(list(range(10)), num_computed=8, num_new=2, block_table=[1, 6, 9])
     decode = Row([3, 4], num_computed=1, num_new=1, block_table=[2])
     packed = as_lists(pack([decode, chunk], block_size=4))
-    assert packed["output_rows"] == [0, 2] and packed["cu_seqlens_q"] == [0, 1, 3]
-    assert packed["input_ids"] == [4, 8, 9] and packed["positions"] == [1, 8, 9]
+    case = f"pack({[decode, chunk]}, block_size=4)"
+    assert packed["output_rows"] == [0, 2], case
+    assert packed["cu_seqlens_q"] == [0, 1, 3], case
+    assert packed["input_ids"] == [4, 8, 9], case
+    assert packed["positions"] == [1, 8, 9], case
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -81,4 +87,5 @@ def test_any_step_is_packed_as_the_engine_does(seed: int) -> None:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4, 16])
     rows = [random_row(rng, block_size) for _ in range(rng.randint(1, 8))]
-    assert as_lists(pack(rows, block_size)) == by_the_engine(rows, block_size)
+    expected, case = by_the_engine(rows, block_size), f"pack({rows}, {block_size})"
+    assert as_lists(pack(rows, block_size)) == expected, case

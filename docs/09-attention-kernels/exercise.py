@@ -18,7 +18,7 @@ Things that real kernels meet:
 saw no key at all hands in -inf as its log-sum-exp, and its output then holds anything, even NaN.
 At least one program saw a key.
 
-    pytest docs/09-attention-kernels/test_exercise.py
+    pytest -x docs/09-attention-kernels/test_exercise.py
 """
 
 from collections.abc import Callable

@@ -59,8 +59,9 @@ def test_one_pass_is_the_softmax_over_all_keys(num_keys: int, size: float) -> No
     tiles = Tiles(k, v, np.ones(num_keys, dtype=bool))
     out, lse = attend(q, tiles.read, len(tiles), 0.25)
     right, right_lse = expected(q, k, v, 0.25)
-    np.testing.assert_allclose(out, right, rtol=1e-9)
-    np.testing.assert_allclose(lse, right_lse, rtol=1e-9)
+    case = f"inputs({num_keys}, seed={num_keys}, size={size}), all keys visible, scale 0.25"
+    np.testing.assert_allclose(out, right, rtol=1e-9, err_msg=case)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-9, err_msg=case)
 
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 9, 11])
@@ -70,14 +71,16 @@ def test_keys_before_the_window_are_not_seen(window: int) -> None:
     tiles = Tiles(k, v, np.arange(11) >= 11 - window)
     out, lse = attend(q, tiles.read, len(tiles), 0.5)
     right, right_lse = expected(q, k[-window:], v[-window:], 0.5)
-    np.testing.assert_allclose(out, right, rtol=1e-9)
-    np.testing.assert_allclose(lse, right_lse, rtol=1e-9)
+    case = f"inputs(11, seed={window}), the last {window} keys visible, scale 0.5"
+    np.testing.assert_allclose(out, right, rtol=1e-9, err_msg=case)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-9, err_msg=case)
 
 
 def test_without_a_visible_key_the_log_sum_exp_is_minus_infinity() -> None:
     q, k, v = inputs(8, seed=0)
     tiles = Tiles(k, v, np.zeros(8, dtype=bool))
-    assert attend(q, tiles.read, len(tiles), 0.5)[1] == -np.inf
+    _, lse = attend(q, tiles.read, len(tiles), 0.5)
+    assert lse == -np.inf, "inputs(8, seed=0), no key visible, scale 0.5"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,4 +96,6 @@ def test_parts_merge_to_the_whole(seed: int) -> None:
         outs.append(out if len(ks) else np.full(8, np.nan))
         lses.append(lse)
     right, _ = expected(q, k, v, 0.25)
-    np.testing.assert_allclose(merge(np.array(outs), np.array(lses)), right, rtol=1e-8)
+    case = f"merge(np.array({np.array(outs).tolist()}), np.array({np.array(lses).tolist()}))"
+    found = merge(np.array(outs), np.array(lses))
+    np.testing.assert_allclose(found, right, rtol=1e-8, err_msg=case)

@@ -26,7 +26,7 @@ Block 0 is the dummy block, which no sequence ever owns. All other blocks may be
 
 Complete the class. A step of n rows replays the smallest graph that has n rows or more.
 
-    pytest docs/10-cuda-graphs/test_exercise.py
+    pytest -x docs/10-cuda-graphs/test_exercise.py
 """
 
 from typing import TYPE_CHECKING, NamedTuple

@@ -74,6 +74,7 @@ class Simulation:
         self.rng, self.device = random.Random(seed), ToyDevice(SIZES[-1])
         self.runner = GraphRunner(self.device, list(SIZES))
         self.device.is_serving = True
+        self.seed, self.num_steps = seed, 0
         self.free = list(range(1, NUM_BLOCKS))
         self.running: list[Sequence] = []
 
@@ -89,10 +90,13 @@ class Simulation:
         rows = [seq.row() for seq in self.running]
         before = self.device.kv_cache.copy()
         results = self.runner.run(rows)
-        assert results == pytest.approx([seq.expected() for seq in self.running])
+        self.num_steps += 1
+        case = f"step {self.num_steps} of Simulation({self.seed}): run({rows})"
+        assert results == pytest.approx([seq.expected() for seq in self.running]), case
         changed = np.flatnonzero(self.device.kv_cache != before)
         theirs = {row.slot for row in rows} | set(range(BLOCK_SIZE))
-        assert set(changed.tolist()) <= theirs, "a slot of somebody else was overwritten"
+        others = sorted(set(changed.tolist()) - theirs)
+        assert not others, f"slots {others} of somebody else were overwritten; {case}"
         for seq in self.running:
             seq.tokens.append(self.rng.randrange(1, 1000))
 
@@ -109,14 +113,14 @@ def test_a_step_replays_the_smallest_graph_that_holds_it() -> None:
     runner = GraphRunner(device, [1, 2, 4, 6])
     for n in range(1, 7):
         runner.run([Row(1, (i + 1) * BLOCK_SIZE, 1, [i + 1]) for i in range(n)])
-    assert device.replayed == [1, 2, 4, 4, 6, 6]
+    assert device.replayed == [1, 2, 4, 4, 6, 6], "steps of 1, 2, ... 6 rows; graphs [1, 2, 4, 6]"
 
 
 def test_results_stay_what_they_were_after_the_next_step() -> None:
     runner = GraphRunner(ToyDevice(2), [1, 2])
     first = runner.run([Row(5, 2, 1, [1]), Row(7, 4, 1, [2])])
     runner.run([Row(50, 2, 1, [1]), Row(70, 4, 1, [2])])
-    assert list(first) == [5, 7]
+    assert list(first) == [5, 7], "the first step's inputs were 5 and 7, the second's 50 and 70"
 
 
 def test_more_rows_than_the_largest_graph_has_are_refused() -> None:

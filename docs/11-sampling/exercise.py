@@ -21,7 +21,7 @@ Write the three functions below with numpy. Nothing else of nanoserve is needed.
    an int: the most likely one (the first among equals) if the temperature is 0, else the winner of
    the exponential race among those that are kept.
 
-Test it with: pytest docs/11-sampling/test_exercise.py
+Test it with: pytest -x docs/11-sampling/test_exercise.py
 """
 
 import numpy as np

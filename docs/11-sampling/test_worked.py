@@ -1,6 +1,12 @@
 """The numbers in the chapter on sampling, against values worked out by hand."""
 
+from random import Random
+
+import numpy as np
 import pytest
+import torch
+
+from nanoserve.sampling.filters import apply_filters
 
 from . import worked as sampling
 
@@ -98,3 +104,40 @@ def test_only_the_generators_number_changes_with_the_neighbours() -> None:
     assert len({row[3] for row in rows}) == 1
     other = sampling.neighbours_table(8, 35).splitlines()[2].split("|")
     assert other[3] != rows[0][3]
+
+
+def test_keys_of_bfloat16_are_in_the_order_of_the_values() -> None:
+    assert sampling.key_of(1.0) == 0x3F80 and sampling.value_of(0x3F80) == 1.0
+    values = [-np.inf, -6.0, -1.5, -0.0, 0.0, 0.5, 1.0, 1.0078125, 4.0]
+    keys = [sampling.key_of(value) for value in values]
+    assert keys == sorted(keys), (values, keys)
+    assert [sampling.value_of(key) for key in keys] == values
+
+
+def test_the_search_shown_on_the_page() -> None:
+    """e^0 + e^-0.75 + ... = 2.0634: shares 0.4846, 0.2289, 0.1081, 0.0842; together 0.9059."""
+    border, passes = sampling.border_search(sampling.SEARCHED, 0.9)
+    assert border == sampling.found_border(0.9) == 18.25
+    assert sampling.num_kept_above(border) == 4
+    assert sampling.border_search_table(0.9).count("\n") == sampling.num_passes(0.9) + 1
+    for low, high, borders, masses in passes:
+        assert low < high and list(masses) == sorted(masses, reverse=True), (low, high, masses)
+        assert sampling.value_of(low) < borders[0] <= borders[1] <= borders[2], borders
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_search_finds_what_a_sort_finds(seed: int) -> None:
+    """The values are those of bfloat16, some of them equal; the reference is our sorting filter."""
+    random = Random(seed)
+    count = random.choice([1, 2, 12, 300])
+    drawn = [random.gauss(0, random.choice([0.5, 3, 20])) for _ in range(count)]
+    logits = torch.tensor(drawn).bfloat16().float()
+    top_p, temperature = random.choice([0.05, 0.5, 0.9, 0.99]), random.choice([0.5, 1.0, 2.0])
+    border, passes = sampling.border_search(logits.tolist(), top_p, temperature)
+    kept = (logits >= border).tolist()
+    scaled = (logits / temperature)[None]
+    apply_filters(scaled, torch.tensor([0]), torch.tensor([top_p]), torch.tensor([0.0]))
+    case = f"logits {logits.tolist()}, top_p {top_p}, temperature {temperature}"
+    assert kept == scaled[0].isfinite().tolist(), case
+    assert border in logits.tolist() or not passes, case
+    assert len(passes) <= 8, case

@@ -1,8 +1,25 @@
 """Worked numbers of the chapter on sampling: filters, penalties, and the exponential race."""
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import NamedTuple
+
+# bfloat16 is the upper half of a float32: its keys leave out the lower 16 bits.
+_UNUSED_BITS = 16
+
+# Twelve logits, exact in bfloat16, of which top_p=0.9 keeps four.
+SEARCHED = (20.0, 19.25, 18.5, 18.25, 17.5, 17.0, 16.5, 16.0, 15.25, 14.5, 13.0, 10.0)
+
+
+class Pass(NamedTuple):
+    """One look at the whole row: what is left of the range of keys, three trial borders in it."""
+
+    low: int
+    high: int
+    borders: tuple[float, ...]
+    masses: tuple[float, ...]  # of what reaches each border, as a part of the whole
 
 
 def probabilities(logits: Sequence[float], temperature: float = 1.0) -> list[float]:
@@ -61,6 +78,78 @@ def border_table(probs: Sequence[float], settings: Sequence[float]) -> str:
         for p in settings
     ]
     return _table(["top_p", "kept if mass before < p", "kept if mass before <= p"], rows)
+
+
+def key_of(value: float) -> int:
+    """The bits of a bfloat16 as an integer that is ordered as the values are."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)) >> _UNUSED_BITS
+
+
+def value_of(key: int) -> float:
+    """The bfloat16 of a key."""
+    turned = 0x7FFFFFFF >> _UNUSED_BITS << _UNUSED_BITS
+    bits = key << _UNUSED_BITS
+    return struct.unpack("<f", struct.pack("<i", bits ^ (bits >> 31 & turned)))[0]
+
+
+def border_search(
+    logits: Sequence[float], top_p: float, temperature: float = 1.0
+) -> tuple[float, list[Pass]]:
+    """The smallest logit that top-p keeps, found without a sort, and the passes that it took.
+
+    As `nanoserve.kernels.filter_logits` searches: the largest key such that what reaches it weighs
+    at least `top_p`. Each pass tries three keys that cut the range into four.
+    """
+    largest = max(logits)
+    total = _mass(logits, -math.inf, temperature)
+    # What lies below weighs too little to matter, even if it is the whole vocabulary.
+    negligible = largest - temperature * (1 - math.log((1 - top_p) / len(logits)))
+    low, high = key_of(negligible) - 1, key_of(largest)
+    passes = []
+    while low < high:
+        width = high - low
+        keys = [low + (width + 3) // 4, low + (width + 1) // 2, low + (3 * width + 3) // 4]
+        borders = tuple(value_of(key) for key in keys)
+        masses = tuple(_mass(logits, border, temperature) / total for border in borders)
+        passes.append(Pass(low, high, borders, masses))
+        reached = sum(mass >= top_p for mass in masses)  # masses fall as borders rise
+        if reached < 3:
+            high = keys[reached] - 1
+        if reached:
+            low = keys[reached - 1]
+    return value_of(low), passes
+
+
+def border_search_table(top_p: float, logits: Sequence[float] = SEARCHED) -> str:
+    """The passes of `border_search`: a border whose mass reaches `top_p` is in bold."""
+    rows = []
+    for i, (low, high, borders, masses) in enumerate(border_search(logits, top_p)[1], 1):
+        tried = [
+            f"**{border:g}: {mass:.3f}**" if mass >= top_p else f"{border:g}: {mass:.3f}"
+            for border, mass in zip(borders, masses, strict=True)
+        ]
+        rows.append([i, f"{value_of(low):g} to {value_of(high):g}", high - low + 1, *tried])
+    header = ["pass", "range", "keys in it", "border: mass above", "the second", "the third"]
+    return _table(header, rows)
+
+
+def num_searched_keys(top_p: float, logits: Sequence[float] = SEARCHED) -> int:
+    """Values of bfloat16 among which the border is searched for."""
+    first = border_search(logits, top_p)[1][0]
+    return first.high - first.low + 1
+
+
+def num_passes(top_p: float, logits: Sequence[float] = SEARCHED) -> int:
+    return len(border_search(logits, top_p)[1])
+
+
+def found_border(top_p: float, logits: Sequence[float] = SEARCHED) -> float:
+    return border_search(logits, top_p)[0]
+
+
+def num_kept_above(border: float, logits: Sequence[float] = SEARCHED) -> int:
+    return sum(logit >= border for logit in logits)
 
 
 def num_kept_by_min_p(probs: Sequence[float], min_p: float) -> int:
@@ -149,6 +238,12 @@ def neighbours_table(seed: int, position: int) -> str:
         key = int(row_keys(seeds, positions, 0 * positions)[-1]) & 0xFFFFFFFF
         rows.append([num_others, f"{drawn[-1]:.6f}", f"`{key:08x}`"])
     return _table(["rows in front", "shared generator", "key of the row"], rows)
+
+
+def _mass(logits: Sequence[float], border: float, temperature: float) -> float:
+    """Of what reaches `border`, relative to the weight of the largest."""
+    largest = max(logits)
+    return sum(math.exp((x - largest) / temperature) for x in logits if x >= border)
 
 
 def _exact(number: float) -> Fraction:

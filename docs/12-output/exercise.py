@@ -21,7 +21,7 @@ The rules:
 Do not decode or search from the beginning again for every piece: the work for a piece may depend on
 its length and on the stop strings, not on what came before.
 
-Test it with: pytest docs/12-output/test_exercise.py
+Test it with: pytest -x docs/12-output/test_exercise.py
 """
 
 

@@ -1,4 +1,4 @@
-"""Test of the exercise `text_stream`: a reference that sees everything, and the engine itself."""
+"""Test of the exercise of chapter 12: a reference that sees everything, and the engine itself."""
 
 import codecs
 import random
@@ -52,18 +52,21 @@ def check(pieces: list[bytes], stops: list[str]) -> str | None:
         shown += stream.push(pieces[end - 1])
         text = settled(b"".join(pieces[:end]))
         found = first_stop(text, stops)
+        case = f"TextStream({stops}), pushed {pieces[:end]}"
         if found:
-            assert shown == text[: found[0]]
-            assert stream.stopped_by in stops and text.startswith(stream.stopped_by, found[0])
-            assert stream.finish() == ""
+            assert shown == text[: found[0]], case
+            assert stream.stopped_by in stops, case
+            assert text.startswith(stream.stopped_by, found[0]), case
+            assert stream.finish() == "", f"{case}, then finish()"
             with pytest.raises(ValueError):
                 stream.push(b"more")
             return stream.stopped_by
-        assert stream.stopped_by is None
-        assert shown == text[: len(text) - may_begin_a_stop(text, stops)]
+        assert stream.stopped_by is None, case
+        assert shown == text[: len(text) - may_begin_a_stop(text, stops)], case
     text = b"".join(pieces).decode("utf-8", "replace")
     found = first_stop(text, stops)
-    assert shown + stream.finish() == (text[: found[0]] if found else text)
+    expected, case = text[: found[0]] if found else text, f"TextStream({stops}), pushed {pieces}"
+    assert shown + stream.finish() == expected, f"{case}, then finish()"
     return stream.stopped_by
 
 
@@ -106,13 +109,14 @@ def test_random_texts_equal_a_reference_that_sees_everything() -> None:
             stops.append(text[start : start + rng.randint(1, 6)] + rng.choice(["", "", "x"]))
         stops = [stop for stop in stops if "\ufffd" not in stop]
         num_stopped += check(cut(data, rng), stops) is not None
-    assert 300 < num_stopped < 1_400
+    assert 300 < num_stopped < 1_400, f"{num_stopped} of the 1,500 random texts were stopped"
 
 
 def test_streams_do_not_share_anything() -> None:
     first, second = TextStream(["ab"]), TextStream(["ab"])
     first.push(b"a")
-    assert second.push(b"b") == "b" and second.stopped_by is None
+    case = "two TextStream(['ab']): 'a' to the first, then 'b' to the second"
+    assert second.push(b"b") == "b" and second.stopped_by is None, case
 
 
 def test_the_work_does_not_grow_with_the_text() -> None:
@@ -125,7 +129,8 @@ def test_the_work_does_not_grow_with_the_text() -> None:
         return time.perf_counter() - start
 
     seconds(100)
-    assert seconds(50_000) < 1_000 * max(seconds(500), 1e-4)
+    few, many = seconds(500), seconds(50_000)
+    assert many < 1_000 * max(few, 1e-4), f"500 pieces take {few:.4f} s, 50,000 take {many:.4f} s"
 
 
 # -- Beside the engine's own detokenizer, with the tokenizer of the bundled model ----------------
@@ -149,15 +154,17 @@ def test_pieces_are_those_of_the_engine_token_by_token() -> None:
         stop = text[start : start + rng.randint(1, 5)] + rng.choice(["", "", "#"])
         params = SamplingParams(stop=stop, max_tokens=999, output_kind=RequestOutputKind.DELTA)
         seq = Sequence("r", [0], params, max_model_len=1_000)
-        detokenizer, stream = Detokenizer(tokenizer), TextStream([stop])
+        detokenizer, stream, pieces = Detokenizer(tokenizer), TextStream([stop]), []
         for token_id in tokenizer.encode(text):
             seq.append(token_id)
             seq.stop_reason = detokenizer.advance(seq)
             piece = bytes(symbols[s] for s in tokenizer.backend.id_to_token(token_id))
             shown = stream.push(piece)
-            assert stream.stopped_by == seq.stop_reason
+            pieces.append(piece)
+            case = f"TextStream({[stop]}), pushed {pieces}"
+            assert stream.stopped_by == seq.stop_reason, case
             if seq.stop_reason is not None:
                 num_stopped += 1
                 break
-            assert shown == detokenizer.text(seq)
-    assert num_stopped > 20
+            assert shown == detokenizer.text(seq), case
+    assert num_stopped > 20, f"{num_stopped} of the 60 texts were stopped"

@@ -20,7 +20,7 @@ later. Then the results are returned, by request id (no two jobs share one).
 If any exception leaves `serve`, a KeyboardInterrupt for one, none of these jobs may be left in the
 engine.
 
-Test it with: pytest docs/13-request-life/test_exercise.py
+Test it with: pytest -x docs/13-request-life/test_exercise.py
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Test of the exercise `serve_jobs`, on the bundled model in a pool that is too small."""
+"""Test of the exercise of chapter 13, on the bundled model in a pool that is too small."""
 
 import random
 from collections.abc import Iterator
@@ -38,14 +38,15 @@ def engine(llm: LLM, answers: list[list[int]]) -> Iterator[LLMEngine]:
         llm.engine.abort_request(request_id)  # what a failed test left must not fail the next
 
 
-def check_idle(engine: LLMEngine) -> None:
+def check_idle(engine: LLMEngine, jobs: object) -> None:
     check_invariants(engine.scheduler)
-    assert not engine.has_unfinished_requests() and not engine.output_processor.requests
-    assert engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS
+    left = list(engine.output_processor.requests)
+    assert not engine.has_unfinished_requests() and not left, f"left: {left}; jobs {jobs}"
+    assert engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS, f"after jobs {jobs}"
 
 
 def tokens(result: RequestOutput | ValueError) -> list[int]:
-    assert isinstance(result, RequestOutput) and result.finished
+    assert isinstance(result, RequestOutput) and result.finished, result
     return result.outputs[0].token_ids
 
 
@@ -69,8 +70,8 @@ def test_jobs_that_come_later_get_what_generate_gives(engine: LLMEngine, answers
     arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which nothing runs
     jobs = [Job(f"job {i}", arrivals[i], PROMPTS[i], PARAMS) for i in range(8)]
     results = serve(engine, jobs)
-    assert [tokens(results[f"job {i}"]) for i in range(8)] == answers
-    check_idle(engine)
+    assert [tokens(results[f"job {i}"]) for i in range(8)] == answers, jobs
+    check_idle(engine, jobs)
 
 
 def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
@@ -83,11 +84,12 @@ def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
 
     first = engine.stats.num_steps + 1
     engine.observers.append(observe)
+    jobs = [Job("early", 0, [1, 2], PARAMS), Job("late", 7, [3, 4], PARAMS)]
     try:
-        serve(engine, [Job("early", 0, [1, 2], PARAMS), Job("late", 7, [3, 4], PARAMS)])
+        serve(engine, jobs)
     finally:
         engine.observers.remove(observe)
-    assert steps_of == {"early": list(range(20)), "late": list(range(7, 27))}
+    assert steps_of == {"early": list(range(20)), "late": list(range(7, 27))}, jobs
 
 
 def test_a_refused_job_disturbs_nobody(engine: LLMEngine, answers) -> None:
@@ -98,27 +100,27 @@ def test_a_refused_job_disturbs_nobody(engine: LLMEngine, answers) -> None:
         Job("no such token", 30, [10**6], PARAMS),
     ]
     results = serve(engine, jobs)
-    assert tokens(results["good"]) == answers[0]
-    assert all(isinstance(results[job.request_id], ValueError) for job in jobs[1:])
-    check_idle(engine)
+    assert tokens(results["good"]) == answers[0], jobs
+    assert all(isinstance(results[job.request_id], ValueError) for job in jobs[1:]), results
+    check_idle(engine, jobs)
 
 
 @pytest.mark.parametrize("deadline", [0, 1, 5, 19])
 def test_a_deadline_leaves_exactly_its_ticks(engine: LLMEngine, answers, deadline: int) -> None:
     jobs = [Job("a", 2, PROMPTS[0], PARAMS, deadline), Job("b", 2, PROMPTS[1], PARAMS)]
     results = serve(engine, jobs)
-    assert tokens(results["a"]) == answers[0][:deadline]
-    assert results["a"].outputs[0].finish_reason == "abort"
-    assert tokens(results["b"]) == answers[1]
-    check_idle(engine)
+    assert tokens(results["a"]) == answers[0][:deadline], jobs
+    assert results["a"].outputs[0].finish_reason == "abort", jobs
+    assert tokens(results["b"]) == answers[1], jobs
+    check_idle(engine, jobs)
 
 
 def test_a_deadline_after_the_end_changes_nothing(engine: LLMEngine, answers) -> None:
     """The last token comes in the tick before the abort, or long before."""
     jobs = [Job("a", 0, PROMPTS[0], PARAMS, 20), Job("b", 0, PROMPTS[1], PARAMS, 90)]
     results = serve(engine, jobs)
-    assert [tokens(results[name]) for name in "ab"] == answers[:2]
-    assert {results[name].outputs[0].finish_reason for name in "ab"} == {"length"}
+    assert [tokens(results[name]) for name in "ab"] == answers[:2], jobs
+    assert {results[name].outputs[0].finish_reason for name in "ab"} == {"length"}, jobs
 
 
 @pytest.mark.parametrize("calls", [{0}, {5, 6}, {3, 8, 9, 20}])
@@ -126,20 +128,24 @@ def test_a_step_that_fails_once_or_twice_costs_only_time(
     engine: LLMEngine, answers, calls: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, engine, calls)
-    results = serve(engine, [Job(f"{i}", i, PROMPTS[i], PARAMS) for i in range(4)])
-    assert [tokens(results[f"{i}"]) for i in range(4)] == answers[:4]
-    check_idle(engine)
+    jobs = [Job(f"{i}", i, PROMPTS[i], PARAMS) for i in range(4)]
+    results = serve(engine, jobs)
+    case = f"steps {sorted(calls)} fail, jobs {jobs}"
+    assert [tokens(results[f"{i}"]) for i in range(4)] == answers[:4], case
+    check_idle(engine, jobs)
 
 
 def test_a_step_that_fails_three_times_leaves_nothing(
     engine: LLMEngine, answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    jobs = [Job(f"{i}", 0, PROMPTS[i], PARAMS) for i in range(6)]
     with monkeypatch.context() as patched:
         fail(patched, engine, {4, 5, 6})
         with pytest.raises(RuntimeError, match="on fire"):
-            serve(engine, [Job(f"{i}", 0, PROMPTS[i], PARAMS) for i in range(6)])
-    check_idle(engine)
-    assert tokens(serve(engine, [Job("again", 0, PROMPTS[2], PARAMS)])["again"]) == answers[2]
+            serve(engine, jobs)
+    check_idle(engine, jobs)
+    again = serve(engine, [Job("again", 0, PROMPTS[2], PARAMS)])["again"]
+    assert tokens(again) == answers[2], f"{PROMPTS[2]}, after the failure of {jobs}"
 
 
 def test_ctrl_c_leaves_nothing(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +157,10 @@ def test_ctrl_c_leaves_nothing(engine: LLMEngine, monkeypatch: pytest.MonkeyPatc
         return step()
 
     monkeypatch.setattr(engine, "step", interrupted)
+    jobs = [Job(f"{i}", i, PROMPTS[i], PARAMS) for i in range(8)]
     with pytest.raises(KeyboardInterrupt):
-        serve(engine, [Job(f"{i}", i, PROMPTS[i], PARAMS) for i in range(8)])
-    check_idle(engine)
+        serve(engine, jobs)
+    check_idle(engine, jobs)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -161,7 +168,8 @@ def test_random_days(
     engine: LLMEngine, answers, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    fail(monkeypatch, engine, set(rng.sample(range(0, 60, 3), 8)))
+    failing = rng.sample(range(0, 60, 3), 8)
+    fail(monkeypatch, engine, set(failing))
     jobs = [
         Job(
             f"{i}",
@@ -174,15 +182,17 @@ def test_random_days(
     ]
     num_preempted = engine.stats.num_preemptions
     results = serve(engine, jobs)
-    assert set(results) == {job.request_id for job in jobs}
+    case = f"steps {sorted(failing)} fail, jobs {jobs}"
+    assert set(results) == {job.request_id for job in jobs}, case
     for i, job in enumerate(jobs):
         result = results[job.request_id]
         if not job.prompt:
-            assert isinstance(result, ValueError)
+            assert isinstance(result, ValueError), f"{job}; {case}"
         elif result.outputs[0].finish_reason == "length":
-            assert tokens(result) == answers[i % 8]
+            assert tokens(result) == answers[i % 8], f"{job}; {case}"
         else:
-            assert job.deadline is not None and result.outputs[0].finish_reason == "abort"
-            assert tokens(result) == answers[i % 8][: len(tokens(result))]
-    assert engine.stats.num_preemptions > num_preempted
-    check_idle(engine)
+            assert job.deadline is not None, f"{job}; {case}"
+            assert result.outputs[0].finish_reason == "abort", f"{job}; {case}"
+            assert tokens(result) == answers[i % 8][: len(tokens(result))], f"{job}; {case}"
+    assert engine.stats.num_preemptions > num_preempted, case
+    check_idle(engine, jobs)

@@ -17,7 +17,7 @@ each rank received, by rank. The ring counts. With p ranks and vectors of n valu
 2 (p - 1) times, and no rank may send more than 2 (p - 1) n / p values altogether: so nobody can
 send a whole vector every time. The vectors that you are given must be left as they are.
 
-    pytest docs/14-tensor-parallel/test_exercise.py
+    pytest -x docs/14-tensor-parallel/test_exercise.py
 """
 
 from collections.abc import Mapping

@@ -48,15 +48,17 @@ def test_rows_are_those_of_the_engines_layer(size: int, num_kv_heads: int) -> No
     num_slices = {"q_proj": size, "k_proj": kv_slices, "v_proj": kv_slices}
     for rank in range(size):
         expected = by_the_layer(outputs, num_slices, rank, size)
-        assert rows_of(outputs, num_slices, rank, size) == expected
+        case = f"rows_of({outputs}, {num_slices}, {rank}, {size})"
+        assert rows_of(outputs, num_slices, rank, size) == expected, case
 
 
 def test_all_ranks_together_have_every_row() -> None:
     outputs, num_slices = {"gate_proj": 20, "up_proj": 12}, {"gate_proj": 4, "up_proj": 2}
     parts = [rows_of(outputs, num_slices, rank, 4) for rank in range(4)]
-    assert [row for part in parts for row in part["gate_proj"]] == [*range(20)]
-    assert parts[0]["up_proj"] == parts[1]["up_proj"] == range(6)
-    assert parts[2]["up_proj"] == parts[3]["up_proj"] == range(6, 12)
+    case = f"rows_of({outputs}, {num_slices}, rank, 4) for ranks 0 to 3: {parts}"
+    assert [row for part in parts for row in part["gate_proj"]] == [*range(20)], case
+    assert parts[0]["up_proj"] == parts[1]["up_proj"] == range(6), case
+    assert parts[2]["up_proj"] == parts[3]["up_proj"] == range(6, 12), case
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -66,16 +68,17 @@ def test_every_rank_has_the_sum_and_nobody_sent_too_much(size: int, pieces: int)
     vectors = [rng.integers(-9, 9, length) for _ in range(size)]
     before, ring = [vector.copy() for vector in vectors], CountingRing(size)
     results = ring_all_reduce(vectors, ring)
-    assert len(results) == size
+    case = f"ring_all_reduce({[vector.tolist() for vector in before]}, ring)"
+    assert len(results) == size, case
     for result in results:
-        np.testing.assert_array_equal(result, sum(before))
-    assert ring.calls <= 2 * (size - 1)
-    assert max(ring.sent) <= 2 * (size - 1) * pieces
+        np.testing.assert_array_equal(result, sum(before), err_msg=case)
+    assert ring.calls <= 2 * (size - 1), case
+    assert max(ring.sent) <= 2 * (size - 1) * pieces, case
     for vector, original in zip(vectors, before, strict=True):
-        np.testing.assert_array_equal(vector, original)
+        np.testing.assert_array_equal(vector, original, err_msg=f"{case} has changed a vector")
 
 
 def test_results_are_not_the_same_memory() -> None:
     results = ring_all_reduce([np.array([1, 2]), np.array([3, 4])], CountingRing(2))
     results[0][:] = 0
-    assert results[1].tolist() == [4, 6]
+    assert results[1].tolist() == [4, 6], "of [1, 2] and [3, 4]; rank 0's result was overwritten"

@@ -19,7 +19,7 @@ times of each request's tokens.
 so on. A run that failed is None, and a pair with such a run says nothing. Returned are the median,
 the smallest and the largest of the ratios theirs / ours, or None if no pair is left.
 
-    pytest docs/15-benchmarking/test_exercise.py
+    pytest -x docs/15-benchmarking/test_exercise.py
 """
 
 

@@ -16,7 +16,8 @@ def test_percentiles_are_numpys(count: int, p: float) -> None:
     rng = Random(count)
     values = [rng.expovariate(1.0) for _ in range(count)]
     before = list(values)
-    assert percentile(values, p) == pytest.approx(float(np.percentile(values, p)))
+    expected = float(np.percentile(values, p))
+    assert percentile(values, p) == pytest.approx(expected), f"percentile({before}, {p})"
     assert values == before, "the caller's list must stay as it is"
 
 
@@ -42,8 +43,9 @@ def test_waiting_counts_from_when_a_request_was_due(seed: int) -> None:
     due = sorted(rng.randint(0, 60) for _ in range(12))
     durations = [rng.randint(1, 9) for _ in due]
     found = waits([float(time) for time in due], [float(d) for d in durations])
-    assert found == tick_by_tick(due, durations)
-    assert all(wait >= d for wait, d in zip(found, durations, strict=True))
+    case = f"waits({due}, {durations})"
+    assert found == tick_by_tick(due, durations), case
+    assert all(wait >= d for wait, d in zip(found, durations, strict=True)), case
 
 
 def test_a_server_that_idles_does_not_start_before_the_request_is_due() -> None:
@@ -53,8 +55,9 @@ def test_a_server_that_idles_does_not_start_before_the_request_is_due() -> None:
 def test_what_hides_behind_one_stall() -> None:
     due = [0.1 * i for i in range(100)]
     durations = [2.0 if i == 50 else 0.01 for i in range(100)]
-    assert percentile(durations, 90) < 0.02
-    assert percentile(waits(due, durations), 90) > 1.0
+    case = "due every 0.1 s, 100 times; each takes 0.01 s but for number 50, which takes 2 s"
+    assert percentile(durations, 90) < 0.02, case
+    assert percentile(waits(due, durations), 90) > 1.0, case
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -67,8 +70,9 @@ def test_goodput_is_the_benchmarks(seed: int) -> None:
             times.append(times[-1] + rng.expovariate(20.0))
         token_times.append(times)
     expected = latencies(due, token_times, slo_ttft=0.3, slo_itl=0.05)["goodput"]
-    assert goodput(due, token_times, 0.3, 0.05) == pytest.approx(expected)
-    assert expected > 0
+    case = f"goodput({due}, {token_times}, 0.3, 0.05)"
+    assert goodput(due, token_times, 0.3, 0.05) == pytest.approx(expected), case
+    assert expected > 0, case
 
 
 def test_objectives_that_are_just_met_count() -> None:

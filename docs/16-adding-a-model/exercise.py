@@ -12,7 +12,7 @@ Complete the three classes, so that an `LLM` with a Heron checkpoint gives the g
 reference in the test, and so that the model can be cut for several ranks. The model that you change
 is `nanoserve/models/qwen3.py`; `phi3.py` and `minicpm.py` beside it change it in similar ways.
 
-    pytest docs/16-adding-a-model/test_exercise.py
+    pytest -x docs/16-adding-a-model/test_exercise.py
 """
 
 from torch import Tensor, nn

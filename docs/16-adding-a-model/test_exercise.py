@@ -113,7 +113,8 @@ def test_the_feed_forwards_of_two_ranks_add_up(weights: Weights, tmp_path: Path)
         summands.append(model.model.layers[1].mlp(x))
     up = F.linear(x, weights["model.layers.1.mlp.up_proj.weight"])
     whole = F.linear(up.relu() ** 2, weights["model.layers.1.mlp.down_proj.weight"])
-    torch.testing.assert_close(sum(summands), whole)
+    case = f"the feed-forward of layer 1 on {x.tolist()}"
+    torch.testing.assert_close(sum(summands), whole, msg=lambda told: f"{told}\n{case}")
 
 
 @torch.inference_mode()
@@ -124,4 +125,5 @@ def test_each_rank_keeps_its_heads_of_the_fused_tensor(weights: Weights, tmp_pat
     fused = weights["model.layers.0.self_attn.qkv_proj.weight"]
     q, k, v = fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])
     mine = torch.cat([part.chunk(2)[1] for part in (q, k, v)])
-    assert torch.equal(model.model.layers[0].self_attn.qkv_proj.weight, mine)
+    found = model.model.layers[0].self_attn.qkv_proj.weight
+    assert torch.equal(found, mine), f"rank 1 of 2 has {tuple(found.shape)}: {found}"

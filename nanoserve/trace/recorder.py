@@ -45,9 +45,9 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.trace.reader import FORMAT, VERSION
 from nanoserve.trace.whole_lines import WholeLines
 
-FORMAT, VERSION = "nanoserve-trace", 2
 _OPTIONS = (
     "model",
     "block_size",

@@ -1,4 +1,4 @@
-"""The pages of the course: what they quote is there, what they count is counted, what they link to.
+"""The pages of the course: their parts, what they copy, what they link to, what they leave unused.
 
 `mkdocs build --strict` finds some of this too, but needs what only builders of the site install.
 """
@@ -7,14 +7,13 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
-from textwrap import dedent
 
 import facts
 import macros
 import pytest
 import reading
 import yaml
-from jinja2 import Environment, StrictUndefined
+from regions import regions, replace_regions, without_regions
 
 PAGES = sorted(facts.DOCS.rglob("*.md"))
 CHAPTERS = facts.chapters()
@@ -44,18 +43,9 @@ def written(page: Path) -> str:
 
 
 @cache
-def names_for_pages() -> dict[str, object]:
-    def trace(scenario: str) -> str:
-        return macros.trace_frame(scenario, "00-chapter/index.html")
-
-    return {**macros.names(), "trace": trace}
-
-
-@cache
-def rendered(page: Path) -> str:
-    """The page with its expressions computed, as mkdocs-macros hands it on."""
-    template = Environment(undefined=StrictUndefined).from_string(written(page))
-    return template.render(names_for_pages())
+def plain(page: Path) -> str:
+    """The page as a plain view shows it: with the values, without the comments that say them."""
+    return replace_regions(written(page), lambda region: region.value or "")
 
 
 def lines_with_content(text: str) -> list[str]:
@@ -78,55 +68,10 @@ def triples_of_the_source() -> set[tuple[str, ...]]:
 
 @every_page
 def test_source_is_quoted_and_not_copied(page: Path) -> None:
-    for fence in facts.FENCE.finditer(written(page)):
+    by_hand = replace_regions(written(page), lambda region: "")
+    for fence in facts.FENCE.finditer(by_hand):
         copied = triples(fence[3]) & triples_of_the_source()
         assert not copied, f"quote it with ::: instead of {copied}"
-
-
-def has(body: list[ast.stmt], parts: list[str]) -> bool:
-    """Whether a dotted name is defined in these statements."""
-    if not parts:
-        return True
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found = node.name == parts[0] and has(node.body, parts[1:])
-        else:
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            found = parts in [[getattr(target, "id", None)] for target in targets]
-        if found:
-            return True
-    return False
-
-
-def is_defined(symbol: str) -> bool:
-    path = facts.file_of(symbol)
-    if path is None:
-        return False
-    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    tree = ast.parse((facts.ROOT / path).read_text(encoding="utf-8"))
-    return has(tree.body, [part for part in symbol.removeprefix(module).split(".") if part])
-
-
-@every_page
-def test_what_is_quoted_is_in_the_source(page: Path) -> None:
-    blocks = re.findall(r"^( *)::: ([\w.]+)\n((?:\1    .*\n)*)", written(page) + "\n", re.M)
-    assert len(blocks) == written(page).count("::: ")
-    for _, symbol, block in blocks:
-        options = (yaml.safe_load(dedent(block)) or {}).get("options", {})
-        members = [f"{symbol}.{member}" for member in options.get("members", [])]
-        missing = [each for each in (symbol, *members) if not is_defined(each)]
-        assert not missing, missing
-
-
-@every_page
-def test_every_expression_has_a_value(page: Path) -> None:
-    assert "{%" not in written(page)
-    for expression in re.findall(r"{{(.*?)}}", written(page), re.S):
-        value = Environment(undefined=StrictUndefined).compile_expression(
-            expression.strip(), undefined_to_none=False
-        )(names_for_pages())
-        assert isinstance(value, str | int | float), (expression, value)
-    assert rendered(page)
 
 
 def prose(text: str) -> str:
@@ -136,8 +81,9 @@ def prose(text: str) -> str:
 @cache
 def anchors(page: Path) -> set[str]:
     """Where a link to this page may lead: its headings, and the symbols that it quotes."""
-    text = facts.without_fences(rendered(page))
-    found = set(re.findall(r"#([\w-]+) }$", text, re.M)) | set(facts.QUOTE.findall(text))
+    text = facts.without_fences(plain(page))
+    found = {region.symbol for region in regions(written(page)) if region.symbol}
+    found |= set(re.findall(r'<a id="([\w-]+)">', text))
     for heading in re.findall(r"^#+ (.+)$", text, re.M):
         found.add(macros.slug(re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading)))
     return found
@@ -145,15 +91,13 @@ def anchors(page: Path) -> set[str]:
 
 @every_page
 def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in LINK.findall(prose(rendered(page))):
+    for link in LINK.findall(prose(plain(page))):
         if re.match(r"(https?|mailto):", link):
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
-        assert target.is_relative_to(facts.DOCS) and target.is_file(), link
+        assert target.is_relative_to(facts.ROOT) and target.is_file(), link
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
-    for file in re.findall(r'^ *--8<-- "([^":]+)', written(page), re.M):
-        assert (facts.ROOT / file).is_file(), file
 
 
 class SiteConfig(yaml.SafeLoader):
@@ -172,23 +116,14 @@ def test_the_navigation_names_every_page() -> None:
 
 @every_chapter
 def test_a_chapter_has_its_parts_in_order(chapter: facts.Chapter) -> None:
-    text = facts.without_fences(chapter.text)
+    text = facts.without_fences(without_regions(chapter.text))
     assert re.findall(r"^## (.+)$", text, re.M) == PARTS
     parts = dict(zip(PARTS, re.split(r"^## .+$", chapter.text, flags=re.M)[1:], strict=True))
     assert "{{" in parts["The problem, in numbers"]
     assert "```mermaid" in parts["The idea"]
-    assert facts.QUOTE.search(parts["The source"])
+    assert any(region.symbol for region in regions(parts["The source"]))
     assert '{{ trace("' in parts["See it happen"]
     assert chapter.exercise and chapter.title and "explain" in chapter.promise
-
-
-def functions_of(file: Path) -> list[str]:
-    """The public functions of a module."""
-    return [
-        node.name
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    ]
 
 
 def reached(worked: Path, texts: list[str]) -> set[str]:
@@ -211,17 +146,17 @@ WORKED = {facts.short_name(file.parent): file for file in facts.DOCS.glob("*/wor
 SCENARIOS = [
     (file.with_name("index.md"), scenario)
     for file in sorted(facts.DOCS.glob("*/scenario.py"))
-    for scenario in functions_of(file)
+    for scenario in facts.functions_of(file)
 ]
 
 
 @pytest.mark.parametrize("topic", sorted(WORKED))
 def test_worked_examples_are_tested_and_used(topic: str) -> None:
     file = WORKED[topic]
-    functions = set(functions_of(file))
+    functions = set(facts.functions_of(file))
     tests = file.with_name("test_worked.py").read_text(encoding="utf-8")
     assert functions - reached(file, [tests]) == set()
-    calls = [call for page in PAGES for call in re.findall(r"{{.*?}}", written(page), re.S)]
+    calls = [region.said for page in PAGES for region in regions(written(page))]
     calls = [call for call in calls if f"worked.{topic}." in call]
     assert functions - reached(file, calls) == set()
 

@@ -111,7 +111,7 @@ def test_a_patch_is_a_few_lines_of_one_file_of_the_package(exhibit: Exhibit) -> 
 @each_exhibit
 def test_the_page_shows_the_exhibit_and_where_it_comes_from(exhibit: Exhibit) -> None:
     section = section_of(exhibit)
-    assert f'--8<-- "docs/museum/{exhibit.slug}.patch"' in section
+    assert f'file("docs/museum/{exhibit.slug}.patch"' in section
     assert f"`{exhibit.test}`" in section and exhibit.failure in section
     for place in exhibit.origin:
         threads = [f"/{place['repository']}/issues/{number})" for number in place["threads"]]

@@ -1,0 +1,93 @@
+"""The source that a page shows: read from its file, never copied by hand."""
+
+import ast
+import posixpath
+from textwrap import dedent
+from typing import Any
+
+import facts
+import yaml
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def quote(said: str, page: str) -> str:
+    """Markdown for `::: symbol` with mkdocstrings' options, as a plain view of the page shows it.
+
+    page: where it lies, seen from the repository. A quotation is a link to the file and the code;
+    with `show_source: false`, as on the page of the API, signature and docstring.
+    """
+    symbol, options = symbol_and_options(said)
+    file = facts.file_of(symbol)
+    if file is None:
+        raise ValueError(f"no file defines {symbol}")
+    link = posixpath.relpath(file, posixpath.dirname(page))
+    code = (
+        _signatures(symbol, options)
+        if options.get("show_source") is False
+        else _source(symbol, options)
+    )
+    return f"[`{name_in_file(symbol)}`]({link}) in `{file}`\n\n```python\n{code}\n```"
+
+
+def symbol_and_options(said: str) -> tuple[str, dict[str, Any]]:
+    first, _, rest = said.partition("\n")
+    return first.split()[1], (yaml.safe_load(dedent(rest)) or {}).get("options", {})
+
+
+def name_in_file(symbol: str) -> str:
+    """`Scheduler.schedule` for `nanoserve.engine.scheduler.Scheduler.schedule`."""
+    module = facts.module_of(symbol)
+    return symbol.removeprefix(f"{module}.")
+
+
+def find(symbol: str) -> tuple[ast.stmt, list[str]]:
+    """The statement that defines a symbol, and the lines of its file."""
+    text = (facts.ROOT / facts.file_of(symbol)).read_text(encoding="utf-8")
+    body = ast.parse(text).body
+    for part in name_in_file(symbol).split("."):
+        node = next((each for each in body if part in _names(each)), None)
+        if node is None:
+            raise ValueError(f"{facts.file_of(symbol)} does not define {symbol}")
+        body = getattr(node, "body", [])
+    return node, text.splitlines()
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, Definition):
+        return [node.name]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _source(symbol: str, options: dict[str, Any]) -> str:
+    node, lines = find(symbol)
+    members = options.get("members", [])
+    if not members:
+        return _text(node, lines)
+    head = _head(node, lines)
+    parts = [_text(find(f"{symbol}.{member}")[0], lines) for member in members]
+    indented = ["\n".join(f"    {line}".rstrip() for line in part.splitlines()) for part in parts]
+    return "\n\n".join([head, *indented])
+
+
+def _signatures(symbol: str, options: dict[str, Any]) -> str:
+    node, lines = find(symbol)
+    parts = [_head(node, lines)]
+    for member in options.get("members", []):
+        head = _head(find(f"{symbol}.{member}")[0], lines)
+        parts.append("\n".join(f"    {line}".rstrip() for line in head.splitlines()))
+    return "\n\n".join(parts)
+
+
+def _text(node: ast.stmt, lines: list[str]) -> str:
+    decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
+    return dedent("\n".join(lines[min([node.lineno, *decorators]) - 1 : node.end_lineno]))
+
+
+def _head(node: ast.stmt, lines: list[str]) -> str:
+    """A definition up to the end of its docstring."""
+    first, *_ = node.body
+    has_docstring = ast.get_docstring(node) is not None
+    last = first.end_lineno if has_docstring else first.lineno - 1
+    return dedent("\n".join(lines[node.lineno - 1 : last]))
