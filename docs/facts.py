@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +61,12 @@ class Chapter:
         return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", first_sentence(paragraph))
 
     @property
+    def outline(self) -> str:
+        """Its title, promise and headings: what a summary in another language tells."""
+        headings = re.findall(r"^##+ .+$", without_fences(self.written), re.M)
+        return "\n".join([self.title, self.promise, *headings])
+
+    @property
     def quotes(self) -> list[str]:
         """The symbols whose source it shows."""
         return [region.symbol for region in regions(self.text) if region.symbol]
@@ -83,12 +90,22 @@ def without_fences(text: str) -> str:
 
 
 def chapters() -> list[Chapter]:
-    return [Chapter(path.parent) for path in sorted(DOCS.glob("[0-9]*/index.md"))]
+    """Those with parts and an exercise; chapter 0 is a page to begin with."""
+    return [
+        Chapter(path.parent)
+        for path in sorted(DOCS.glob("[0-9]*/index.md"))
+        if not path.parent.name.startswith("00-")
+    ]
 
 
 def short_name(folder: Path) -> str:
     """What pages call a folder's module: `preemption` for `07-preemption`."""
     return re.sub(r"^\d+-", "", folder.name).replace("-", "_")
+
+
+def digest(text: str) -> str:
+    """Of a text's words: eight digits that change when one of them does."""
+    return sha256(" ".join(text.split()).encode()).hexdigest()[:8]
 
 
 def load(path: Path) -> ModuleType:

@@ -61,6 +61,10 @@ def file(name: str, language: str = "") -> str:
     return f"```{language}\n{text}\n```"
 
 
+def num_chapters() -> int:
+    return len(facts.chapters())
+
+
 def how_many(*patterns: str) -> int:
     """Files that match: `how_many("docs/museum/*.patch")`."""
     return sum(1 for pattern in patterns for _ in facts.ROOT.glob(pattern))
@@ -121,15 +125,17 @@ def _room(name: str) -> str:
 
 
 def stops(*numbers: int) -> str:
-    """A learning path as a table: chapters, what they promise, how long they take, exercises."""
+    """A learning path as a list: chapters, what they promise, how long they take, exercises."""
     by_number = {chapter.number: chapter for chapter in facts.chapters()}
-    rows = []
+    items = []
     for number in numbers:
         chapter = by_number[number]
-        title = f"[{number}. {chapter.title}]({chapter.page})"
-        promise = chapter.promise.removeprefix("After this chapter you can ")
-        rows.append((title, promise, f"{chapter.minutes} min", chapter.exercise))
-    return table(("chapter", "afterwards you can", "to read", "exercise"), rows)
+        promise = chapter.promise.removeprefix("After this chapter you can ").rstrip(".")
+        items.append(
+            f"- **[{number}. {chapter.title}]({chapter.page})**, {chapter.minutes} min: {promise}. "
+            f"*Exercise: {chapter.exercise}.*"
+        )
+    return "\n".join(items)
 
 
 def hours(*numbers: int) -> str:
@@ -157,6 +163,12 @@ def glossary() -> str:
         if term.term not in known:
             parts.append("*Newer than the bundled model, which has not learned it yet.*")
     return "\n\n".join(parts)
+
+
+def glossary_in_chinese() -> str:
+    """The same terms with their Chinese names and definitions."""
+    terms = sorted(load_glossary(), key=lambda term: term.term.lower())
+    return "\n\n".join(f"### {term.zh_term}（{term.term}）\n\n{term.zh}" for term in terms)
 
 
 def options() -> str:

@@ -7,7 +7,8 @@ import svg
 from nanoserve.trace.reader import Trace, read_trace
 
 _LEFT, _RIGHT, _TOP, _LINE = 92, 24, 44, 30
-_WAITING, _CHUNK, _TOKEN, _VICTIM = svg.FAINT, svg.PALE_BLUE, svg.PALE_GREEN, svg.RED
+_WAITING, _VICTIM = svg.FAINT, svg.RED
+_CHUNK, _TOKEN, _GUESSES = svg.PALE_BLUE, svg.PALE_GREEN, svg.PALE_PURPLE
 
 
 def run_picture(path: Path) -> str:
@@ -27,7 +28,8 @@ def run_picture(path: Path) -> str:
         for seq in step["waiting"]:
             figure.line(x + 1, lines[seq] + 13, x + width - 1, lines[seq] + 13, _WAITING, 3)
         for row in step["rows"]:
-            fill = _TOKEN if row["kind"] == "decode" else _CHUNK
+            decodes = _GUESSES if row.get("guesses") else _TOKEN
+            fill = decodes if row["kind"] == "decode" else _CHUNK
             figure.rect(x + 0.5, lines[row["seq"]] + 2, width - 1, 22, fill)
             if width >= 11 + 8 * len(str(row["new"])):
                 figure.text(x + width / 2, lines[row["seq"]] + 18, row["new"], size=13)
@@ -47,12 +49,12 @@ def _axis(figure: svg.Figure, trace: Trace, width: float) -> None:
 
 def _legend(figure: svg.Figure, y: float) -> None:
     x = _LEFT
-    for words, room in (("tokens of a prompt", 172), ("one new token", 142), ("waits", 86)):
-        if words == "waits":
-            figure.line(x, y + 7, x + 16, y + 7, _WAITING, 3)
-        else:
-            figure.rect(x, y, 16, 14, _TOKEN if words.startswith("one") else _CHUNK)
+    for words, fill in (("prefill", _CHUNK), ("decode", _TOKEN), ("with guesses", _GUESSES)):
+        figure.rect(x, y, 16, 14, fill)
         figure.text(x + 22, y + 12, words, anchor="start", size=13, fill=svg.SOFT)
-        x += room
+        x += 50 + 8 * len(words)
+    figure.line(x, y + 7, x + 16, y + 7, _WAITING, 3)
+    figure.text(x + 22, y + 12, "waits", anchor="start", size=13, fill=svg.SOFT)
+    x += 84
     figure.rect(x, y - 2, 3, 18, _VICTIM)
     figure.text(x + 10, y + 12, "preempted", anchor="start", size=13, fill=svg.SOFT)

@@ -20,7 +20,7 @@ for folder in (DOCS, DOCS.parent):
         sys.path.append(str(folder))
 
 import facts  # noqa: E402
-from quotes import name_in_file, symbol_and_options  # noqa: E402
+from quotes import is_piece, name_in_file, symbol_and_options  # noqa: E402
 from regions import Region, replace_regions  # noqa: E402
 from trace_pages import run_file, trace_page  # noqa: E402
 
@@ -70,7 +70,7 @@ def on_post_build(config: Any) -> None:
 
 
 def _on_the_site(region: Region, url: str) -> str:
-    if region.symbol:
+    if region.symbol and not is_piece(symbol_and_options(region.said)[1]):
         return _quotation(region)
     if shown := re.fullmatch(r'trace\("(\w+)"\)', region.expression or ""):
         return _frame(shown[1], url)

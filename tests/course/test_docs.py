@@ -23,8 +23,10 @@ PARTS = [
     "The source",
     "See it happen",
     "Exercise",
+    "Questions",
     "Further reading",
 ]
+LACKING = (24, 25)  # chapters on what the engine has not: a simulation is shown there
 INLINE_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.S)
 LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 
@@ -122,7 +124,7 @@ def test_a_chapter_has_its_parts_in_order(chapter: facts.Chapter) -> None:
     assert "{{" in parts["The problem, in numbers"]
     assert "```mermaid" in parts["The idea"]
     assert any(region.symbol for region in regions(parts["The source"]))
-    assert '{{ trace("' in parts["See it happen"]
+    assert chapter.number in LACKING or '{{ trace("' in parts["See it happen"]
     assert chapter.exercise and chapter.title and "explain" in chapter.promise
 
 

@@ -9,6 +9,7 @@ import pytest
 import quotes
 import record
 import regions
+import site_hooks
 from trace_pages import run_file, scenarios
 
 PAGES = sorted(facts.DOCS.rglob("*.md"))
@@ -35,7 +36,7 @@ def test_figures_show_what_is_computed_today(file: Path) -> None:
 def test_every_picture_of_a_chapter_is_drawn_by_code_and_shown() -> None:
     drawn = {path for file in TO_DRAW for path, _ in record.figures(file)}
     drawn |= {run_file(scenario).with_suffix(".svg") for scenario in scenarios()}
-    assert {*facts.DOCS.glob("[0-9]*/*.svg")} == drawn
+    assert {*facts.DOCS.glob("*/*.svg")} == drawn
     for path in drawn:
         shown_by = [
             page for page in path.parent.glob("*.md") if f"({path.name})" in page.read_text("utf-8")
@@ -84,3 +85,67 @@ def test_a_quotation_is_the_source_with_a_link_to_its_file() -> None:
         head == "[`Plan.num_tokens`](../../nanoserve/engine/plan.py) in `nanoserve/engine/plan.py`"
     )
     assert code.startswith("```python\n@property\ndef num_tokens(self)")
+
+
+def piece(first: str, last: str) -> str:
+    """How a page quotes a part of a function, here of a kernel."""
+    symbol = "nanoserve.kernels.paged_attention_kernels.chunk_attention_kernel"
+    return f'::: {symbol}\n    options:\n      from: "{first}"\n      to: "{last}"'
+
+
+def test_a_piece_of_a_function_is_quoted_from_line_to_line() -> None:
+    said = piece("block = tl.load(", "kv_offsets =")
+    title, code = quotes.quote(said, "docs/09-attention-kernels/index.md").split("\n\n", 1)
+    assert title == (
+        "From [`chunk_attention_kernel`](../../nanoserve/kernels/paged_attention_kernels.py) "
+        "in `nanoserve/kernels/paged_attention_kernels.py`"
+    )
+    lines = code.splitlines()
+    assert (lines[0], lines[-1]) == ("```python", "```")
+    assert lines[1].startswith("block = tl.load(")
+    assert lines[-2] == "kv_offsets = slot[:, None] + d[None, :]"
+    assert len(lines) == 5
+
+
+def test_a_piece_ends_with_the_whole_of_its_last_statement() -> None:
+    code = quotes.quote(piece("visible = None", "acc, row_max, row_sum ="), "docs/a/index.md")
+    assert code.endswith("DOT_PRECISION\n)\n```")
+    header = quotes.quote(piece("for i in range(", "for i in range("), "docs/a/index.md")
+    assert header.endswith("\n\n```python\nfor i in range(begin, end):\n```")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        ("no such line", "kv_offsets =", "0 lines begin with 'no such line'"),
+        ("if sliding_window", "kv_offsets =", "lines begin with 'if sliding_window', and one must"),
+        ("kv_offsets =", "block = tl.load(", "comes before"),
+    ],
+)
+def test_the_ends_of_a_piece_are_lines_that_are_there_once(
+    first: str, last: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        quotes.quote(piece(first, last), "docs/a/index.md")
+
+
+def test_a_piece_has_two_ends() -> None:
+    said = piece("block = tl.load(", "kv_offsets =").rsplit("\n", 1)[0]
+    with pytest.raises(ValueError, match="`from:` and `to:`"):
+        quotes.quote(said, "docs/a/index.md")
+
+
+def test_the_site_shows_a_piece_as_it_was_recorded() -> None:
+    said = piece("block = tl.load(", "kv_offsets =")
+    page = regions.with_values(
+        f"Before.\n\n{said}\n\nAfter.\n",
+        lambda region: quotes.quote(region.said, "docs/09-attention-kernels/index.md"),
+    )
+    assert regions.regions(page)[0].symbol in said
+    shown = regions.replace_regions(
+        page, lambda region: site_hooks._on_the_site(region, "09-attention-kernels/index.html")
+    )
+    assert ":::" not in shown and "<!--" not in shown
+    assert "After." in shown and "```python\nblock = tl.load(" in shown
+    whole = regions.Region("::: nanoserve.engine.plan.Plan.num_tokens", None, True, "")
+    assert site_hooks._on_the_site(whole, "a/index.html").startswith(whole.said)

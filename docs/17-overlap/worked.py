@@ -1,0 +1,253 @@
+"""What chapter 17 computes: nanoserve's own loop, on a device that takes the time it is told to.
+
+The clock is a number: what host and device do moves it. Requests are called A, B, C and so on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import NamedTuple
+
+import numpy as np
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchLayout
+from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence as Seq
+from nanoserve.sampling_params import SamplingParams
+
+_EOS = 9
+
+
+class Costs(NamedTuple):
+    """Milliseconds of a step: the host before its launch, the device, the host after it."""
+
+    plan: float
+    forward: float
+    sample: float
+    update: float
+
+
+def step_ms(plan: float, forward: float, sample: float, update: float, ahead: bool) -> float:
+    """From one step to the next, when the loop has settled.
+
+    In turn, it is the sum. With a step ahead, the host needs `update` and `plan` for each step; the
+    device needs the model and the sampler, which waits for `update` too, since penalties look at
+    the tokens of the step before.
+    """
+    if not ahead:
+        return plan + forward + sample + update
+    return max(update + plan, max(forward, update) + sample)
+
+
+def steps_table(rows: Sequence[tuple[float, float, float, float]]) -> str:
+    """In turn and one step ahead, for several costs."""
+    lines = []
+    for costs in rows:
+        plan, forward, sample, update = costs
+        turn, ahead = step_ms(*costs, ahead=False), step_ms(*costs, ahead=True)
+        device = forward + sample
+        cells = (f"{plan + update:g}", f"{device:g}", f"{turn:g}", f"{ahead:g}")
+        lines.append((*cells, f"{turn / ahead:.2f}", f"{100 * device / ahead:.0f} %"))
+    header = ("host", "device", "in turn", "one step ahead", "gain", "device busy, ahead")
+    return _table(header, lines)
+
+
+def timeline(costs: Sequence[float], ahead: bool, num_steps: int = 3) -> str:
+    """When the host and the device work for each step of one request, in milliseconds."""
+    device = _run([num_steps], [False], Costs(*costs), ahead)
+    rows = [
+        (number, *(f"{start:g} - {end:g}" for start, end in spans))
+        for number, spans in enumerate(device.spans, 1)
+    ]
+    return _table(("step", "host plans it", "device", "host hands it out"), rows)
+
+
+def rows_table(output_len: int) -> str:
+    """Rows that a request takes, by how it ends and with a step ahead or without."""
+    rows = []
+    for name, by_eos in (("by its length", False), ("by EOS", True)):
+        turn, ahead = (
+            sum(map(len, _run([output_len], [by_eos], Costs(1, 4, 0, 1), value).rows))
+            for value in (False, True)
+        )
+        rows.append((name, output_len, turn, ahead, ahead - turn))
+    return _table(("ends", "tokens", "rows in turn", "rows ahead", "thrown away"), rows)
+
+
+def late_share(mean_len: int) -> float:
+    """Per cent of all rows that are thrown away, if answers of so many tokens end by EOS."""
+    return 100 / (mean_len + 2)
+
+
+def plans_table(output_lens: Sequence[int], by_eos: Sequence[bool]) -> str:
+    """Whom each step has a row for, one step ahead, and what becomes of its tokens."""
+    device = _run(output_lens, by_eos, Costs(1, 4, 0, 1), ahead=True)
+    rows = []
+    for number, names in enumerate(device.rows, 1):
+        told = [
+            f"{name}: {device.outcome.get((number, name), 'given up')}" for name in sorted(names)
+        ]
+        rows.append((number, ", ".join(sorted(names)), ", ".join(told)))
+    return _table(("step", "rows", "what comes of them"), rows)
+
+
+def publishing_table() -> str:
+    """A block of four whose last token is pending when it is planned, by the engine's scheduler."""
+    config = EngineConfig("none", block_size=4, async_scheduling=True).for_device("cpu")
+    scheduler = Scheduler(config, num_kv_blocks=4, max_model_len=16)
+    seq = Seq("one", [1, 2, 3], SamplingParams(max_tokens=None), 16)
+    scheduler.add(seq)
+    rows: list[tuple[object, ...]] = []
+
+    def note(moment: str) -> None:
+        numbers = (len(seq.token_ids), seq.num_pending, seq.num_computed_tokens)
+        rows.append((moment, *numbers, seq.num_registered_blocks))
+
+    first = scheduler.schedule()
+    scheduler.commit(first)
+    note("step 1 is on its way: it computes the prompt")
+    second = scheduler.schedule()
+    note("step 2 is planned, for the pending token")
+    scheduler.update(first, [[4]])
+    note("the token of step 1 is there")
+    scheduler.commit(second)
+    note("step 2 counts")
+    header = ("moment", "known tokens", "pending", "`num_computed_tokens`", "published blocks")
+    return _table(header, rows)
+
+
+def ratio(before: float, after: float) -> float:
+    return before / after
+
+
+def busy_us(wall: float, percent: float) -> float:
+    """Of a step that was measured, the time in which some kernel ran."""
+    return wall * percent / 100
+
+
+@dataclass
+class Launched:
+    """A step on its way: when the device begins it, when it ends, and what it yields."""
+
+    number: int
+    start: float
+    new_ids: list[int]
+    end: float = 0.0
+
+
+class TimedDevice:
+    """An executor on a clock of numbers: what is launched runs in order, each as soon as it can.
+
+    A request's seed says how many tokens it gets before EOS; its prompt has one token.
+    """
+
+    num_kv_blocks, max_model_len = 64, 256
+
+    def __init__(self, config: EngineConfig, costs: Costs) -> None:
+        self.costs, self.now, self.free = costs, 0.0, 0.0
+        layout = BatchLayout(config.max_num_batched_tokens, config.max_num_seqs, 16)
+        self._batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
+        self._lengths: dict[int, int] = {}  # by slot
+        self._names: dict[int, str] = {}
+        # Of each step: when host, device and host again work for it, and whom it computes.
+        self.spans: list[list[tuple[float, float]]] = []
+        self.rows: list[list[str]] = []
+        self.outcome: dict[tuple[int, str], str] = {}  # of a step's row
+
+    def next_batch(self) -> Batch:
+        self.spans.append([(self.now, self.now + self.costs.plan)])
+        self.now += self.costs.plan
+        return self._batches[len(self.spans) % 2]
+
+    def forward(self, batch: Batch, changes: list[SlotChange]) -> Launched:
+        for change in changes:
+            self._lengths[change.slot] = change.seed
+            self._names[change.slot] = ascii_uppercase[len(self._names)]
+        header = batch.header
+        self.rows.append([self._names[slot] for slot in batch.row_slots[: header.num_rows]])
+        slots = batch.output_slots[: header.num_sampled].tolist()
+        places = batch.positions[batch.output_rows[: header.num_sampled]].tolist()
+        pairs = zip(slots, places, strict=True)
+        new_ids = [_EOS if place >= self._lengths[slot] else 7 for slot, place in pairs]
+        start = max(self.now, self.free)
+        self.free = start + self.costs.forward
+        return Launched(len(self.spans) - 1, start, new_ids)
+
+    def sample(self, step: Launched) -> None:
+        self.free = step.end = max(self.now, self.free) + self.costs.sample
+        self.spans[step.number].append((step.start, step.end))
+
+    def collect(self, step: Launched) -> StepResult:
+        self.now = max(self.now, step.end)
+        self.spans[step.number].append((self.now, self.now + self.costs.update))
+        self.now += self.costs.update
+        return StepResult([[token] for token in step.new_ids])
+
+    def close(self) -> None:
+        pass
+
+
+def _run(
+    output_lens: Sequence[int], by_eos: Sequence[bool], costs: Costs, ahead: bool
+) -> TimedDevice:
+    config = EngineConfig("none", max_num_seqs=8, async_scheduling=ahead).for_device("cpu")
+    device = TimedDevice(config, costs)
+    engine = LLMEngine(config, _MODEL, device, None, clock=lambda: device.now)
+    for name, length, ends_by_eos in zip(ascii_uppercase, output_lens, by_eos, strict=False):
+        params = SamplingParams(
+            max_tokens=None if ends_by_eos else length,
+            seed=length if ends_by_eos else 1000,
+            stop_token_ids=[_EOS],
+        )
+        engine.add_request(name, [1], params)
+    update, num_updates = engine.scheduler.update, 0
+
+    def updated(plan: object, token_ids: list[list[int]]) -> list[int]:
+        nonlocal num_updates
+        num_updates += 1
+        joined = update(plan, token_ids)
+        for row, count in zip(plan.sampled, joined, strict=True):
+            words = {-1: "thrown away", 0: "EOS"}
+            device.outcome[num_updates, row.seq.request_id] = words.get(count, "a token")
+        return joined
+
+    engine.scheduler.update = updated
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    return device
+
+
+_MODEL = ModelConfig(
+    architecture="none",
+    vocab_size=10,
+    hidden_size=1,
+    intermediate_size=1,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=1,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(),
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    hidden_act="silu",
+    attention_scale=1.0,
+    sliding_windows=(None,),
+    dtype="float32",
+    eos_token_ids=frozenset(),
+)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

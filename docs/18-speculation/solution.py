@@ -1,0 +1,34 @@
+"""A solution of `exercise.py`."""
+
+import numpy as np
+
+
+def verify_by_rejection(
+    target: np.ndarray,
+    draft: np.ndarray,
+    guesses: list[int],
+    uniforms: list[float],
+    last_uniform: float,
+) -> list[int]:
+    """draft: [k, vocabulary]. uniforms: one for each guess, from [0, 1)."""
+    token_ids: list[int] = []
+    for p, q, guess, u in zip(target, draft, guesses, uniforms, strict=False):
+        if u >= p[guess] / q[guess]:
+            residual = np.maximum(0, p - q)
+            return [*token_ids, _draw(residual / residual.sum(), last_uniform)]
+        token_ids.append(guess)
+    return [*token_ids, _draw(target[-1], last_uniform)]
+
+
+def _draw(probabilities: np.ndarray, u: float) -> int:
+    return int(np.searchsorted(np.cumsum(probabilities), u, side="right"))
+
+
+def verify_by_drawing(target: np.ndarray, noise: np.ndarray, guesses: list[int]) -> list[int]:
+    token_ids: list[int] = []
+    with np.errstate(divide="ignore"):
+        for place, times in enumerate(noise / target):
+            token_ids.append(int(times.argmin()))
+            if guesses[place : place + 1] != token_ids[-1:]:
+                break
+    return token_ids

@@ -1,0 +1,211 @@
+"""The exercise of chapter 18: exact distributions, and the engine's noise and rule."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve import SamplingParams
+from nanoserve.engine.executor import StepResult
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.speculative.engine import split_by_row
+
+from .exercise import verify_by_drawing, verify_by_rejection
+
+VOCAB_SIZE = 12
+
+
+# ---------------------------------------------------------------- rejection, case by case
+
+
+def test_a_guess_that_the_target_likes_better_is_always_kept() -> None:
+    target, draft = np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([[0.8, 0.2]])
+    # p / q is 2.5. Then one more: 0.25 is exceeded at token 1.
+    found = verify_by_rejection(target, draft, [1], [0.999], 0.3)
+    assert found == [1, 1], "guess 1 of 0.8, 0.2 for 0.5, 0.5, then 0.3 in 0.25, 0.75"
+
+
+def test_a_guess_is_kept_with_p_over_q() -> None:
+    target, draft = np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([[0.8, 0.2]])
+    kept = verify_by_rejection(target, draft, [0], [0.62], 0.2)
+    assert kept == [0, 0], "guess 0 with 0.62, less than 0.5 / 0.8 = 0.625; then 0.2 in 0.25, 0.75"
+    rejected = verify_by_rejection(target, draft, [0], [0.63], 0.2)
+    assert rejected == [1], "guess 0 with 0.63: the target has more of token 1 alone"
+
+
+def test_the_residual_is_what_the_target_has_more() -> None:
+    target, draft = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.2, 0.2, 0.6]])
+    for u, token in ((0.0, 0), (0.74, 0), (0.76, 1), (0.99, 1)):
+        found = verify_by_rejection(target, draft, [2], [0.5], u)
+        assert found == [token], f"guess 2 with 0.5 > 1/3, then {u} in the residual 0.75, 0.25, 0"
+
+
+def test_nothing_counts_behind_a_rejected_guess() -> None:
+    target, draft = np.full((4, 2), 0.5), np.array([[0.8, 0.2]] * 3)
+    found = verify_by_rejection(target, draft, [1, 0, 1], [0.0, 0.9, 0.0], 0.1)
+    assert found == [1, 1], "guesses 1, 0, 1: the second one is rejected, and 1 drawn in its place"
+
+
+def test_a_guess_without_a_doubt_is_kept_as_often_as_the_target_draws_it() -> None:
+    """As an n-gram's: all of `draft` lies on one token."""
+    target, draft = np.array([[0.2, 0.3, 0.5]] * 2), np.array([[0.0, 1.0, 0.0]])
+    kept = verify_by_rejection(target, draft, [1], [0.29], 0.1)
+    assert kept == [1, 0], "guess 1 with 0.29 < 0.3, then 0.1 in 0.2, 0.3, 0.5"
+    for u, token in ((0.28, 0), (0.29, 2)):
+        found = verify_by_rejection(target, draft, [1], [0.31], u)
+        assert found == [token], f"guess 1 with 0.31, then {u} in the residual 2/7, 0, 5/7"
+
+
+def test_without_guesses_a_token_is_drawn() -> None:
+    found = verify_by_rejection(np.array([[0.2, 0.8]]), np.empty((0, 2)), [], [], 0.5)
+    assert found == [1], "no guesses, 0.5 in 0.2, 0.8"
+
+
+# ---------------------------------------------------------------- rejection, all cases at once
+
+
+def middles(count: int) -> list[float]:
+    """Of equal parts of [0, 1): each stands for a share of 1 / count, and none is a border."""
+    return [(i + 0.5) / count for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "num"),
+    [
+        ([0.5, 0.5], [0.8, 0.2], 8),
+        ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], 60),
+        ([0.2, 0.3, 0.5], [0.0, 1.0, 0.0], 70),
+        ([0.3, 0.3, 0.4], [0.3, 0.3, 0.4], 20),
+    ],
+)
+def test_what_comes_out_is_distributed_as_the_target(
+    target: list[float], draft: list[float], num: int
+) -> None:
+    """Exactly: every guess, and every number up to parts of 1 / num, of which all borders are."""
+    first: Counter[int] = Counter()
+    rows = np.array([target, [0.25] + [0.75] + [0.0] * (len(target) - 2)])
+    for guess, q in enumerate(draft):
+        for u, last in product(middles(num), middles(num)) if q else ():
+            first[verify_by_rejection(rows, np.array([draft]), [guess], [u], last)[0]] += q
+    found = [first[token] / num**2 for token in range(len(target))]
+    assert found == pytest.approx(target), f"target {target}, draft {draft}"
+
+
+def test_two_guesses_and_the_token_behind_them() -> None:
+    """Exactly: every pair of guesses, and every number up to eighths."""
+    target = np.array([[0.5, 0.5], [0.25, 0.75], [0.125, 0.875]])
+    draft = np.array([[0.8, 0.2], [0.5, 0.5]])
+    came: Counter[tuple[int, ...]] = Counter()
+    for a, b in product((0, 1), (0, 1)):
+        for u, v, last in product(middles(8), middles(8), middles(8)):
+            tokens = verify_by_rejection(target, draft, [a, b], [u, v], last)
+            came[tuple(tokens)] += draft[0, a] * draft[1, b] / 8**3
+    first = sum(share for tokens, share in came.items() if tokens[0] == 0)
+    assert first == pytest.approx(0.5), f"the first token is 0 with 0.5: {came}"
+    more = {tokens: share for tokens, share in came.items() if len(tokens) > 1}
+    assert sum(more.values()) == pytest.approx(0.7), f"a second one with 0.5 + 0.2: {came}"
+    second = sum(share for tokens, share in more.items() if tokens[1] == 0)
+    assert second == pytest.approx(0.7 * 0.25), f"which is 0 with 0.25: {came}"
+    all_three = {tokens: share for tokens, share in came.items() if len(tokens) == 3}
+    assert sum(all_three.values()) == pytest.approx(0.7 * 0.75), f"a third: {came}"
+    third = sum(share for tokens, share in all_three.items() if tokens[2] == 0)
+    assert third == pytest.approx(0.7 * 0.75 * 0.125), f"which is 0 with 0.125: {came}"
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def test_guesses_are_right_while_they_are_drawn() -> None:
+    target = np.array([[0.5, 0.5], [0.8, 0.2], [0.5, 0.5]])
+    noise = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 1.0]])
+    # The times: 2 and 4, 2.5 and 5, 6 and 2.
+    for guesses, expected in (
+        ([0, 0], [0, 0, 1]),
+        ([0, 1], [0, 0]),
+        ([1, 0], [0]),
+        ([1, 1], [0]),
+    ):
+        found = verify_by_drawing(target, noise, guesses)
+        assert found == expected, f"guesses {guesses}, of which 0, 0, 1 is drawn"
+
+
+def test_what_has_no_probability_is_never_drawn() -> None:
+    target, noise = np.array([[0.0, 1.0]] * 2), np.array([[1e-9, 5.0]] * 2)
+    found = verify_by_drawing(target, noise, [0])
+    assert found == [1], "guess 0, of which the target has nothing"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_keeps_what_the_engine_keeps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    k = int(rng.integers(0, 5))
+    target, noise = distributions(rng, k + 1), rng.exponential(size=(k + 1, VOCAB_SIZE))
+    drawn = (noise / target).argmin(axis=1).tolist()
+    guesses = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in drawn[:k]]
+    seq = Sequence("one", [1, 2], SamplingParams(), 100)
+    row = Row(seq, start=1, n=1 + k, num_outputs=1 + k, num_sampled=1 + k)
+    plan = Plan(budget=0, rows=[row], guesses={seq: guesses} if guesses else {})
+    (expected,) = split_by_row(plan, StepResult([[token] for token in drawn]))
+    found = verify_by_drawing(target, noise, guesses)
+    assert found == expected.token_ids, f"guesses {guesses}, drawn are {drawn}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("who", ["nobody", "right", "wrong", "at random", "another model"])
+def test_the_tokens_are_those_without_guesses(who: str, seed: int) -> None:
+    """With the engine's own noise, of (seed, position, completion, token id)."""
+    rng = np.random.default_rng(seed)
+    model, other = distributions(rng, VOCAB_SIZE), distributions(rng, VOCAB_SIZE)
+    noise = engine_noise(seed, num_positions=40)
+    expected = [0]  # the prompt, and what the model says behind it
+    while len(expected) < 30:
+        expected.append(int((noise[len(expected)] / model[expected[-1]]).argmin()))
+
+    def coupled(known: list[int], count: int) -> list[int]:
+        """Another model draws with the noise of the very position."""
+        guesses: list[int] = []
+        while len(guesses) < count:
+            last = [*known, *guesses][-1]
+            times = noise[len(known) + len(guesses)] / other[last]
+            guesses.append(int(times.argmin()))
+        return guesses
+
+    guessers: dict[str, Callable[[list[int], int], list[int]]] = {
+        "nobody": lambda known, count: [],
+        "right": lambda known, count: expected[len(known) : len(known) + count],
+        "wrong": lambda known, count: [(expected[len(known)] + 1) % VOCAB_SIZE] * count,
+        "at random": lambda known, count: rng.integers(VOCAB_SIZE, size=count).tolist(),
+        "another model": coupled,
+    }
+    known, num_steps = [0], 0
+    while len(known) < 29:
+        guesses = guessers[who](known, min(4, 29 - len(known)))
+        inputs = [known[-1], *guesses]
+        places = slice(len(known), len(known) + len(inputs))
+        came = verify_by_drawing(model[inputs], noise[places], guesses)
+        assert came, f"seed {seed}, guesses {guesses} behind {known}: no token"
+        known, num_steps = known + came, num_steps + 1
+    same = expected[: len(known)]
+    assert known == same, f"seed {seed}, {who} guesses: {known} is not {same}"
+    if who in ("nobody", "wrong"):
+        assert num_steps == len(known) - 1, f"seed {seed}, {who}: each step yields one token"
+    if who == "right":
+        assert num_steps <= 6, f"seed {seed}: right guesses, four a step, took {num_steps} steps"
+
+
+def distributions(rng: np.random.Generator, num_rows: int) -> np.ndarray:
+    return rng.dirichlet(np.full(VOCAB_SIZE, 0.5), size=num_rows) * 0.99 + 0.01 / VOCAB_SIZE
+
+
+def engine_noise(seed: int, num_positions: int) -> np.ndarray:
+    """E of each position and token, from Exp(1)."""
+    zeros = np.zeros(num_positions, dtype=np.uint64)
+    keys = row_keys(zeros + np.uint64(seed), np.arange(num_positions), zeros)
+    scores = torch.zeros(num_positions, VOCAB_SIZE)
+    Noise(VOCAB_SIZE, torch.device("cpu")).subtract_log_exponential(scores, keys)
+    return np.exp(-scores.double().numpy())

@@ -1,0 +1,305 @@
+"""What chapter 18 computes: what a check costs, two ways to check, what a guess is worth.
+
+Rejection: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Draws with
+the same noise: Daliri, Musco, Suresh 2024 (arXiv 2408.07978). In all of it `target` is the model's
+distribution of a token and `draft` the guesser's.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Machine(NamedTuple):
+    """A model in 16 bits on a GPU, by NVIDIA's data sheet: nothing but weights is counted."""
+
+    parameters: float
+    bandwidth: float  # bytes per second
+    matmul_rate: float  # operations per second, dense, 16 bits
+
+
+LLAMA_8B_ON_H100 = Machine(8.03e9, 3.35e12, 989e12)
+
+
+def step_ms(num_tokens: int) -> float:
+    """Of Llama 3.1 8B on an H100: it reads all weights once, or computes 2 operations for each of
+    them and each token, whatever takes longer."""
+    reading = 2 * LLAMA_8B_ON_H100.parameters / LLAMA_8B_ON_H100.bandwidth
+    computing = 2 * LLAMA_8B_ON_H100.parameters * num_tokens / LLAMA_8B_ON_H100.matmul_rate
+    return 1000 * max(reading, computing)
+
+
+def free_tokens() -> int:
+    """The most tokens of a step for which computing takes no longer than reading."""
+    return math.floor(LLAMA_8B_ON_H100.matmul_rate / LLAMA_8B_ON_H100.bandwidth)
+
+
+def check_table(sequences: Sequence[int], guesses: int) -> str:
+    """What a step takes without guesses and with so many for each sequence."""
+    rows = []
+    for count in sequences:
+        plain, checked = step_ms(count), step_ms(count * (1 + guesses))
+        cells = (count * (1 + guesses), f"{plain:.1f} ms", f"{checked:.1f} ms")
+        rows.append((count, *cells, f"{checked / plain:.2f}"))
+    header = ("sequences", "tokens with guesses", "a step without", "a step with", "ratio")
+    return _table(header, rows)
+
+
+def acceptance(target: Sequence[float], draft: Sequence[float]) -> float:
+    """How often rejection sampling keeps a draft's token: what both distributions share."""
+    return math.fsum(min(p, q) for p, q in zip(target, draft, strict=True))
+
+
+def residual(target: Sequence[float], draft: Sequence[float]) -> list[float]:
+    """What the target has more than the draft, as a distribution: a rejected token's successor."""
+    rest = [max(0.0, p - q) for p, q in zip(target, draft, strict=True)]
+    return [r / math.fsum(rest) for r in rest]
+
+
+def rejection_table(target: Sequence[float], draft: Sequence[float]) -> str:
+    """One token of rejection sampling, in all cases at once."""
+    rejected = 1 - acceptance(target, draft)
+    rows = []
+    for token, (p, q, r) in enumerate(
+        zip(target, draft, residual(target, draft), strict=True), start=ord("a")
+    ):
+        kept, drawn = min(p, q), rejected * r
+        cells = (p, q, min(1.0, p / q), kept, r, drawn, kept + drawn)
+        rows.append((chr(token), *(f"{cell:.3g}" for cell in cells)))
+    header = ("token", "target p", "draft q", "kept with", "kept", "residual", "drawn", "sum")
+    return _table(header, rows)
+
+
+def one_token(
+    target: Sequence[float], draft: Sequence[float], from_residual: bool = True
+) -> list[float]:
+    """The exact distribution of the token that comes out.
+
+    A guess x comes with q(x) and is kept with min(1, p(x) / q(x)): together min(p(x), q(x)). In all
+    other cases a token is drawn: from the residual, or, as is often told, from the target.
+    """
+    rejected = 1 - acceptance(target, draft)
+    rest = residual(target, draft) if from_residual and rejected > 0 else target
+    pairs = zip(target, draft, rest, strict=True)
+    return [min(p, q) + rejected * r for p, q, r in pairs]
+
+
+def reused_noise(target: Sequence[float], draft: Sequence[float], num_draws: int) -> list[float]:
+    """Shares in so many draws of a rule that mixes the two ways, at a fixed seed.
+
+    A draft wins a race on exponential noise, is kept with min(1, p / q), and otherwise the residual
+    races on **the same** noise.
+    """
+    rng = np.random.default_rng(0)
+    p, q = np.array(target), np.array(draft)
+    rest = np.array(residual(target, draft))
+    noise = rng.exponential(size=(num_draws, len(p)))
+    guessed = (noise / q).argmin(axis=1)
+    with np.errstate(divide="ignore"):
+        drawn = (noise / rest).argmin(axis=1)
+    kept = rng.random(num_draws) < p[guessed] / q[guessed]
+    counts = np.bincount(np.where(kept, guessed, drawn), minlength=len(p))
+    return (counts / num_draws).tolist()
+
+
+def same_noise(target: Sequence[float], draft: Sequence[float]) -> float:
+    """How often two races on the same exponential noise have the same winner. Exact.
+
+    Token i wins both if every other noise E_j exceeds E_i times the larger of p_j / p_i and
+    q_j / q_i. Integrated over E_i that is one over the sum of these factors, i's own 1 included.
+    """
+    pairs = list(zip(target, draft, strict=True))
+    return math.fsum(
+        1 / math.fsum(max(other_p / p, other_q / q) for other_p, other_q in pairs)
+        for p, q in pairs
+        if p > 0 and q > 0
+    )
+
+
+def other_noise(target: Sequence[float], draft: Sequence[float]) -> float:
+    """How often two independent draws agree."""
+    return math.fsum(p * q for p, q in zip(target, draft, strict=True))
+
+
+def distance(target: Sequence[float], draft: Sequence[float]) -> float:
+    """Total variation: half of the sum of the differences."""
+    return 1 - acceptance(target, draft)
+
+
+def promised(target: Sequence[float], draft: Sequence[float]) -> float:
+    """What two draws with the same noise agree at least (Daliri, Musco, Suresh 2024)."""
+    tv = distance(target, draft)
+    return (1 - tv) / (1 + tv)
+
+
+EXAMPLES = {
+    "0.5, 0.5 and 0.8, 0.2": ([0.5, 0.5], [0.8, 0.2]),
+    "0.5, 0.3, 0.2 and 0.2, 0.2, 0.6": ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]),
+    "eight tokens, a near draft": (
+        [0.6, 0.2, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01],
+        [0.55, 0.25, 0.08, 0.06, 0.02, 0.02, 0.01, 0.01],
+    ),
+    "the same, a flat draft": ([0.6, 0.2, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01], [1 / 8] * 8),
+}
+
+
+def acceptance_table() -> str:
+    """How often a guess is right, for each pair of `EXAMPLES`, by each way to check."""
+    functions = (distance, acceptance, same_noise, promised, other_noise)
+    rows = [
+        (name, *(f"{function(target, draft):.3f}" for function in functions))
+        for name, (target, draft) in EXAMPLES.items()
+    ]
+    header = ("target and draft", "distance", "rejection", "same noise", "at least", "other noise")
+    return _table(header, rows)
+
+
+def accepted(rate: float, guesses: int) -> float:
+    """Guesses kept in a step, if each is right with `rate` as long as those before it are."""
+    return tokens_per_step(rate, guesses) - 1
+
+
+def tokens_per_step(rate: float, guesses: int) -> float:
+    """And the token that comes after them, or in the place of the first wrong one."""
+    if rate == 1:
+        return guesses + 1
+    return (1 - rate ** (guesses + 1)) / (1 - rate)
+
+
+def speedup(rate: float, guesses: int, draft_cost: float, check_cost: float = 1.0) -> float:
+    """Tokens per time, over plain decoding. Costs in plain steps: of a guess, and of the check."""
+    return tokens_per_step(rate, guesses) / (check_cost + guesses * draft_cost)
+
+
+def best_guesses(rate: float, draft_cost: float, most: int = 32) -> int:
+    """The number of guesses with the largest speed-up; 0 if none pays."""
+    return max(range(most + 1), key=lambda guesses: speedup(rate, guesses, draft_cost))
+
+
+def guesses_table(rate: float, draft_cost: float, guesses: Sequence[int]) -> str:
+    rows = [
+        (
+            k,
+            f"{accepted(rate, k):.2f}",
+            f"{tokens_per_step(rate, k):.2f}",
+            f"{speedup(rate, k, draft_cost):.2f}",
+        )
+        for k in guesses
+    ]
+    return _table(("guesses", "of them kept", "tokens a step", "times as fast"), rows)
+
+
+def batch_table(rate: float, guesses: int, sequences: Sequence[int]) -> str:
+    """What guesses that cost nothing to make bring on that H100, by sequences."""
+    rows = []
+    for count in sequences:
+        check = step_ms(count * (1 + guesses)) / step_ms(count)
+        rows.append((count, f"{check:.2f}", f"{speedup(rate, guesses, 0.0, check):.2f}"))
+    return _table(("sequences", "a check, in plain steps", "times as fast"), rows)
+
+
+def chosen_guesses(runs: Sequence[int], sequences: Sequence[int], most: int) -> str:
+    """What the engine's own `Goodput` chooses, told that steps take what `step_ms` says, and that
+    of all guesses so many are right before one is wrong."""
+    names = [f"{run} of {run + 1} right" for run in runs]
+    rows = [(count, *(_chosen(run, count, most) for run in runs)) for count in sequences]
+    return _table(("sequences", *names), rows)
+
+
+def _chosen(run: int, count: int, most: int) -> str:
+    from nanoserve.speculative.goodput import Goodput
+
+    goodput = Goodput(most)
+    for guesses in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
+        right = round(count * accepted(run / (run + 1), guesses))
+        seconds = step_ms(count * (1 + guesses)) / 1000
+        goodput.note_step(count, count * guesses, right, seconds)
+    record = goodput.new_record()
+    for _ in range(60):
+        goodput.note_guesses(record, run + 1, run)
+    return f"{sum(goodput.choose(count, [(record, most)] * count)) / count:g}"
+
+
+def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str:
+    """One step of the engine's scheduler: `guesses` behind `known` tokens, of which `came` come."""
+    from nanoserve.config import EngineConfig
+    from nanoserve.engine.sequence import Sequence as Seq
+    from nanoserve.sampling_params import SamplingParams
+    from nanoserve.speculative.proposer import TextProposer
+    from nanoserve.speculative.scheduler import SpeculativeScheduler
+
+    class Told(TextProposer):
+        def guess(self, seq: Seq, most: int) -> list[int]:
+            return list(guesses)[:most]
+
+    options = {"method": "ngram", "num_speculative_tokens": len(guesses), "adaptive": False}
+    config = EngineConfig("none", speculative_config=options).for_device("cpu")
+    scheduler = SpeculativeScheduler(config, num_kv_blocks=8, max_model_len=128)
+    scheduler.proposer = Told()
+    seq = Seq("one", [1] * (known - 1), SamplingParams(max_tokens=None), 128)
+    scheduler.add(seq)
+    rows: list[tuple[object, ...]] = []
+
+    def note(when: str) -> None:
+        rows.append((when, len(seq.token_ids), seq.num_pending, seq.num_computed_tokens))
+
+    plan = scheduler.schedule()
+    scheduler.commit(plan)
+    scheduler.update(plan, [[came[0]]])
+    note("before the step")
+    plan = scheduler.schedule()
+    note(f"planned: {plan.rows[0].n} tokens from {plan.rows[0].start} on")
+    scheduler.commit(plan)
+    note("launched")
+    scheduler.update(plan, [list(came)])
+    note(f"its {len(came)} tokens have joined")
+    scheduler.settle(plan, [list(came)])
+    note("settled")
+    return _table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
+
+
+def looked_up(words: str, most: int) -> str:
+    """What the engine's `NgramProposer` guesses behind a text of words."""
+    from nanoserve.speculative.ngram import NgramProposer
+
+    return _guessed(NgramProposer(3, 4), [], words, most)
+
+
+def voted(finished: Sequence[str], words: str, most: int) -> str:
+    """What the engine's `SuffixProposer` guesses, when these requests have ended before."""
+    from nanoserve.speculative.config import SpeculativeConfig
+    from nanoserve.speculative.suffix import SuffixProposer
+
+    config = SpeculativeConfig("suffix", suffix_decoding_min_token_prob=0.4)
+    return _guessed(SuffixProposer(config), finished, words, most)
+
+
+def _guessed(proposer: object, finished: Sequence[str], words: str, most: int) -> str:
+    from nanoserve.engine.sequence import Sequence as Seq
+    from nanoserve.sampling_params import SamplingParams
+
+    known: dict[str, int] = {}
+
+    def ids(text: str) -> list[int]:
+        return [known.setdefault(word, len(known)) for word in text.split()]
+
+    for text in finished:
+        seq = Seq("before", [], SamplingParams(), 1000)
+        seq.token_ids += ids(text)
+        proposer.forget(seq)
+    seq = Seq("now", ids(words), SamplingParams(), 1000)
+    ((guesses),) = proposer.propose([(seq, most)])
+    names = {token_id: word for word, token_id in known.items()}
+    return " ".join(names[token_id] for token_id in guesses)
+
+
+def share(part: float, whole: float) -> float:
+    """In per cent: of what was measured, as right guesses of all."""
+    return 100 * part / whole
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

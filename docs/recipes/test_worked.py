@@ -1,0 +1,27 @@
+"""The recipe's policy does what it says, and keeps what the scheduler promises."""
+
+from nanoserve.engine.scheduler import Scheduler
+
+from . import worked
+
+
+def test_short_prompts_come_first_and_long_ones_come_too() -> None:
+    steps = worked.first_tokens(worked.ShortestPromptFirst)
+    by_prompt = [step for _, step in sorted(zip(worked.REQUESTS, steps, strict=True))]
+    assert max(by_prompt[:3]) < min(by_prompt[3:])
+    assert sum(steps) < sum(worked.first_tokens(Scheduler))
+
+
+def test_ageing_bounds_how_many_may_pass() -> None:
+    class Patient(worked.ShortestPromptFirst):
+        aging = 1000
+
+    assert worked.first_tokens(Patient) == worked.first_tokens(Scheduler)
+
+
+def test_the_table_has_a_line_for_each_policy() -> None:
+    assert worked.table().count("\n") == 3
+
+
+def test_an_observer_sees_every_step() -> None:
+    assert worked.tokens_per_step() == [13, 2, 2]
