@@ -50,9 +50,17 @@ def names() -> dict[str, Any]:
 
 
 def worked() -> SimpleNamespace:
-    """The folders' worked examples: `worked.preemption` is `07-preemption/worked.py`."""
-    files = sorted(DOCS.glob("*/worked.py"), reverse=True)
-    return SimpleNamespace(**{facts.short_name(file.parent): facts.load(file) for file in files})
+    """The folders' worked examples: `worked.preemption` is `07-preemption/worked.py`.
+
+    Raises `ValueError` if two folders have one name behind their numbers.
+    """
+    found: dict[str, Path] = {}
+    for file in sorted(DOCS.glob("*/worked.py")):
+        name = facts.short_name(file.parent)
+        if name in found:
+            raise ValueError(f"{file.parent.name} and {found[name].parent.name} are both {name!r}")
+        found[name] = file
+    return SimpleNamespace(**{name: facts.load(file) for name, file in found.items()})
 
 
 def file(name: str, language: str = "") -> str:
