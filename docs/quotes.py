@@ -15,19 +15,27 @@ def quote(said: str, page: str) -> str:
     """Markdown for `::: symbol` with mkdocstrings' options, as a plain view of the page shows it.
 
     page: where it lies, seen from the repository. A quotation is a link to the file and the code;
-    with `show_source: false`, as on the page of the API, signature and docstring.
+    with `show_source: false`, as on the page of the API, signature and docstring; with `from:` and
+    `to:`, the piece between two lines, which are named by how they begin.
     """
     symbol, options = symbol_and_options(said)
     file = facts.file_of(symbol)
     if file is None:
         raise ValueError(f"no file defines {symbol}")
     link = posixpath.relpath(file, posixpath.dirname(page))
-    code = (
-        _signatures(symbol, options)
-        if options.get("show_source") is False
-        else _source(symbol, options)
-    )
-    return f"[`{name_in_file(symbol)}`]({link}) in `{file}`\n\n```python\n{code}\n```"
+    if options.get("show_source") is False:
+        code = _signatures(symbol, options)
+    elif is_piece(options):
+        code = _piece(symbol, options)
+    else:
+        code = _source(symbol, options)
+    title = f"[`{name_in_file(symbol)}`]({link}) in `{file}`"
+    return f"{'From ' * is_piece(options)}{title}\n\n```python\n{code}\n```"
+
+
+def is_piece(options: dict[str, Any]) -> bool:
+    """Whether a quotation is a part of a function, which mkdocstrings cannot show."""
+    return "from" in options or "to" in options
 
 
 def symbol_and_options(said: str) -> tuple[str, dict[str, Any]]:
@@ -69,6 +77,32 @@ def _source(symbol: str, options: dict[str, Any]) -> str:
     parts = [_text(find(f"{symbol}.{member}")[0], lines) for member in members]
     indented = ["\n".join(f"    {line}".rstrip() for line in part.splitlines()) for part in parts]
     return "\n\n".join([head, *indented])
+
+
+def _piece(symbol: str, options: dict[str, Any]) -> str:
+    """From one line to another; of a simple statement that begins in the last, all lines."""
+    node, lines = find(symbol)
+    for name in ("from", "to"):
+        if not isinstance(options.get(name), str):
+            raise ValueError(f"{symbol}: give a piece `from:` and `to:`, how two lines begin")
+    first, last = (_line(symbol, options[name], node, lines) for name in ("from", "to"))
+    if last < first:
+        raise ValueError(f"{symbol}: {options['to']!r} comes before {options['from']!r}")
+    ends = [
+        each.end_lineno
+        for each in ast.walk(node)
+        if isinstance(each, ast.stmt) and each.lineno == last and not hasattr(each, "body")
+    ]
+    return dedent("\n".join(lines[first - 1 : max(ends, default=last)]))
+
+
+def _line(symbol: str, beginning: str, node: ast.stmt, lines: list[str]) -> int:
+    """The number of the one line of a definition that begins so."""
+    numbers = range(node.lineno, node.end_lineno + 1)
+    found = [number for number in numbers if lines[number - 1].strip().startswith(beginning)]
+    if len(found) != 1:
+        raise ValueError(f"{symbol}: {len(found)} lines begin with {beginning!r}, and one must")
+    return found[0]
 
 
 def _signatures(symbol: str, options: dict[str, Any]) -> str:

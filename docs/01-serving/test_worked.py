@@ -1,10 +1,14 @@
 """Chapter 1's numbers, by hand and by nanoserve/bench/roofline.py."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from nanoserve.bench.roofline import Need, Step
 from nanoserve.bench.shapes import SHAPES
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 
 from . import worked as serving
@@ -17,9 +21,17 @@ def test_users_of_4096_reserved_tokens() -> None:
     assert serving.users_reserved(64 * GIB, PER_TOKEN, 4096) == 32
 
 
-def test_users_of_300_tokens_in_blocks_and_to_the_token() -> None:
-    assert serving.users_paged(64 * GIB, PER_TOKEN, 300, 16) == 431
-    assert serving.users_by_token(64 * GIB, PER_TOKEN, 300) == 436
+def test_users_of_300_tokens_in_blocks() -> None:
+    assert serving.users_paged(64 * GIB, PER_TOKEN, 300, 16) == 431  # 436 to the token
+    assert serving.users_paged(64 * GIB, PER_TOKEN, 4096, 16) == 32
+
+
+def test_the_pieces_of_a_text_are_those_that_the_engine_computes() -> None:
+    text = "What is preemption?"
+    pieces = [piece.strip("`") for piece in serving.pieces(text).split(", ")]
+    assert "".join(pieces) == text
+    backend = Tokenizer.from_file(str(Path(bundled_checkpoint("tiny-qwen3")) / "tokenizer.json"))
+    assert [backend.decode([i]) for i in backend.encode(text).ids] == pieces
 
 
 def test_what_a_reservation_leaves_empty() -> None:

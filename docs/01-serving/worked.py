@@ -4,7 +4,12 @@ The roofline is that of Williams, Waterman and Patterson 2009 (doi 10.1145/14987
 for decoding follows Pope et al. 2022 (arXiv 2211.05102).
 """
 
+from pathlib import Path
 from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 
 class Device(NamedTuple):
@@ -20,6 +25,12 @@ DEVICES = {
 }
 
 
+def pieces(text: str) -> str:
+    """The tokens of `text` for the bundled model's tokenizer, as Markdown."""
+    tokenizer = Tokenizer.from_file(str(Path(bundled_checkpoint("tiny-qwen3")) / "tokenizer.json"))
+    return ", ".join(f"`{text[start:end]}`" for start, end in tokenizer.encode(text).offsets)
+
+
 def weight_bytes(parameters: int, dtype_bytes: float) -> float:
     return parameters * dtype_bytes
 
@@ -27,11 +38,6 @@ def weight_bytes(parameters: int, dtype_bytes: float) -> float:
 def users_reserved(pool_bytes: int, per_token: int, max_len: int) -> int:
     """Users that fit if each gets room for the longest sequence."""
     return pool_bytes // (max_len * per_token)
-
-
-def users_by_token(pool_bytes: int, per_token: int, tokens: int) -> int:
-    """Users that would fit if each took exactly its tokens, wherever they lie."""
-    return pool_bytes // (tokens * per_token)
 
 
 def users_paged(pool_bytes: int, per_token: int, tokens: int, block_size: int) -> int:

@@ -6,13 +6,8 @@ from typing import NamedTuple
 Vector = list[float]
 Matrix = list[Vector]
 
-# Three tokens, one head of four dimensions.
-Q: Matrix = [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
-K: Matrix = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]]
-V: Matrix = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-
-# Three tokens whose queries ask for different things. Softmax weights of one row sum to 1, and so
-# does the last dimension of every output.
+# Three tokens, one head of four dimensions; their queries ask for different things. Softmax weights
+# of one row sum to 1, and so does the last dimension of every output.
 QUERIES: Matrix = [[1, 0, 2, 0], [0, 2, 0, 1], [2, 0, 0, 2]]
 KEYS: Matrix = [[2, 0, 1, 1], [0, 2, 1, 0], [1, 0, 2, 1]]
 VALUES: Matrix = [[4, 0, 0, 1], [0, 4, 0, 1], [0, 0, 4, 1]]
@@ -98,18 +93,6 @@ def attention(q: Matrix, k: Matrix, v: Matrix, causal: bool) -> Matrix:
     return [[dot(row, list(column)) for column in columns] for row in weights]
 
 
-def attention_table(causal: bool) -> str:
-    """Markdown: the three tokens of `Q`, `K` and `V`."""
-    lines = ["| token | scores | divided by 2 | weights | output |", "|---:|---|---|---|---|"]
-    weights, outputs = attention_weights(Q, K, causal), attention(Q, K, V, causal)
-    for i, query in enumerate(Q):
-        scores = [dot(query, key) for key in (K[: i + 1] if causal else K)]
-        cells = [_row(scores, 0), _row([s / 2 for s in scores], 1)]
-        cells += [_row(weights[i], 3), _row(outputs[i], 2)]
-        lines.append(f"| {i} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def vectors(rows: Matrix) -> str:
     """As the text lists them: `(1, 0), (0, 1) and (1, 1)`."""
     *first, last = (f"({_row(row, 0)})" for row in rows)
@@ -129,10 +112,6 @@ def three_tokens_table(causal: bool) -> str:
         cells += [_row(weights[i], 3), _row(outputs[i], 2)]
         lines.append(f"| {i} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def softmax_row(scores: Vector) -> str:
-    return _row(softmax(scores), 3)
 
 
 def _row(numbers: Vector, digits: int) -> str:
@@ -158,15 +137,6 @@ def rotate(x: Vector, position: int, theta: float = 10_000.0) -> Vector:
         turned[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
         turned[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
     return turned
-
-
-def rotated_scores_table(pairs: list[tuple[int, int]]) -> str:
-    """Markdown: the score of the first query and the third key at some positions."""
-    lines = ["| position of query | of key | distance | score |", "|---:|---:|---:|---:|"]
-    for m, n in pairs:
-        score = dot(rotate(Q[0], m), rotate(K[2], n))
-        lines.append(f"| {m} | {n} | {m - n} | {score:.4f} |")
-    return "\n".join(lines)
 
 
 def turned_scores_table(pairs: list[tuple[int, int]], theta: float) -> str:

@@ -1,4 +1,4 @@
-"""Sizes of the KV cache, and the work it saves: the arithmetic of chapters 1 and 3."""
+"""Sizes of the KV cache, and the work it saves: the arithmetic of chapters 1, 3 and 4."""
 
 from typing import NamedTuple
 

@@ -43,7 +43,7 @@ def slot(block_table: list[int], position: int, block_size: int) -> int:
 
 def slot_table(block_table: list[int], positions: list[int], block_size: int) -> str:
     """Markdown: how each position is found."""
-    lines = ["| position | logical block | offset | physical block | slot |"]
+    lines = ["| position | logical block | offset | physical block | KV slot |"]
     lines.append("|---:|---:|---:|---:|---:|")
     for position in positions:
         logical, offset = divmod(position, block_size)

@@ -28,20 +28,22 @@ def test_w7_and_w8_continuous() -> None:
 
 
 def test_w7_and_w8_static() -> None:
-    assert [row[3:] for row in cells(worked.batching_table(W7, max_num_seqs=3))] == [
-        ["0 to 10", "90"],
-        ["0 to 50", "50"],
-        ["0 to 100", "0"],
-        ["100 to 140", "0"],
-        ["100 to 130", "10"],
-    ]
-    assert [row[3:] for row in cells(worked.batching_table(W8, max_num_seqs=3))] == [
-        ["0 to 50", "150"],
-        ["0 to 100", "100"],
-        ["0 to 200", "0"],
-        ["200 to 250", "100"],
-        ["200 to 280", "70"],
-        ["200 to 350", "0"],
+    found = worked.spans(W7, max_num_seqs=3, static=True)
+    assert found == [(0, 10), (0, 50), (0, 100), (100, 140), (100, 130)]
+    found = worked.spans(W8, max_num_seqs=3, static=True)
+    assert found == [(0, 50), (0, 100), (0, 200), (200, 250), (200, 280), (200, 350)]
+
+
+def test_who_runs_gets_a_token_before_anybody_new() -> None:
+    """By hand: A has 20 tokens of prompt, B 6 and C 9; 8 tokens a step, 3 of output for each."""
+    assert [row[1:] for row in cells(worked.budget_shares([20, 6, 9], max_tokens=3, budget=8))] == [
+        ["8", "waits", "waits", "0"],
+        ["8", "waits", "waits", "0"],
+        ["4", "4", "waits", "0"],
+        ["1", "2", "5", "0"],
+        ["1", "1", "4", "2"],
+        ["ended", "1", "1", "6"],
+        ["ended", "ended", "1", "7"],
     ]
 
 

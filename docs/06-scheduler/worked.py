@@ -39,19 +39,6 @@ def spans(output_lens: list[int], max_num_seqs: int, static: bool) -> list[Span]
     return [found[seq] for seq in sorted(found, key=lambda seq: seq.arrival)]
 
 
-def batching_table(output_lens: list[int], max_num_seqs: int) -> str:
-    """Table: when each request runs with continuous and with static batching."""
-    continuous = spans(output_lens, max_num_seqs, static=False)
-    static = spans(output_lens, max_num_seqs, static=True)
-    rows = []
-    for i, (length, mine, theirs) in enumerate(zip(output_lens, continuous, static, strict=True)):
-        batch = i // max_num_seqs * max_num_seqs
-        end = max(done for _, done in static[batch : batch + max_num_seqs])
-        row = (ascii_uppercase[i], length, _span(mine), _span(theirs), end - theirs[1])
-        rows.append(row)
-    return _table(("request", "output tokens", "continuous", "static", "static: slot idle"), rows)
-
-
 def num_steps(output_lens: list[int], max_num_seqs: int, static: bool) -> int:
     return max(done for _, done in spans(output_lens, max_num_seqs, static))
 
@@ -73,6 +60,26 @@ def catching_up(prompt_len: int, max_tokens: int, budget: int) -> str:
         rows.append((len(rows) + 1, computed, known, n, seq.num_tokens - known))
     header = ("step", "`num_computed_tokens`", "`num_tokens`", "planned", "new tokens after it")
     return _table(header, rows)
+
+
+def budget_shares(prompt_lens: list[int], max_tokens: int, budget: int) -> str:
+    """Table: what each request gets of every step's budget, in the order of arrival."""
+    scheduler = _scheduler(max_num_seqs=len(prompt_lens), max_num_batched_tokens=budget)
+    requests = [_request(i, length, max_tokens) for i, length in enumerate(prompt_lens)]
+    for seq in requests:
+        scheduler.add(seq)
+    rows = []
+    while scheduler.has_unfinished():
+        is_waiting = {seq: seq in scheduler.waiting for seq in requests}
+        has_ended = {seq: seq.finish_reason is not None for seq in requests}
+        plan = _step(scheduler)
+        cells = [
+            plan.get(seq) or ("ended" if has_ended[seq] else "waits" if is_waiting[seq] else 0)
+            for seq in requests
+        ]
+        rows.append((len(rows) + 1, *cells, budget - sum(plan.values())))
+    names = [seq.request_id for seq in requests]
+    return _table(("step", *names, "left of the budget"), rows)
 
 
 def service_order(priorities: list[int], policy: str) -> str:
@@ -157,10 +164,6 @@ def _step(scheduler: Scheduler) -> dict[Sequence, int]:
     scheduler.commit(plan)
     scheduler.update(plan, [[7] for _ in plan.sampled])
     return {row.seq: row.n for row in plan.rows}
-
-
-def _span(span: Span) -> str:
-    return f"{span[0]} to {span[1]}"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple]) -> str:

@@ -22,9 +22,14 @@ def chunked_prefill(out: Path) -> None:
 
 
 def preemption(out: Path) -> None:
-    """Three answers grow until the pool is empty; the last one gives way and comes back."""
-    chats = [[{"role": "user", "content": question}] for question in _QUESTIONS]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (24, 30, 24)]
+    """Three answers grow until the pool is empty; the last one gives way and comes back.
+
+    The first question is longer, so its sequence takes the last free block some steps before the
+    second one needs a block, and the recorded run has frames in which the pool is full.
+    """
+    questions = ("What is a KV cache, and why does an engine keep it?", *_QUESTIONS[1:])
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (18, 30, 24)]
     options = {"num_kv_blocks": 7, "max_num_seqs": 3}
     with LLM("tiny-qwen3", trace=str(out), **options) as llm:
         llm.chat(chats, params, use_tqdm=False)

@@ -1,6 +1,7 @@
 """Chapter 7's numbers against what they must be by hand. W9 is the course's own."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.trace.reader import Pool, read_trace
 
 from . import worked
 
@@ -62,6 +64,17 @@ def test_preemption_step_by_step() -> None:
         ["B: 1, C: 1", "none", "D", "1"],
         ["B: 1, C: 1", "none", "D", "3"],
         ["B: 1, D: 17", "none", "none", "6"],
+    ]
+
+
+def test_a_victim_waits_until_somebody_has_ended() -> None:
+    """By hand: C has 17 tokens, so it needs two blocks; A's three are free after step 4."""
+    requests = [(32, 4), (32, 8), (16, 4), (16, 2)]
+    assert [row[1:] for row in cells(worked.head_of_the_queue(requests, num_kv_blocks=6))] == [
+        ["none", "none", "0", "nobody", ""],
+        ["D, C", "none", "0", "C", "2"],
+        ["none", "none", "0", "C", "2"],
+        ["none", "A", "3", "C", "2"],
     ]
 
 
@@ -128,3 +141,19 @@ def test_no_victim_comes_back_before_somebody_ends(seed: int, prefix_caching: bo
         scheduler.update(plan, [[int(row.seq.request_id)] for row in plan.sampled])
         if any(row.seq.finished for row in plan.sampled):
             nobody_ended_since_a_preemption = False
+
+
+def test_the_recorded_run_has_the_moments_that_the_text_speaks_of() -> None:
+    """The pool is full from step 5 on; #3 gives way in step 15 and is back in step 18."""
+    trace = read_trace(Path(__file__).with_name("preemption.jsonl"))
+    pool, free = Pool(), []
+    for step in trace.steps:
+        pool.advance(step)
+        free.append(trace.header["num_kv_blocks"] - len(pool.ref_counts()))
+        pool.release(step)
+    assert free[:19] == [1] * 5 + [0] * 10 + [1] * 3 + [2]
+    assert {step["step"]: step["preempted"] for step in trace.steps if step["preempted"]} == {
+        15: [3]
+    }
+    (back,) = [row for row in trace.steps[18]["rows"] if row["seq"] == 3]
+    assert back["computed"] == 16 and [end["seq"] for end in trace.steps[17]["finished"]] == [1]

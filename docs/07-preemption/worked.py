@@ -111,6 +111,23 @@ def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str
     return _table(header, rows)
 
 
+def head_of_the_queue(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
+    """Table: after each step until somebody ends, what is free and what the head would need."""
+    scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
+    everybody = [_add(scheduler, *request) for request in requests]
+    needed = scheduler.block_manager.blocks_needed
+    rows = []
+    while not any(seq.finish_reason for seq in everybody):
+        plan = _step(scheduler)
+        head = scheduler.waiting[0] if scheduler.waiting else None
+        ended = [seq for seq in everybody if seq.finish_reason]
+        free = scheduler.block_manager.num_free_blocks
+        wanted = (head.request_id, needed(head.num_tokens)) if head else ("nobody", "")
+        rows.append((len(rows) + 1, _names(plan.preempted), _names(ended), free, *wanted))
+    header = ("step", "preempted", "ended", "free after it", "head of waiting", "it needs")
+    return _table(header, rows)
+
+
 def tokens_computed_again(prompt_len: int, prefix_caching: bool) -> int:
     """What a preempted sequence computes when it comes back.
 

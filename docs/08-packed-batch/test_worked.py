@@ -41,8 +41,17 @@ def test_the_padding_table_shows_them() -> None:
 
 def test_the_fields_of_the_example() -> None:
     assert worked.fields() == BY_HAND
-    assert "| `output_rows` | `0 1 8` |" in worked.fields_table()
-    assert "| *row of each token* | `a b c c c c d d d` |" in worked.fields_table()
+    tokens = worked.token_fields_table().splitlines()
+    assert tokens[2] == "| *row* | a | b | c | c | c | c | d | d | d |"
+    assert tokens[3].startswith("| `input_ids` | `a7` | `b3` | `c4` |")
+    assert tokens[5] == "| `slot_mapping` | 11 | 35 | 24 | 25 | 26 | 27 | 28 | 29 | 30 |"
+    rows = worked.row_fields_table().splitlines()
+    assert rows[0] == "| row | a | b | c | d | (end) |"
+    assert rows[2:] == [
+        "| `cu_seqlens_q` | 0 | 1 | 2 | 6 | 9 |",
+        "| `context_lens` | 8 | 4 | 8 | 3 |  |",
+        "| `block_tables` | 5, 2 | 8 | 1, 6 | 7 |  |",
+    ]
     assert "| c | 10 | 4 | 4 | [1, 6, 9] |" in worked.rows_table()
 
 

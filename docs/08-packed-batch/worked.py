@@ -1,6 +1,6 @@
 """Worked numbers of the packed batch: what padding wastes, what a step copies, which logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _INT_BYTES = 4
@@ -82,13 +82,37 @@ def rows_table(rows: Sequence[Row] = EXAMPLE) -> str:
     return "\n".join(lines)
 
 
-def fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
-    """`fields` as Markdown, with the row of each token above."""
-    owners = " ".join(row.name for row in rows for _ in range(row.new))
-    lines = ["| field | integers |", "|---|---|", f"| *row of each token* | `{owners}` |"]
-    for name, integers in fields(rows, block_size).items():
-        lines.append(f"| `{name}` | `{' '.join(map(str, integers))}` |")
-    return "\n".join(lines)
+def token_fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
+    """The fields with an integer for each token, a column for each, as Markdown."""
+    found = fields(rows, block_size)
+    owners = [row.name for row in rows for _ in range(row.new)]
+    lines = {
+        "*row*": owners,
+        "`input_ids`": [f"`{o}{p}`" for o, p in zip(owners, found["positions"], strict=True)],
+        "`positions`": found["positions"],
+        "`slot_mapping`": found["slot_mapping"],
+    }
+    return _columns("place in the batch", range(len(owners)), lines)
+
+
+def row_fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
+    """The fields of rows, a column for each; in the last one where the packed tokens end."""
+    found = fields(rows, block_size)
+    width = -(-max(found["context_lens"]) // block_size)
+    tables = [", ".join(map(str, row.table[:width])) for row in rows]
+    lines = {
+        "`cu_seqlens_q`": found["cu_seqlens_q"],
+        "`context_lens`": [*found["context_lens"], ""],
+        "`block_tables`": [*tables, ""],
+    }
+    return _columns("row", [*(row.name for row in rows), "(end)"], lines)
+
+
+def _columns(corner: str, names: Iterable[object], lines: dict[str, Sequence[object]]) -> str:
+    header = [corner, *map(str, names)]
+    body = [[name, *map(str, cells)] for name, cells in lines.items()]
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *body))
 
 
 def logits_bytes(num_rows: int, vocab_size: int, dtype_bytes: int) -> int:

@@ -87,3 +87,76 @@ def test_what_rows_of_different_lengths_lose() -> None:
         "| 1 | 3, 4 | 0 |  |",
         "| 2 |  |  | 0, 1, 2 |",
     ]
+
+
+def test_a_key_lies_where_torch_and_the_kernel_say() -> None:
+    """As in the kernel's docstring: position 35 of [5, 2, 8, 12] is offset 3 of block 8."""
+    torch = pytest.importorskip("torch")
+    cache = torch.zeros(2, 13, 8, 16, 128)
+    offset = worked.key_offset([5, 2, 8, 12], 35, 2, kv_heads=8, block_size=16, head_dim=128)
+    assert offset == 8 * 16_384 + 2 * 2_048 + 3 * 128 == 135_552
+    found = cache[0, 8, 2, 3]
+    assert found.storage_offset() == offset
+    assert cache[0].stride() == (16_384, 2_048, 128, 1)
+
+
+def test_where_an_int32_ends() -> None:
+    """2^31 / 16,384 = 131,072 blocks: of 32 KiB each in 16 bits, 4 GiB of one layer's K."""
+    first = worked.first_block_beyond_int32(kv_heads=8, block_size=16, head_dim=128)
+    assert first == 131_072
+    assert (first - 1) * 16_384 < 2**31 <= first * 16_384
+
+
+def test_gpus_are_as_fast_as_their_data_sheets_say() -> None:
+    """312 and 989.4 TFLOP/s in bfloat16 without sparsity; 432 and 528 tensor cores."""
+    assert worked.tflops("A100") == pytest.approx(312, abs=0.2)
+    assert worked.tflops("H100") == pytest.approx(989.4, abs=0.1)
+    table = worked.gpu_table()
+    assert "| tensor cores | 432 | 528 |" in table
+    assert "| its bandwidth | 2.04 TB/s | 3.35 TB/s |" in table
+    assert "| threads that can be there at once | 221,184 | 270,336 |" in table
+
+
+def test_shared_memory_is_ten_times_as_fast_as_hbm() -> None:
+    """128 bytes x 132 x 1.98 GHz = 33.5 TB/s."""
+    assert worked.shared_tb_per_second("H100") == pytest.approx(33.454, abs=1e-3)
+    assert worked.shared_tb_per_second("A100") == pytest.approx(19.492, abs=1e-3)
+    assert "| 19.5 / 33.5 | the threads of one program |" in worked.memories_table()
+    assert "256 KiB a multiprocessor, 27 / 33 MiB in all" in worked.memories_table()
+
+
+def test_what_an_h100_reads_while_one_launch_is_made() -> None:
+    assert worked.megabytes_within("H100", 10) == pytest.approx(33.5)
+    assert worked.kilobytes_under_way("H100", 0.5) == pytest.approx(12.69, abs=0.01)
+
+
+def test_programs_that_fit_on_a_multiprocessor() -> None:
+    """Of decoding, 160 x 128 registers each: 3.2. With 8 warps and 192 registers: 1.33."""
+    assert worked.programs_at_once("H100", registers=156, warps=4, shared_kib=70) == 3
+    assert worked.programs_at_once("A100", registers=157, warps=4, shared_kib=70) == 2
+    assert worked.programs_at_once("H100", registers=189, warps=8, shared_kib=130) == 1
+    assert worked.programs_at_once("H100", registers=24, warps=8, shared_kib=0) == 8
+    assert worked.occupancy(programs=2, warps=4) == 0.125
+    assert worked.occupancy(programs=8, warps=8) == 1
+
+
+def test_a_warp_that_loads_side_by_side_gets_no_more_than_it_asks_for() -> None:
+    assert worked.bytes_for_a_warp(element_bytes=4, stride=1) == 128
+    assert worked.bytes_for_a_warp(element_bytes=2, stride=1) == 64
+    assert worked.bytes_for_a_warp(element_bytes=2, stride=2) == 128
+    assert worked.bytes_for_a_warp(element_bytes=2, stride=128) == 1024
+    assert worked.bytes_for_a_warp(element_bytes=16, stride=1) == 512
+
+
+def test_only_tiles_on_the_diagonal_need_masks() -> None:
+    """Queries 300 to 363 see 364 keys: 4 whole tiles of 64 before 256, then two that end."""
+    assert worked.key_tiles(500, 200, block_q=64, tile_n=64) == [(4, 2), (5, 2), (6, 2), (7, 1)]
+    assert worked.num_programs(200, 1, block_q=64) == 4
+    # A prompt of 2,048: program i has i plain tiles and one with masks, 496 and 32 in all.
+    assert worked.key_tiles(2048, 2048, 64, 64) == [(i, 1) for i in range(32)]
+    assert worked.masked_percent(2048, 64, 64) == pytest.approx(100 * 32 / 528)
+
+
+def test_as_many_programs_are_launched_as_rows_may_need() -> None:
+    """17 tokens in rows of 5, 3 and 9, 4 to a tile: the table's seven."""
+    assert worked.num_programs(17, 3, block_q=4) == 7 == worked.tile_starts([5, 3, 9], 4)[-1]

@@ -1,4 +1,4 @@
-"""Worked numbers of the attention kernels: traffic, online softmax, shares and their merge."""
+"""Worked numbers of the attention kernels: traffic, online softmax, shares, addresses, and GPUs."""
 
 import math
 from collections.abc import Sequence
@@ -26,6 +26,30 @@ class Part(NamedTuple):
     out: float
     lse: float  # log of the sum of exp(score)
 
+
+class Gpu(NamedTuple):
+    """What NVIDIA's white papers and data sheets say of one, in its SXM form with 80 GB."""
+
+    name: str
+    multiprocessors: int
+    flops_a_clock: int  # of the tensor cores of one multiprocessor, in 16 bits, without sparsity
+    tensor_mhz: int
+    mhz: int
+    shared_kib: int  # of one multiprocessor, for all programs on it
+    l2_mb: int
+    memory_gb: int
+    memory_gb_per_second: int
+    host_gb_per_second: float  # one way through 16 lanes of PCIe: generation 4, or 5
+
+
+GPUS = {
+    "A100": Gpu("A100", 108, 2048, 1410, 1410, 164, 40, 80, 2039, 31.5),
+    "H100": Gpu("H100", 132, 4096, 1830, 1980, 228, 50, 80, 3350, 63.0),
+}
+REGISTERS = 65_536  # of 32 bits, of one multiprocessor; so on A100, H100 and B200
+MOST_WARPS = 64  # at a time on one multiprocessor
+SHARED_BYTES_A_CLOCK = 128  # of one multiprocessor: 32 banks of 4 bytes
+SECTOR = 32  # bytes, the least that memory is read by
 
 TILES = (Tile((1.0, 3.0), (10.0, 20.0)), Tile((2.0, 5.0), (30.0, 40.0)))
 
@@ -142,6 +166,32 @@ def tiles_table(lengths: Sequence[int], block_q: int) -> str:
     return "\n".join(lines)
 
 
+def key_tiles(context: int, chunk: int, block_q: int, tile_n: int) -> list[tuple[int, int]]:
+    """Of each program of a chunk, how many tiles of keys it computes: without masks, with them.
+
+    The chunk is the end of the context. As `chunk_attention_kernel` has it, without a window.
+    """
+    tiles = []
+    for begin in range(context - chunk, context, block_q):
+        num_keys = min(context, begin + block_q)
+        last = -(-num_keys // tile_n)
+        plain = min((begin + 1) // tile_n, last)
+        tiles.append((plain, last - plain))
+    return tiles
+
+
+def masked_percent(tokens: int, block_q: int, tile_n: int) -> float:
+    """Of the tiles that a whole prompt's programs compute, how many need masks."""
+    tiles = key_tiles(tokens, tokens, block_q, tile_n)
+    masked = sum(masked for _, masked in tiles)
+    return 100 * masked / (masked + sum(plain for plain, _ in tiles))
+
+
+def num_programs(tokens: int, rows: int, block_q: int) -> int:
+    """As many as the host launches for one KV head, without a look at the rows' lengths."""
+    return rows + tokens // block_q
+
+
 def shares(contexts: Sequence[int], tile_n: int, num_shares: int) -> list[list[tuple[int, int]]]:
     """Of each share the tiles that it has, as (row, tile): all rows' tiles, cut into equal parts.
 
@@ -174,6 +224,118 @@ def longest_part(contexts: Sequence[int], tile_n: int, num_places: int) -> float
         first = free_at.index(min(free_at))
         free_at[first] += -(-n // tile_n)
     return max(free_at) / (sum(free_at) / num_places)
+
+
+def key_offset(
+    block_table: Sequence[int],
+    position: int,
+    kv_head: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+) -> int:
+    """Elements from the beginning of a layer's K to the key of a position.
+
+    The layer's K is [num_blocks, kv_heads, block_size, head_dim], contiguous.
+    """
+    slot_stride = head_dim
+    head_stride = block_size * slot_stride
+    block_stride = kv_heads * head_stride
+    block = block_table[position // block_size]
+    return block * block_stride + kv_head * head_stride + position % block_size * slot_stride
+
+
+def first_block_beyond_int32(kv_heads: int, block_size: int, head_dim: int) -> int:
+    """The first block whose offset in elements no int32 holds."""
+    return -(-(2**31) // (kv_heads * block_size * head_dim))
+
+
+def tflops(gpu: str) -> float:
+    """Of its tensor cores, in 16 bits."""
+    multiprocessors, flops, mhz = GPUS[gpu][1:4]
+    return multiprocessors * flops * mhz / 1e6
+
+
+def shared_tb_per_second(gpu: str) -> float:
+    """Of the shared memories of all multiprocessors together."""
+    return GPUS[gpu].multiprocessors * SHARED_BYTES_A_CLOCK * GPUS[gpu].mhz / 1e6
+
+
+def megabytes_within(gpu: str, microseconds: float) -> float:
+    """What its memory delivers in that time."""
+    return GPUS[gpu].memory_gb_per_second * microseconds / 1000
+
+
+def kilobytes_under_way(gpu: str, microseconds: float) -> float:
+    """What each multiprocessor must have asked for, if an answer takes so long."""
+    return megabytes_within(gpu, microseconds) * 1000 / GPUS[gpu].multiprocessors
+
+
+def programs_at_once(gpu: str, registers: int, warps: int, shared_kib: float) -> int:
+    """How many programs fit on a multiprocessor, by registers, shared memory and warps.
+
+    Registers of a thread are given out in eights; a program takes one KiB of shared memory more.
+    """
+    by_registers = REGISTERS // (warps * 32 * (-(-registers // 8) * 8))
+    by_shared = int(GPUS[gpu].shared_kib // (shared_kib + 1))
+    return min(by_registers, by_shared, MOST_WARPS // warps, 32)
+
+
+def occupancy(programs: int, warps: int) -> float:
+    """Warps on a multiprocessor, as a part of those that it could hold."""
+    return programs * warps / MOST_WARPS
+
+
+def bytes_for_a_warp(element_bytes: int, stride: int) -> int:
+    """What memory delivers when 32 threads load an element each, so many elements apart.
+
+    The first one lies at the beginning of a sector.
+    """
+    starts = [thread * stride * element_bytes for thread in range(32)]
+    ends = [start + element_bytes - 1 for start in starts]
+    return SECTOR * len({byte // SECTOR for byte in (*starts, *ends)})
+
+
+def gpu_table() -> str:
+    """What the two GPUs have, as Markdown."""
+    rows = [
+        ("multiprocessors", lambda gpu: gpu.multiprocessors),
+        ("registers of 32 bits, each multiprocessor", lambda gpu: f"{REGISTERS:,}"),
+        ("shared memory, each multiprocessor", lambda gpu: f"{gpu.shared_kib} KiB"),
+        ("warps, each multiprocessor, at most", lambda gpu: MOST_WARPS),
+        ("threads that can be there at once", lambda gpu: f"{gpu.multiprocessors * 2048:,}"),
+        ("tensor cores", lambda gpu: 4 * gpu.multiprocessors),
+        ("operations a second in 16 bits, dense", lambda gpu: f"{tflops(gpu.name):.0f} TFLOP/s"),
+        ("memory (HBM)", lambda gpu: f"{gpu.memory_gb} GB"),
+        ("its bandwidth", lambda gpu: f"{gpu.memory_gb_per_second / 1000:.2f} TB/s"),
+    ]
+    lines = ["| | A100 | H100 |", "|---|---:|---:|"]
+    lines += [f"| {name} | {of(GPUS['A100'])} | {of(GPUS['H100'])} |" for name, of in rows]
+    return "\n".join(lines)
+
+
+def memories_table() -> str:
+    """Sizes and bandwidths, A100 / H100, from the nearest to the furthest, as Markdown."""
+    a100, h100 = GPUS.values()
+    shared = " / ".join(f"{shared_tb_per_second(name):.1f}" for name in GPUS)
+    memory = f"{a100.memory_gb_per_second / 1000:.2f} / {h100.memory_gb_per_second / 1000:.2f}"
+    host = f"{a100.host_gb_per_second / 1000:.3f} / {h100.host_gb_per_second / 1000:.3f}"
+    all_registers = [gpu.multiprocessors * REGISTERS * 4 / 2**20 for gpu in GPUS.values()]
+    registers = " / ".join(f"{mib:.0f}" for mib in all_registers)
+    rows = [
+        ("registers", f"256 KiB a multiprocessor, {registers} MiB in all", "-", "one thread"),
+        (
+            "shared memory",
+            f"{a100.shared_kib} / {h100.shared_kib} KiB a multiprocessor",
+            shared,
+            "the threads of one program",
+        ),
+        ("L2 cache", f"{a100.l2_mb} / {h100.l2_mb} MB", "7.2 / not published", "the whole GPU"),
+        ("HBM", f"{a100.memory_gb} / {h100.memory_gb} GB", memory, "the whole GPU"),
+        ("the host's memory", "what the machine has", host, "the host; the GPU by copies"),
+    ]
+    lines = ["| memory | size | TB/s | who sees it |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _listed(numbers: Sequence[float]) -> str:

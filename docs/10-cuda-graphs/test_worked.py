@@ -26,6 +26,11 @@ def test_kernels_of_a_step() -> None:
     assert "| matrix product: qkv, o, gate and up, down | 4 | 112 |" in worked.kernels_table(28)
 
 
+def test_calls_if_only_what_lies_between_attentions_is_recorded() -> None:
+    assert worked.piecewise_calls(layers=28) == 29 + 28 == 57
+    assert worked.piecewise_calls(layers=28, has_merge=True) == 29 + 56 == 85
+
+
 def test_they_are_what_the_model_calls(tmp_path: Path) -> None:
     """Counted on a CPU: what is one call there is one kernel's launch on a GPU."""
     calls: Counter[str] = Counter()

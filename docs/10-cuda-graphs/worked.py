@@ -38,6 +38,14 @@ def num_kernels(layers: int, has_merge: bool = False) -> int:
     return sum(ONCE.values()) + layers * (sum(PER_LAYER.values()) + has_merge)
 
 
+def piecewise_calls(layers: int, has_merge: bool = False) -> int:
+    """Calls of a step as vLLM's pieces make them: a replay before, between and behind attentions.
+
+    The store of K and V is counted with a piece; attention is launched by itself.
+    """
+    return layers + 1 + layers * (1 + has_merge)
+
+
 def kernels_table(layers: int) -> str:
     """`num_kernels`, one by one, as Markdown."""
     lines = ["| kernel | in each layer | in a step |", "|---|---:|---:|"]

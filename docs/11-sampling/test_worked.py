@@ -119,6 +119,9 @@ def test_the_search_shown_on_the_page() -> None:
     border, passes = sampling.border_search(sampling.SEARCHED, 0.9)
     assert border == sampling.found_border(0.9) == 18.25
     assert sampling.num_kept_above(border) == 4
+    # From 14.125, a key below 20 - (1 - ln(0.1 / 12)): eighths above 16, sixteenths below.
+    assert sampling.num_searched_keys(0.9) == (20 - 16) * 8 + (16 - 14.125) * 16 + 1
+    assert sampling.num_passes(0.9) == 3
     assert sampling.border_search_table(0.9).count("\n") == sampling.num_passes(0.9) + 1
     for low, high, borders, masses in passes:
         assert low < high and list(masses) == sorted(masses, reverse=True), (low, high, masses)
@@ -141,3 +144,22 @@ def test_the_search_finds_what_a_sort_finds(seed: int) -> None:
     assert kept == scaled[0].isfinite().tolist(), case
     assert border in logits.tolist() or not passes, case
     assert len(passes) <= 8, case
+
+
+def test_a_pass_gains_two_bits() -> None:
+    """Of 5 keys, widths 4: trials at 1, 2 and 3 leave 1, 1, 1 or 2 keys."""
+    assert [sampling.most_passes(n) for n in (1, 2, 4, 5, 16, 17)] == [0, 1, 1, 2, 2, 3]
+    assert sampling.most_passes(2**16) == 8
+    assert sampling.most_passes(2**32) == 16
+    for logits in ([0.0, 1.0, 2.0], list(sampling.SEARCHED)):
+        for top_p in (0.1, 0.5, 0.9, 0.999):
+            _, passes = sampling.border_search(logits, top_p)
+            keys = passes[0].high - passes[0].low + 1
+            assert len(passes) <= sampling.most_passes(keys), (logits, top_p)
+
+
+def test_what_is_searched_of_a_large_vocabulary() -> None:
+    """20 - 1 - ln(1,519,360) = 4.77: 103 values of bfloat16 up to 8, 128 up to 16, 32 up to 20."""
+    assert sampling.keys_to_search(20, 0.9, 151_936) == pytest.approx(103 + 128 + 32, abs=3)
+    searched = sampling.border_search(sampling.SEARCHED, 0.9)[1][0]
+    assert sampling.keys_to_search(20, 0.9, 12) == searched.high - searched.low + 1

@@ -148,6 +148,25 @@ def found_border(top_p: float, logits: Sequence[float] = SEARCHED) -> float:
     return border_search(logits, top_p)[0]
 
 
+def most_passes(num_keys: int) -> int:
+    """That `border_search` can take over so many keys: each pass leaves a quarter, more or less."""
+    width, passes = num_keys - 1, 0
+    while width > 0:
+        first, second, third = (width + 3) // 4, (width + 1) // 2, (3 * width + 3) // 4
+        width = max(first - 1, second - 1 - first, third - 1 - second, width - third)
+        passes += 1
+    return passes
+
+
+def keys_to_search(largest: float, top_p: float, vocab_size: int, temperature: float = 1.0) -> int:
+    """Values of bfloat16 from the first that may matter to the largest logit, and one for rounding.
+
+    What lies below weighs less than 1 - top_p of the largest, even if it is the whole vocabulary.
+    """
+    negligible = largest - temperature * (1 - math.log((1 - top_p) / vocab_size))
+    return key_of(largest) - key_of(negligible) + 2
+
+
 def num_kept_above(border: float, logits: Sequence[float] = SEARCHED) -> int:
     return sum(logit >= border for logit in logits)
 
