@@ -1,4 +1,4 @@
-"""Runs the tests of exercises: on the reader's `exercise.py`, or with `--solutions` on ours."""
+"""Runs the tests of exercises: on the files of the reader, or with `--solutions` on ours."""
 
 import os
 
@@ -19,21 +19,23 @@ DOCS = Path(__file__).parent
 
 
 class SolutionFinder(MetaPathFinder):
-    """Finds `solution.py` where a test asks for the `exercise.py` beside it."""
+    """Finds `solution.py` where a test asks for the file beside it that the reader completes."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         for folder in map(Path, path or ()):
-            if name.endswith(".exercise") and folder.parent == DOCS:
+            if name.endswith((".exercise", ".your_engine")) and folder.parent == DOCS:
                 return spec_from_file_location(name, folder / "solution.py")
         return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--solutions", action="store_true", help="test each solution.py in place of exercise.py"
+        "--solutions",
+        action="store_true",
+        help="test each solution.py in place of what the reader completes",
     )
 
 

@@ -33,18 +33,9 @@ FRONT = "front_door"
 def names() -> dict[str, Any]:
     """All names that a page may use, but for `trace`, which shows a scenario's recorded run."""
     functions = (
-        *(
-            file,
-            lines,
-            how_many,
-            readme,
-            beside_the_path,
-            evening_lines,
-            reading_order,
-            map_of_the_rooms,
-        ),
-        *(glossary, how_many_terms, stops, hours, options, parameters, vllm_options),
-        *(vllm_parameters, own_options),
+        *(file, lines, how_many, num_chapters, readme, beside_the_path, evening_lines),
+        *(reading_order, map_of_the_rooms, glossary, glossary_in_chinese, how_many_terms),
+        *(stops, hours, options, parameters, vllm_options, vllm_parameters, own_options),
     )
     return {"worked": worked(), **{function.__name__: function for function in functions}}
 

@@ -30,7 +30,8 @@ from regions import Region, with_values  # noqa: E402
 from run_picture import run_picture  # noqa: E402
 from trace_pages import run_file, scenarios  # noqa: E402
 
-_CLOCKS = ("started", "time", "times", "closed")  # of a run: what no two runs have in common
+# Of a run: what no two runs have in common, and what a 16-bit model says on another processor.
+_NOT_DECIDED = ("started", "time", "times", "stages", "closed", "token", "text")
 
 
 def main() -> None:
@@ -104,15 +105,15 @@ def run_again(name: str) -> str:
         return run.read_text(encoding="utf-8")
 
 
-def without_clocks(run: str) -> list[Any]:
-    """A run's lines without the readings of clocks: equal for equal decisions."""
+def decisions(run: str) -> list[Any]:
+    """A run's lines without readings of clocks and without words: equal for equal decisions."""
 
-    def timeless(found: Any) -> Any:
+    def decided(found: Any) -> Any:
         if isinstance(found, dict):
-            return {key: timeless(each) for key, each in found.items() if key not in _CLOCKS}
-        return [timeless(each) for each in found] if isinstance(found, list) else found
+            return {key: decided(each) for key, each in found.items() if key not in _NOT_DECIDED}
+        return [decided(each) for each in found] if isinstance(found, list) else found
 
-    return [timeless(json.loads(line)) for line in run.splitlines()]
+    return [decided(json.loads(line)) for line in run.splitlines()]
 
 
 def _run_shown(name: str, page: Path) -> str:

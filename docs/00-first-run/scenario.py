@@ -9,5 +9,5 @@ def first_run(out: Path) -> None:
     """The question of `worked.answer`, in a pool that is small enough to be looked at."""
     question = [{"role": "user", "content": "What is a block table?"}]
     greedy = SamplingParams(temperature=0, max_tokens=100)
-    with LLM("tiny-qwen3", num_kv_blocks=12, trace=str(out)) as llm:
+    with LLM("tiny-qwen3", dtype="float32", num_kv_blocks=12, trace=str(out)) as llm:
         llm.chat(question, greedy, use_tqdm=False)

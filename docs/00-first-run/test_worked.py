@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 def test_the_answer_ends_by_itself_and_is_about_block_tables() -> None:
     text = worked.answer()
-    assert text.splitlines()[-2] == "stop"
+    assert text.splitlines()[-1] == "> stop"
     assert "block table" in text.lower()
 
 

@@ -24,9 +24,9 @@ def output() -> RequestOutput:
 
 
 def answer() -> str:
-    """What they print, as a block of text."""
+    """What they print, as a quotation."""
     completion = output().outputs[0]
-    return f"```text\n{completion.text}\n{completion.finish_reason}\n```"
+    return f"> {completion.text}\n>\n> {completion.finish_reason}"
 
 
 def num_prompt_tokens() -> int:

@@ -11,5 +11,7 @@ def prefill_then_decode(out: Path) -> None:
     conversations = [[{"role": "user", "content": question}] for question in questions]
     # Without the prefix cache, so that the second prompt too is computed from its first token.
     options = {"block_size": 8, "num_kv_blocks": 24, "max_model_len": 96}
-    with LLM("tiny-qwen3", trace=str(out), enable_prefix_caching=False, **options) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), enable_prefix_caching=False, **options
+    ) as llm:
         llm.chat(conversations, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)

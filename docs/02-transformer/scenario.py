@@ -12,5 +12,7 @@ def packed_prompts(out: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     # Without the prefix cache: the prompts begin alike, and all of each is to be computed.
     options = {"block_size": 8, "num_kv_blocks": 16, "max_model_len": 64}
-    with LLM("tiny-qwen3", trace=str(out), enable_prefix_caching=False, **options) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), enable_prefix_caching=False, **options
+    ) as llm:
         llm.chat(conversations, params, use_tqdm=False)

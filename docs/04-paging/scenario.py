@@ -12,5 +12,7 @@ def tables_interleave(out: Path) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (12, 30, 6)]
     # Without the prefix cache, what was given back last is taken first.
     options = {"block_size": 4, "num_kv_blocks": 24, "max_num_seqs": 2, "max_model_len": 64}
-    with LLM("tiny-qwen3", trace=str(out), enable_prefix_caching=False, **options) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), enable_prefix_caching=False, **options
+    ) as llm:
         llm.chat(conversations, params, use_tqdm=False)

@@ -19,7 +19,7 @@ def shared_prefix(out: Path) -> None:
         [long],
         ["What is a step?"],
     ]
-    with LLM("tiny-qwen3", trace=str(out), num_kv_blocks=9, max_num_seqs=4) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), num_kv_blocks=9, max_num_seqs=4) as llm:
         for questions in turns:
             system = [] if questions == [long] else [{"role": "system", "content": _SYSTEM}]
             chats = [[*system, {"role": "user", "content": question}] for question in questions]

@@ -215,7 +215,7 @@ def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str
     def yes(condition: bool) -> str:
         return "yes" if condition else "no"
 
-    is_published = yes(manager.is_cached(block))
+    is_published = yes(manager.is_published(block))
     return event, manager._ref_counts[block], yes(block in manager._free), is_published
 
 

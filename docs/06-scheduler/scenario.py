@@ -17,5 +17,7 @@ def continuous_batching(out: Path) -> None:
     lengths = (3, 8, 16, 7, 5)
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
-    with LLM("tiny-qwen3", trace=str(out), num_kv_blocks=24, max_num_seqs=3) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), num_kv_blocks=24, max_num_seqs=3
+    ) as llm:
         llm.chat(chats, params, use_tqdm=False)

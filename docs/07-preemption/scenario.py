@@ -11,7 +11,7 @@ def chunked_prefill(out: Path) -> None:
     """Two sequences decode, a long prompt comes in chunks of 16 tokens."""
     short = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     options = {"long_prefill_token_threshold": 16, "num_kv_blocks": 32, "max_num_seqs": 4}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
         engine = llm.engine
         for i, question in enumerate(_QUESTIONS[:2]):
             engine.add_request(f"short {i}", question, short)
@@ -31,5 +31,5 @@ def preemption(out: Path) -> None:
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (18, 30, 24)]
     options = {"num_kv_blocks": 7, "max_num_seqs": 3}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
         llm.chat(chats, params, use_tqdm=False)

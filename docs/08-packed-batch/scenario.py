@@ -19,6 +19,13 @@ def packed_batch(out: Path) -> None:
         ],
     ]
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "block_size": 8}
-    with LLM("tiny-qwen3", trace=str(out), num_kv_blocks=40, max_model_len=160, **options) as llm:
+    with LLM(
+        "tiny-qwen3",
+        dtype="float32",
+        trace=str(out),
+        num_kv_blocks=40,
+        max_model_len=160,
+        **options,
+    ) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         llm.chat(conversations, params, use_tqdm=False)

@@ -20,7 +20,7 @@ def attention_rows(out: Path) -> None:
     }
     params = SamplingParams(temperature=0, max_tokens=8)
     options = {"max_num_seqs": 4, "num_kv_blocks": 40, "block_size": 8, "max_model_len": 160}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
         engine, tokenizer = llm.engine, llm.engine.tokenizer
         for num_steps, (name, messages) in zip((0, 3, 0), conversations.items(), strict=True):
             text = tokenizer.apply_chat_template(messages)

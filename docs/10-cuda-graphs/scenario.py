@@ -21,5 +21,5 @@ def decode_sizes(out: Path) -> None:
         for length in OUTPUT_LENGTHS.values()
     ]
     options = {"max_num_seqs": 11, "num_kv_blocks": 40, "block_size": 8, "max_model_len": 64}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
         llm.chat(conversations, params, use_tqdm=False)

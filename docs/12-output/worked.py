@@ -1,11 +1,22 @@
 """Worked numbers of the chapter on output: bytes, deltas, stop strings, and what they cost.
 
-Tokens are single bytes here, as in a byte-level tokenizer whose vocabulary has no merge for them.
+Where nothing else is said, tokens are single bytes, as in a byte-level tokenizer whose vocabulary
+has no merge for them. What is cut into tokens is cut by the bundled model's tokenizer.
 """
 
 import codecs
+import json
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_CHECKPOINT = Path(__file__).parents[2] / "nanoserve" / "tiny_qwen3" / "checkpoint"
+_FILE = _CHECKPOINT / "tokenizer.json"
 
 
 def utf8_length(text: str) -> int:
@@ -72,3 +83,100 @@ def _quoted(text: str) -> str:
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _pieces(text: str) -> list[tuple[int, bytes]]:
+    """The tokens that the bundled tokenizer cuts `text` into: each one's id and its bytes."""
+    encoding = _tokenizer().encode(text, add_special_tokens=False)
+    return [(i, _bytes_of(name)) for i, name in zip(encoding.ids, encoding.tokens, strict=True)]
+
+
+def tokens_table(texts: Sequence[str]) -> str:
+    """How the bundled tokenizer cuts texts; a space is shown as a sign, broken text as bytes."""
+    rows = []
+    for text in texts:
+        pieces = _pieces(text)
+        cut = " ".join(f"`{_seen(data)}`" for _, data in pieces)
+        rows.append([f"`{_seen(text.encode())}`", cut, ", ".join(str(i) for i, _ in pieces)])
+    return _table(["text", "tokens", "ids"], rows)
+
+
+def merges_table(word: str) -> str:
+    """Byte-pair encoding of one word by the bundled tokenizer's merges (Sennrich et al. 2016).
+
+    In each step the pair of neighbours that stands first in the list of merges becomes one piece.
+    """
+    ranks = {tuple(pair): rank for rank, pair in enumerate(_model()["merges"])}
+    pieces, rows = [_NAMES[byte] for byte in word.encode()], []
+    rows.append([_row(pieces), "", ""])
+    while known := [pair for pair in pairwise(pieces) if pair in ranks]:
+        left, right = first = min(known, key=ranks.__getitem__)
+        merged: list[str] = []
+        for piece in pieces:
+            if piece == right and merged and merged[-1] == left:
+                merged[-1] = left + right
+            else:
+                merged.append(piece)
+        pieces = merged
+        rows.append([_row(pieces), _row(first, " + "), f"{ranks[first] + 1:,}"])
+    return _table(["pieces", "merged", "place in the list"], rows)
+
+
+def vocabulary() -> int:
+    """Tokens of the bundled tokenizer, the special ones included."""
+    return _tokenizer().get_vocab_size()
+
+
+def num_merges() -> int:
+    """Of the bundled tokenizer."""
+    return len(_model()["merges"])
+
+
+def held_table(text: str) -> str:
+    """Token by token: what the decoder gives out, and whole characters that it keeps back."""
+    decoder, held, rows = DecodeStream(skip_special_tokens=True), b"", []
+    for token_id, data in _pieces(text):
+        new = decoder.step(_tokenizer(), token_id)
+        held = b"" if new else held + data
+        settled = held.decode("utf-8", "replace").rstrip("\ufffd")
+        rows.append([f"`{data.hex(' ')}`", _quoted(new or ""), _quoted(settled)])
+    return _table(["bytes of the token", "decoder gives out", "settled, but held"], rows)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(_FILE))
+
+
+@cache
+def _model() -> dict[str, Any]:
+    return json.loads(_FILE.read_text(encoding="utf-8"))["model"]
+
+
+def _names_of_bytes() -> dict[int, str]:
+    """A byte-level vocabulary writes each byte as a printable character (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
+
+
+_NAMES = _names_of_bytes()
+_BYTES = {name: byte for byte, name in _NAMES.items()}
+
+
+def _bytes_of(name: str) -> bytes:
+    return bytes(_BYTES[character] for character in name)
+
+
+def _seen(data: bytes) -> str:
+    """Text with its spaces made visible; in hexadecimal where it is no text."""
+    try:
+        return data.decode().replace(" ", "␣")
+    except UnicodeDecodeError:
+        return data.hex(" ")
+
+
+def _row(names: Sequence[str], between: str = " ") -> str:
+    return between.join(f"`{_seen(_bytes_of(name))}`" for name in names)

@@ -12,5 +12,7 @@ def tensor_parallelism(out: Path) -> None:
     lengths = [12, 6, 9]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     options = {"max_num_seqs": 2, "num_kv_blocks": 12, "max_model_len": 96}
-    with LLM("tiny-qwen3", trace=str(out), tensor_parallel_size=1, **options) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), tensor_parallel_size=1, **options
+    ) as llm:
         llm.chat(conversations, params, use_tqdm=False)

@@ -12,5 +12,5 @@ def benchmark_tail(out: Path) -> None:
     lengths = [4, 8, 6, 28, 5, 7]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     options = {"max_num_seqs": 4, "num_kv_blocks": 24, "max_model_len": 96}
-    with LLM("tiny-qwen3", trace=str(out), **options) as llm:
+    with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
         llm.chat(conversations, params, use_tqdm=False)

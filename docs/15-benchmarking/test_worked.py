@@ -105,3 +105,28 @@ def test_few_flips_cost_much_agreement() -> None:
     """99 (1 - 0.99^64), with 0.99^64 = 0.52560."""
     assert worked.expected_prefix(0.01, 64) == pytest.approx(46.966, abs=1e-3)
     assert worked.expected_prefix(0, 64) == 64
+
+
+def test_bytes_of_a_part_of_the_model() -> None:
+    assert worked.weight_bytes(28, 2) == worked.WEIGHT_BYTES
+    assert worked.weight_bytes(8, 4) == 4 * (125_829_120 + 155_582_464)
+
+
+def test_rows_at_the_ridge() -> None:
+    # 70 GFLOP/s and 10 GB/s: 7 operations a byte; a float32 weight has half a one for each row.
+    assert worked.ridge_rows(7e10, 1e10, item=4) == pytest.approx(14)
+    assert worked.ridge_rows(7e10, 1e10, item=2) == pytest.approx(7)
+
+
+def test_parts_of_a_step_beside_their_limit() -> None:
+    # By hand, at 27 GB/s: 880.8, 513.8 and 311.2 MB.
+    assert worked.parts_table(27e9).splitlines()[2:] == [
+        "| products of the 28 layers | 56 | 33 | 58% |",
+        "| decode attention | 34 | 19 | 56% |",
+        "| LM head | 15 | 12 | 77% |",
+        "| norms, gates, rotation | 7 | - |  |",
+        "| sampling, Python between the parts | 7 | - |  |",
+        "| together | 119 | 63 | 53% |",
+    ]
+    assert worked.parts_ms() == 119
+    assert worked.parts_limit_ms(27e9) == pytest.approx(63.2, abs=0.1)

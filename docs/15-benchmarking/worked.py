@@ -181,3 +181,50 @@ def limit_table(context: int, bandwidth: float) -> str:
 def expected_prefix(flip: float, tokens: int) -> float:
     """Expected tokens before the first difference, if each differs with probability `flip`."""
     return sum((1 - flip) ** k for k in range(1, tokens + 1))
+
+
+LAYER, HEAD = (
+    15_728_640,
+    151_936 * 1_024,
+)  # weights of Qwen3-0.6B: of a layer's products, of its head
+
+
+def weight_bytes(layers: int, item: int) -> int:
+    """Read by a decode step of so many of Qwen3-0.6B's layers, with `item` bytes a weight."""
+    return (layers * LAYER + HEAD) * item
+
+
+def ridge_rows(rate: float, bandwidth: float, item: int) -> float:
+    """Rows from which a product computes longer than it reads: 2 operations a weight and row."""
+    return rate / bandwidth * item / 2
+
+
+# Milliseconds of a decode step of 32 sequences of Qwen3-0.6B, bfloat16, two cores of a Xeon: see
+# docs/benchmarks.md. The contexts had 128 tokens when measuring began, and 140 half-way.
+PARTS = {
+    "products of the 28 layers": (56, 28 * LAYER * 2),
+    "decode attention": (34, 32 * 140 * KV_BYTES),
+    "LM head": (15, HEAD * 2),
+    "norms, gates, rotation": (7, 0),
+    "sampling, Python between the parts": (7, 0),
+}
+
+
+def parts_table(bandwidth: float) -> str:
+    """Measured time of each part, and the least that `bandwidth` allows."""
+    lines = ["| part | measured ms | limit ms | of the limit |", "|---|---|---|---|"]
+    for part, (ms, num_bytes) in PARTS.items():
+        least = 1000 * num_bytes / bandwidth
+        share = f"{least / ms:.0%}" if num_bytes else ""
+        lines.append(f"| {part} | {ms} | {f'{least:.0f}' if num_bytes else '-'} | {share} |")
+    least = parts_limit_ms(bandwidth)
+    lines.append(f"| together | {parts_ms()} | {least:.0f} | {least / parts_ms():.0%} |")
+    return "\n".join(lines)
+
+
+def parts_ms() -> int:
+    return sum(ms for ms, _ in PARTS.values())
+
+
+def parts_limit_ms(bandwidth: float) -> float:
+    return 1000 * sum(num_bytes for _, num_bytes in PARTS.values()) / bandwidth

@@ -22,7 +22,7 @@ of the step, one to k + 1 of them.
 2. A guess is right if it is that token. The first token that was not guessed is the step's last
    one, and so is the one behind all guesses.
 
-Test it with `pytest docs/18-speculation/test_exercise.py`.
+Test it with `pytest -x docs/18-speculation/test_exercise.py`.
 """
 
 import numpy as np

@@ -24,7 +24,9 @@ def guided_run(out: Path) -> None:
     guide = StructuredOutputsParams(json=_SCHEMA)
     guided = SamplingParams(temperature=0, max_tokens=60, structured_outputs=guide)
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM("tiny-qwen3", trace=str(out), num_kv_blocks=24, max_num_seqs=4) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), num_kv_blocks=24, max_num_seqs=4
+    ) as llm:
         engine = llm.engine
         engine.add_request("guided", "A trip, please.", guided)
         while not engine.stats.num_steps:  # its grammar is being compiled

@@ -15,7 +15,9 @@ _QUESTIONS = ("What is a KV cache?", "What is a block table?", "What is preempti
 def client_leaves(out: Path) -> None:
     """Two slots and three clients; the second one hangs up in the middle of its answer."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with LLM("tiny-qwen3", trace=str(out), max_num_seqs=2, num_kv_blocks=12) as llm:
+    with LLM(
+        "tiny-qwen3", dtype="float32", trace=str(out), max_num_seqs=2, num_kv_blocks=12
+    ) as llm:
         engine = llm.engine
         chats = [[{"role": "user", "content": question}] for question in _QUESTIONS]
         for name, prompt in zip(

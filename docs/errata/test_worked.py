@@ -1,4 +1,4 @@
-"""The numbers on the page of errata, by hand; and whether what the pages point at is there."""
+"""The numbers of what is often told wrong, by hand; and whether what pages point at is there."""
 
 import re
 from pathlib import Path
@@ -15,28 +15,6 @@ PAGES = (
 )
 
 
-def test_three_tokens_attend() -> None:
-    """Every row of scores is [1, 1, 2], halved for d = 4."""
-    assert worked.scores(worked.Q, worked.K) == [[1, 1, 2]] * 3
-    for row in worked.attention_weights(worked.Q, worked.K):
-        assert row == pytest.approx([0.2741, 0.2741, 0.4519], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("scores", "temperature", "expected"),
-    [
-        ([0.2, 0.4, 0.6], 1.0, [0.269, 0.329, 0.402]),
-        ([0.1, 0.3, 0.5, 0.8], 1.0, [0.175, 0.213, 0.261, 0.352]),
-        ([2.0, 1.0, 0.5, 0.1], 0.5, [0.828, 0.112, 0.041, 0.019]),
-        ([2.0, 1.0, 0.5, 0.1], 1.0, [0.575, 0.211, 0.128, 0.086]),
-        ([2.0, 1.0, 0.5, 0.1], 2.0, [0.406, 0.246, 0.192, 0.157]),
-    ],
-)
-def test_softmax(scores: list[float], temperature: float, expected: list[float]) -> None:
-    assert worked.softmax(scores, temperature) == pytest.approx(expected, abs=6e-4)
-    assert worked.rounded([0.26933, 0.5]) == "0.269, 0.500"
-
-
 def test_speculation_pays_less_than_told() -> None:
     """0.8 + 0.64 + 0.512 + 0.4096 + 0.32768; one more; over 1.5."""
     assert worked.accepted_drafts(0.8, 5) == pytest.approx(2.68928)
@@ -49,6 +27,7 @@ def test_only_the_residual_gives_back_the_target() -> None:
     target, draft = [0.5, 0.5], [0.8, 0.2]
     found = worked.after_rejection(target, draft, residual=True)
     assert found == pytest.approx(target)
+    assert worked.rounded(found, 2) == "0.50, 0.50"
     wrong = worked.after_rejection(target, draft, residual=False)
     assert wrong == pytest.approx([0.65, 0.35])
 

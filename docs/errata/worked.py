@@ -1,27 +1,6 @@
-"""The numbers on the page of errata, computed from what the examples give."""
+"""The numbers on the page of what is often told wrong, computed from what the examples give."""
 
-import math
 from fractions import Fraction
-
-Matrix = list[list[float]]
-
-Q: Matrix = [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
-K: Matrix = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 1, 1]]
-
-
-def softmax(scores: list[float], temperature: float = 1.0) -> list[float]:
-    weights = [math.exp(score / temperature) for score in scores]
-    return [weight / sum(weights) for weight in weights]
-
-
-def scores(q: Matrix, k: Matrix) -> Matrix:
-    """Q K^T: one row per query."""
-    return [[sum(a * b for a, b in zip(row, key, strict=True)) for key in k] for row in q]
-
-
-def attention_weights(q: Matrix, k: Matrix) -> Matrix:
-    """Softmax of the scores over the square root of their dimension."""
-    return [softmax([score / math.sqrt(len(k[0])) for score in row]) for row in scores(q, k)]
 
 
 def rounded(values: list[float], digits: int = 3) -> str:

@@ -73,9 +73,11 @@ def test_the_rest() -> None:
     assert worked.chunked_steps(512, 256) == [256, 256]
 
 
-def test_all_27_questions_are_answered_with_a_link() -> None:
+def test_all_27_questions_are_answered_folded_and_with_a_link() -> None:
     page = (ROOT / "docs/questions/index.md").read_text(encoding="utf-8")
     answers = re.split(r"^### ", page, flags=re.MULTILINE)[1:]
     assert len(answers) == 27
     for answer in answers:
-        assert re.search(r"\]\(\.\./\d\d-", answer), answer.splitlines()[0]
+        question, folded = answer.splitlines()[0], answer.split("<details markdown>")
+        assert len(folded) == 2 and not folded[0].removeprefix(question).strip(), question
+        assert re.search(r"\]\(\.\./\d\d-", answer), question

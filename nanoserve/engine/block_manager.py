@@ -159,8 +159,8 @@ class BlockManager:
                 published.append(block)
         return published
 
-    def is_cached(self, block: int) -> bool:
-        """Whether the prefix cache has `block`, in use or free."""
+    def is_published(self, block: int) -> bool:
+        """Whether lookups can find `block`, in use or free."""
         return self._hash_of[block] is not None
 
     def content_id(self, block: int) -> int:

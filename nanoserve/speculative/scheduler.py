@@ -185,7 +185,7 @@ class SpeculativeScheduler(Scheduler):
 
     def _has_spare_block(self) -> bool:
         block = self.block_manager.next_free_block()
-        if not block or self.block_manager.is_cached(block):
+        if not block or self.block_manager.is_published(block):
             return False
         # The next step, if it is planned before this one is over, may need a block for each.
         is_scarce = self.block_manager.num_free_blocks <= len(self.running)

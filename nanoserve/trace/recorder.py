@@ -14,7 +14,7 @@ says when the engine was closed. A line in between is a step:
     admitted    sequences that began to run, for the first time or again
     batch       the header of the packed batch
     rows        its rows, in order; see `TraceRecorder._row`
-    evicted     cached blocks that were taken for something else
+    evicted     published blocks that were taken for something else
     published   blocks that entered the prefix cache
     finished    sequences that ended with this step
     waiting     the queue after this step, its head first
@@ -233,11 +233,11 @@ class TraceRecorder:
         return {"guesses": told, "right": len(right)}
 
     def _evict(self, taken: Iterable[int]) -> list[int]:
-        """The cached blocks that were lost since the step before; `taken` are new in a table."""
+        """The published blocks that were lost since the step before; `taken` are new in a table."""
         # Some were perhaps taken for a sequence that was then preempted itself, or given up with a
         # step that raised: no table shows them.
-        is_cached = self._scheduler.block_manager.is_cached
-        lost = {block for block in self._cached if not is_cached(block)}
+        is_published = self._scheduler.block_manager.is_published
+        lost = {block for block in self._cached if not is_published(block)}
         evicted = lost | self._cached.intersection(taken)
         self._cached -= evicted
         return sorted(evicted)

@@ -46,8 +46,8 @@ def test_every_picture_of_a_chapter_is_drawn_by_code_and_shown() -> None:
 
 @pytest.mark.parametrize("scenario", sorted(scenarios()))
 def test_a_recorded_run_is_what_the_engine_decides_today(scenario: str) -> None:
-    recorded = record.without_clocks(run_file(scenario).read_text("utf-8"))
-    assert recorded == record.without_clocks(record.run_again(scenario)), (
+    recorded = record.decisions(run_file(scenario).read_text("utf-8"))
+    assert recorded == record.decisions(record.run_again(scenario)), (
         "run `python docs/record.py --runs`"
     )
 

@@ -288,7 +288,7 @@ class TracedRun:
         forget = manager.forget
 
         def watched(block: int) -> None:
-            if manager.is_cached(block):
+            if manager.is_published(block):
                 self.lost.add(block)
             forget(block)
 

@@ -1,0 +1,299 @@
+"""Chapter 24's numbers: what an adapter weighs, many of them in one batch, keys, pooling, images.
+
+The engine has no adapters and no pooling. The products are numpy, on a batch that is packed as the
+engine packs one; who is admitted under a limit of adapters, and who shares blocks with whom, is
+decided by its own `Scheduler` and `BlockManager`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
+from nanoserve.sampling_params import SamplingParams
+
+# LLaMA-3.1-8B: (inputs, outputs) of the matrices of a layer. Two bytes a number, H100.
+MATRICES = {
+    "q": (4096, 4096),
+    "k": (4096, 1024),
+    "v": (4096, 1024),
+    "o": (4096, 4096),
+    "gate": (4096, 14336),
+    "up": (4096, 14336),
+    "down": (14336, 4096),
+}
+NUM_LAYERS, PARAMETERS = 32, 8_030_261_248
+BANDWIDTH = 3.35e12
+NO_SLOT = "its adapter has no place"  # a reason to be held
+
+
+# ---------------------------------------------------------------- what an adapter weighs
+
+
+def adapter_parameters(rank: int, matrices: str = " ".join(MATRICES)) -> int:
+    """Of each matrix, A is [rank, inputs] and B is [outputs, rank]."""
+    return NUM_LAYERS * sum(rank * sum(MATRICES[name]) for name in matrices.split())
+
+
+def adapter_table(ranks: list[int]) -> str:
+    rows = []
+    for matrices in ("q v", " ".join(MATRICES)):
+        for rank in ranks:
+            count = adapter_parameters(rank, matrices)
+            told = "all seven" if len(matrices) > 3 else matrices.replace(" ", ", ")
+            share = f"{count / PARAMETERS:.2%}"
+            rows.append((told, rank, f"{count:,}", f"{2 * count / 1e6:,.0f} MB", share))
+    return _table(("matrices", "rank", "parameters", "bytes", "of the model"), rows)
+
+
+def fleet_gigabytes(num_models: int, rank: int, merged: bool) -> float:
+    """Memory for so many fine-tuned models: whole ones, or one and their adapters."""
+    adapters = num_models * 2 * adapter_parameters(rank)
+    return (num_models * 2 * PARAMETERS if merged else 2 * PARAMETERS + adapters) / 1e9
+
+
+def extra_share(rank: int) -> float:
+    """Additional arithmetic of a token, of that of the layers' matrices."""
+    base = NUM_LAYERS * sum(a * b for a, b in MATRICES.values())
+    return adapter_parameters(rank) / base
+
+
+def step_table(rank: int, counts: list[int], rows: int) -> str:
+    """Table: bytes that a decode step of `rows` sequences reads, by how many adapters they use."""
+    lines = []
+    for count in counts:
+        once, each = (2 * adapter_parameters(rank) * n for n in (count, rows if count else 0))
+        cells = []
+        for adapters in (once, each):
+            read = 2 * PARAMETERS + adapters
+            cells += [f"{adapters / 1e9:.2f} GB", f"{read / BANDWIDTH * 1e3:.1f} ms"]
+        lines.append((count, *cells))
+    names = ("each once", "a step takes", "one for each row", "a step takes")
+    return _table(("adapters in the batch", *names), lines)
+
+
+# ---------------------------------------------------------------- the product
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """y = W x + scaling B A x. A is [rank, inputs], B is [outputs, rank]."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scaling: float  # alpha / rank
+
+    def merged(self, weight: np.ndarray) -> np.ndarray:
+        return weight + self.scaling * self.b @ self.a
+
+
+WEIGHT = np.array([[1, 0, 2], [0, 1, 1], [3, 0, 0], [1, 1, 1]])
+SMALL = Adapter(a=np.array([[1, 0, -1]]), b=np.array([[1], [0], [2], [0]]), scaling=2)
+X = np.array([1, 2, 3])
+
+
+def small_table() -> str:
+    """Table: one token through a matrix of 4 x 3 and an adapter of rank 1, both ways."""
+    base, inner = WEIGHT @ X, SMALL.a @ X
+    delta = SMALL.scaling * SMALL.b @ inner
+    rows = [
+        ("W x", base.tolist(), 12),
+        ("A x", inner.tolist(), 3),
+        ("scaling B (A x)", delta.tolist(), 4),
+        ("sum", f"**{(base + delta).tolist()}**", ""),
+        ("(W + scaling B A) x", f"**{(SMALL.merged(WEIGHT) @ X).tolist()}**", 12),
+    ]
+    return _table(("what", "value", "products"), rows)
+
+
+def segments(adapter_of: np.ndarray) -> tuple[np.ndarray, dict[int, slice]]:
+    """Rows sorted by adapter, and where each adapter's rows are then; 0 is none."""
+    order = np.argsort(adapter_of, kind="stable")
+    ids, starts = np.unique(adapter_of[order], return_index=True)
+    ends = [*starts[1:], len(order)]
+    spans = {int(i): slice(int(a), int(b)) for i, a, b in zip(ids, starts, ends, strict=True)}
+    return order, {i: span for i, span in spans.items() if i}
+
+
+def batched(
+    x: np.ndarray, weight: np.ndarray, adapters: dict[int, Adapter], adapter_of: np.ndarray
+) -> np.ndarray:
+    """All rows of a packed batch: one product with the weight, two small ones for each adapter."""
+    y = x @ weight.T
+    order, spans = segments(adapter_of)
+    for number, span in spans.items():
+        rows, adapter = order[span], adapters[number]
+        y[rows] += adapter.scaling * (x[rows] @ adapter.a.T) @ adapter.b.T
+    return y
+
+
+def mixed_table() -> str:
+    """Table: four rows of a batch through the small matrix, by `batched` and by merged weights."""
+    other = Adapter(a=np.array([[0, 1, 0], [1, 1, 0]]), b=np.ones((4, 2), dtype=int), scaling=1)
+    adapters, adapter_of = {1: SMALL, 2: other}, np.array([2, 0, 1, 2])
+    x = np.array([[1, 0, 0], X, X, [0, 1, 1]])
+    y = batched(x, WEIGHT, adapters, adapter_of)
+    rows = []
+    for i, number in enumerate(adapter_of.tolist()):
+        own = adapters[number].merged(WEIGHT) if number else WEIGHT
+        values = (each.tolist() for each in (x[i], WEIGHT @ x[i], y[i], own @ x[i]))
+        rows.append((i, number or "none", *values))
+    return _table(("row", "adapter", "x", "W x", "in the batch", "with a merged weight"), rows)
+
+
+def batch_table(rows: list[tuple[str, int, int]]) -> str:
+    """Table: sequences of a packed batch as (name, tokens, adapter), and each adapter's rows."""
+    names = [name for name, n, _ in rows for _ in range(n)]
+    adapter_of = np.array([adapter for _, n, adapter in rows for _ in range(n)])
+    order, spans = segments(adapter_of)
+    numbers = np.flatnonzero(adapter_of == 0).tolist()
+    lines = [("none", numbers, ", ".join(dict.fromkeys(names[i] for i in numbers)), "none")]
+    for number, span in spans.items():
+        found = order[span].tolist()
+        told = ", ".join(dict.fromkeys(names[i] for i in found))
+        lines.append((number, found, told, f"{len(found)} x in x r, {len(found)} x r x out"))
+    return _table(("adapter", "rows of the batch", "of", "small products"), lines)
+
+
+# ---------------------------------------------------------------- the cache, the scheduler
+
+
+def hits_table() -> str:
+    """Table: how many of 64 equal tokens each request finds, one after the other."""
+    manager = BlockManager(num_blocks=64, block_size=16, prefix_cache_seed=0)
+    keys = [
+        ("no adapter", ()),
+        ("no adapter", ()),
+        ("adapter of content 5c1e", ("adapter", "5c1e")),
+        ("the same again", ("adapter", "5c1e")),
+        ("a tenant whose salt is 5c1e", ("cache_salt", "5c1e")),
+        ("this adapter and this salt", ("adapter", "5c1e", "cache_salt", "5c1e")),
+    ]
+    rows = []
+    for told, key in keys:
+        params = SamplingParams(max_tokens=1)
+        seq = Sequence("", [*range(64), 7], params, 128, cache_key=key)
+        hits = manager.lookup(seq)
+        manager.allocate(seq, seq.num_tokens, hits)
+        manager.register(seq, seq.num_tokens)
+        rows.append((told, f"`{key}`", 16 * len(hits)))
+    return _table(("request", "its key", "tokens found"), rows)
+
+
+def first_steps(
+    adapters: str, lengths: list[int], max_loras: int, skips: bool, comes: list[int] | None = None
+) -> list[int]:
+    """In which step each request begins. Prompts have one token, so n tokens take n steps.
+
+    A step computes at most `max_loras` adapters. Whoever would be one too many is held; without
+    `skips` so is everybody behind it. `comes`: in which step each arrives; all in the first one.
+    """
+    config = EngineConfig("none", enable_prefix_caching=False).for_device("cpu")
+    scheduler = Scheduler(config, num_kv_blocks=4096, max_model_len=4096)
+    requests = [
+        Sequence(name, [1], SamplingParams(max_tokens=n), 4096, arrival=i)
+        for i, (name, n) in enumerate(zip(adapters, lengths, strict=True))
+    ]
+    begun: dict[Sequence, int] = {}
+    step = 0
+    while len(begun) < len(requests):
+        step += 1
+        for seq in requests:
+            if (comes or [1] * len(requests))[seq.arrival] == step:
+                scheduler.hold(seq, NO_SLOT)
+        present = {seq.request_id for seq in scheduler.running}
+        for seq in sorted(scheduler.held, key=lambda seq: seq.arrival):
+            if len(present | {seq.request_id}) <= max_loras:
+                present.add(seq.request_id)
+                scheduler.release([seq])
+            elif not skips:
+                break
+        plan = scheduler.schedule()
+        begun |= dict.fromkeys(plan.admitted, step)
+        scheduler.commit(plan)
+        scheduler.update(plan, [[7] for _ in plan.sampled])
+    return [begun[seq] for seq in requests]
+
+
+def limit_table(adapters: str, lengths: list[int], max_loras: int) -> str:
+    waits, skips = (first_steps(adapters, lengths, max_loras, each) for each in (False, True))
+    rows = [
+        (i, f"{name}, {n} tokens", a, b)
+        for i, (name, n, a, b) in enumerate(zip(adapters, lengths, waits, skips, strict=True), 1)
+    ]
+    header = ("request", "adapter, answer", "first step if nobody overtakes", "if it is skipped")
+    return _table(header, rows)
+
+
+def starving(num_later: int, skips: bool) -> int:
+    """In which step a request of Z begins that came in step 2. There are two places, and X and Y
+    run. Later, every eight steps, another request of X and one of Y come; each takes ten steps."""
+    later = [1 + 8 * (i // 2 + 1) for i in range(2 * num_later)]
+    adapters, lengths = "XYZ" + "XY" * num_later, [10] * (3 + 2 * num_later)
+    return first_steps(adapters, lengths, 2, skips, [1, 1, 2, *later])[2]
+
+
+# ---------------------------------------------------------------- other outputs, other inputs
+
+HIDDEN = np.array([[3.0, 0.0], [0.0, 4.0], [4.0, 3.0]])  # of three tokens
+
+
+def pooled(how: str) -> list[float]:
+    """One vector for the three tokens, of length 1."""
+    vector = {"first": HIDDEN[0], "mean": HIDDEN.mean(axis=0), "last": HIDDEN[-1]}[how]
+    return [round(float(value), 3) for value in vector / np.linalg.norm(vector)]
+
+
+def pooling_table() -> str:
+    rows = [(how, pooled(how)) for how in ("first", "mean", "last")]
+    return _table(("pooling", "embedding"), rows)
+
+
+class MeanPooler:
+    """Hidden states come in chunks, of several sequences in a step: sums are kept by slot."""
+
+    def __init__(self, num_slots: int, hidden_size: int) -> None:
+        self._sums = np.zeros((num_slots, hidden_size))
+        self._counts = np.zeros(num_slots, dtype=np.int64)
+
+    def add(self, hidden: np.ndarray, slots: np.ndarray) -> None:
+        """hidden: [rows, hidden_size]; slots: whose, for each row."""
+        np.add.at(self._sums, slots, hidden)
+        np.add.at(self._counts, slots, 1)
+
+    def take(self, slot: int) -> np.ndarray:
+        vector = self._sums[slot] / self._counts[slot]
+        self._sums[slot], self._counts[slot] = 0, 0
+        return vector / np.linalg.norm(vector)
+
+
+def mean_in_chunks(sizes: list[int]) -> list[float]:
+    """The mean of the three tokens, computed in chunks of these sizes."""
+    pooler, first = MeanPooler(num_slots=1, hidden_size=2), 0
+    for n in sizes:
+        pooler.add(HIDDEN[first : first + n], np.zeros(n, dtype=np.int64))
+        first += n
+    return [round(float(value), 3) for value in pooler.take(0)]
+
+
+def rerank_tokens(num_documents: int, document_len: int, query_len: int) -> int:
+    """Tokens that a cross-encoder computes for a query: each document with the query, anew."""
+    return num_documents * (document_len + query_len)
+
+
+def probability_of_yes(yes: float, no: float) -> float:
+    """Of two logits."""
+    return float(1 / (1 + np.exp(no - yes)))
+
+
+def image_tokens(width: int, height: int, pixels: int = 28) -> int:
+    """Tokens of an image in the manner of Qwen2-VL: one for each square of so many pixels."""
+    return round(width / pixels) * round(height / pixels)
+
+
+def _table(header: tuple, rows: list[tuple]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

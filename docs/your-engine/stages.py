@@ -1,0 +1,104 @@
+"""What the tests of all stages use: a model, and the engine's scheduler as a judge."""
+
+import re
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from nanoserve import SamplingParams
+from nanoserve.config import EngineConfig
+from nanoserve.engine.scheduler import Scheduler as OurScheduler
+from nanoserve.engine.sequence import Sequence as OurSequence
+
+from . import your_engine
+from .compare import CHECKPOINT
+
+QUESTION = "<|im_start|>user\nWhat is a KV cache?<|im_end|>\n<|im_start|>assistant\n"
+Arrival = tuple[int, list[int], int]  # the step before which it comes, its prompt, its max_tokens
+
+
+def stage(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of this stage: one that fails for want of an earlier stage says so."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            try:
+                test(*args, **kwargs)
+            except NotImplementedError as error:
+                missing = re.fullmatch(r"stage (\d+)", str(error))
+                if missing and int(missing[1]) < number:
+                    told = f"finish stage {missing[1]} first: stage {number} stands on it"
+                    raise NotImplementedError(told) from error
+                raise
+
+        return wrapped
+
+    return decorate
+
+
+@cache
+def model() -> your_engine.Model:
+    return your_engine.Model(CHECKPOINT)
+
+
+@cache
+def naive_tokens(prompt: tuple[int, ...], num_new: int) -> list[int]:
+    """What stage 1 generates."""
+    return your_engine.generate(model(), list(prompt), num_new)
+
+
+def naive_logits(token_ids: list[int]) -> torch.Tensor:
+    """Of the last token, by a pass over all of them."""
+    positions = torch.arange(len(token_ids))
+    hidden = model().forward(
+        torch.tensor(token_ids), positions, lambda layer, q, k, v: your_engine.attention(q, k, v)
+    )
+    return model().logits(hidden[-1])
+
+
+def token_of(request: int, length: int) -> int:
+    """What a sequence "samples" where no model runs: few kinds, so that prefixes meet."""
+    return (request * 7 + length * 3) % 11
+
+
+def check_plans(options: dict[str, int], arrivals: list[Arrival], max_len: int = 60) -> int:
+    """Plan step by step beside the engine's scheduler; how many were preempted. Token 4 is EOS."""
+    yours = your_engine.Scheduler(your_engine.Config(**options))
+    config = EngineConfig(
+        "none",
+        block_size=options["block_size"],
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=options["budget"],
+        long_prefill_token_threshold=options.get("threshold", 0),
+    )
+    ours = OurScheduler(config, options["num_blocks"], max_len)
+    numbers: dict[Any, int] = {}
+    todo, num_steps = list(arrivals), 0
+    while todo or ours.has_unfinished():
+        while todo and todo[0][0] <= num_steps:
+            _, prompt, max_tokens = todo.pop(0)
+            number, eos = len(numbers) // 2, frozenset([4])
+            longest = min(max_len, len(prompt) + max_tokens)
+            seq = your_engine.Sequence(list(prompt), len(prompt), longest, eos)
+            params = SamplingParams(max_tokens=max_tokens)
+            other = OurSequence(str(number), list(prompt), params, max_len, eos, arrival=number)
+            numbers |= {seq: number, other: number}
+            yours.add(seq)
+            ours.add(other)
+        plan, expected = yours.schedule(), ours.schedule()
+        case = f"step {num_steps}, Config(**{options}), arrivals {arrivals}"
+        found = [(numbers[row.seq], row.start, row.n) for row in plan.rows]
+        right = [(numbers[row.seq], row.start, row.n) for row in expected.rows]
+        assert found == right, f"rows (request, start, n) of {case}"
+        found = [numbers[seq] for seq in plan.preempted]
+        assert found == [numbers[seq] for seq in expected.preempted], f"preempted in {case}"
+        ours.commit(expected)
+        tokens = [token_of(numbers[s.seq], len(s.seq.token_ids)) for s in expected.sampled]
+        yours.update(plan, tokens)
+        ours.update(expected, [[token] for token in tokens])
+        num_steps += 1
+    assert not yours.waiting and not yours.running, f"all have ended: {case}"
+    return ours.num_preemptions

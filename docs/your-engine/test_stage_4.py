@@ -1,0 +1,140 @@
+"""Stage 4: a block manager that gives out the very blocks that nanoserve's gives out."""
+
+import random
+
+import pytest
+
+from nanoserve import SamplingParams
+from nanoserve.engine.block_manager import BlockManager as OurBlockManager
+from nanoserve.engine.sequence import Sequence as OurSequence
+
+from .stages import stage
+from .your_engine import BlockManager, Sequence, chain_hash
+
+
+@stage(4)
+def test_a_hash_depends_on_all_that_came_before() -> None:
+    first, other = chain_hash(b"", [1, 2]), chain_hash(b"", [1, 3])
+    assert first == chain_hash(b"", [1, 2]), 'chain_hash(b"", [1, 2]), twice'
+    assert first != other, 'chain_hash(b"", [1, 2]) and chain_hash(b"", [1, 3])'
+    assert chain_hash(first, [7, 8]) != chain_hash(other, [7, 8]), "[7, 8] behind the two"
+    assert chain_hash(b"", [1, 23]) != chain_hash(b"", [12, 3]), "[1, 23] and [12, 3]"
+
+
+def started(blocks: BlockManager, token_ids: list[int]) -> Sequence:
+    """A sequence whose prompt has been computed."""
+    seq = Sequence(list(token_ids))
+    assert blocks.allocate(seq, len(token_ids), blocks.lookup(seq)), f"no room for {token_ids}"
+    blocks.publish(seq, len(token_ids))
+    return seq
+
+
+@stage(4)
+def test_blocks_come_in_the_order_of_the_free_queue() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=4)
+    assert started(blocks, [1, 2, 3, 4, 5]).block_table == [1, 2], "[1, 2, 3, 4, 5] came first"
+    assert started(blocks, [9]).block_table == [3], "[9] came second"
+
+
+@stage(4)
+def test_a_hit_never_covers_the_last_token() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2)
+    started(blocks, [5, 6, 7, 8])
+    for prompt, hits in (([5, 6, 7, 8], [1]), ([5, 6, 7, 8, 9], [1, 2]), ([5], [])):
+        found = blocks.lookup(Sequence(prompt))
+        assert found == hits, f"lookup of {prompt}, after [5, 6, 7, 8] was computed"
+
+
+@stage(4)
+def test_equal_tokens_behind_others_are_another_block() -> None:
+    blocks = BlockManager(num_blocks=8, block_size=2)
+    started(blocks, [1, 1, 7, 7, 9])
+    assert blocks.lookup(Sequence([2, 2, 7, 7, 9])) == [], "after [1, 1, 7, 7, 9] was computed"
+
+
+@stage(4)
+def test_a_chain_loses_its_end_first() -> None:
+    blocks = BlockManager(num_blocks=4, block_size=2)
+    blocks.free(started(blocks, [0, 1, 2, 3, 4, 5, 6, 7]))
+    started(blocks, [50, 51, 52])
+    found = blocks.lookup(Sequence([0, 1, 2, 3, 4, 5, 6, 7]))
+    assert found == [1, 2], "eight tokens computed and freed; then [50, 51, 52] took two blocks"
+
+
+@stage(4)
+def test_what_does_not_fit_changes_nothing() -> None:
+    blocks = BlockManager(num_blocks=3, block_size=2)
+    blocks.free(started(blocks, [1, 2, 3, 4]))
+    seq = Sequence([1, 2, 3, 4, 5, 6, 7])
+    hits = blocks.lookup(seq)
+    assert not blocks.allocate(seq, 7, hits), "four blocks out of three"
+    assert seq.block_table == [] and blocks.lookup(seq) == hits, "after it did not fit"
+    assert blocks.allocate(seq, 6, hits), "three blocks out of three, two of them hits"
+
+
+class HashOnly(OurBlockManager):
+    """The engine's, but a hash is believed.
+
+    The engine looks twice, at numbers that contents get when they are published. So it overlooks
+    the end of a chain whose middle was evicted and computed anew: a miss that costs time, no error.
+    """
+
+    def _is_at(self, *_: object) -> bool:
+        return True
+
+
+class Pair:
+    """A sequence of yours and one of the engine's, with the same tokens."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.yours = Sequence(list(token_ids))
+        self.ours = OurSequence("r", list(token_ids), SamplingParams(), max_model_len=10**6)
+        self.computed = 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+@stage(4)
+def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
+    """Few kinds of tokens, so that wrong hits look right, and small pools, so that they run out."""
+    rng = random.Random(seed)
+    vocab, block_size, num_blocks = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
+    yours, ours = BlockManager(num_blocks, block_size), HashOnly(num_blocks, block_size)
+    calls, running = [f"blocks = BlockManager({num_blocks}, {block_size})"], []
+    for i in range(80):
+        choice = rng.random()
+        if choice < 0.5 or not running:
+            pair = Pair([rng.randrange(vocab) for _ in range(rng.randint(1, 16))])
+            pair.name = f"seq_{i}"
+            calls.append(f"{pair.name} = Sequence({pair.yours.token_ids})")
+            hits = ours.lookup(pair.ours)
+            calls.append(f"hits = blocks.lookup({pair.name})  # {hits}")
+            assert yours.lookup(pair.yours) == hits, "\n".join(calls)
+            wanted, pair.computed = len(pair.ours.token_ids), len(hits) * block_size
+        else:
+            pair, hits = rng.choice(running), []
+            wanted = min(pair.computed + rng.randint(0, 5), len(pair.ours.token_ids))
+        if pair in running and choice > 0.8:
+            running.remove(pair)
+            calls.append(f"blocks.free({pair.name})")
+            yours.free(pair.yours)
+            ours.free(pair.ours)
+            assert pair.yours.block_table == [], "\n".join(calls)
+            continue
+        fits = ours.allocate(pair.ours, wanted, hits)
+        calls.append(f"blocks.allocate({pair.name}, {wanted}, {hits})  # {fits}")
+        assert yours.allocate(pair.yours, wanted, hits) == fits, "\n".join(calls)
+        calls.append(f"{pair.name}.block_table  # {pair.ours.block_table}")
+        assert pair.yours.block_table == pair.ours.block_table, "\n".join(calls)
+        if not fits:
+            continue
+        pair.computed = max(pair.computed, rng.randint(pair.computed, wanted))
+        calls.append(f"blocks.publish({pair.name}, {pair.computed})")
+        ours.register(pair.ours, pair.computed)
+        yours.publish(pair.yours, pair.computed)
+        if pair not in running:
+            running.append(pair)
+        if pair.computed == len(pair.ours.token_ids):
+            token = rng.randrange(vocab)
+            calls.append(f"{pair.name}.token_ids.append({token})")
+            pair.yours.token_ids.append(token)
+            pair.ours.token_ids.append(token)

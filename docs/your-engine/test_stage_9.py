@@ -1,0 +1,145 @@
+"""Stage 9: an engine that serves."""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from .compare import CHECKPOINT
+from .stages import QUESTION, naive_tokens, stage
+from .your_engine import Config, Engine, Sequence, until_stop
+
+ANSWER = "The KV cache keeps the keys and values of all earlier tokens in every layer,"
+
+
+@cache
+def engine() -> Engine:
+    """One for all tests: each must leave it as empty as it was."""
+    return Engine(CHECKPOINT, Config(num_blocks=40, block_size=4, max_num_seqs=3, budget=32))
+
+
+@pytest.fixture(autouse=True)
+def what_a_failed_test_left_is_aborted() -> Iterator[None]:
+    yield
+    if engine.cache_info().currsize:
+        for seq in [*engine().scheduler.running, *engine().scheduler.waiting]:
+            engine().abort(seq)
+
+
+def texts_of(*sequences: Sequence) -> list[str]:
+    """Step until these have ended; their pieces, joined."""
+    texts = dict.fromkeys(sequences, "")
+    for _ in range(500):
+        if all(seq.finish_reason for seq in sequences):
+            return list(texts.values())
+        for seq, piece in engine().step().items():
+            texts[seq] += piece
+    raise AssertionError(f"500 steps were not enough for {sequences}")
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "is_over", "expected"),
+    [
+        ("Answer: 42", (), False, ("Answer: 42", None)),
+        ("Answer: 42", ("swer",), False, ("An", "swer")),
+        ("Answ", ("swer",), False, ("An", None)),
+        ("Answ", ("swer",), True, ("Answ", None)),
+        ("abxab", ("abab", "xabc"), False, ("ab", None)),
+        ("aabb", ("bb", "ab"), True, ("a", "ab")),
+        ("one stop two stop", ("stop",), True, ("one ", "stop")),
+    ],
+)
+@stage(9)
+def test_text_up_to_a_stop_string(
+    text: str, stops: tuple[str, ...], is_over: bool, expected: tuple[str, str | None]
+) -> None:
+    assert until_stop(text, stops, is_over) == expected, f"until_stop({text!r}, {stops}, {is_over})"
+
+
+@stage(9)
+def test_it_answers() -> None:
+    (text,) = texts_of(engine().add(QUESTION))
+    assert text.startswith(ANSWER), f"{QUESTION!r} was answered {text!r}"
+
+
+@stage(9)
+def test_chat_renders_the_template() -> None:
+    pieces = list(engine().chat("What is a KV cache?"))
+    assert "".join(pieces).startswith(ANSWER), f"chat('What is a KV cache?') gave {pieces}"
+    assert len(pieces) > 20, f"a piece for each step: {pieces}"
+
+
+@stage(9)
+def test_the_end_of_a_message_ends_the_answer() -> None:
+    seq = engine().add(QUESTION, max_tokens=110)
+    (text,) = texts_of(seq)
+    assert seq.finish_reason == "stop", f"{QUESTION!r} with room for 110 tokens gave {text!r}"
+    assert seq.token_ids[-1] not in seq.eos, f"EOS has joined {seq.token_ids}"
+    assert text.endswith("."), f"an answer is a sentence: {text!r}"
+
+
+@stage(9)
+def test_requests_that_share_steps_get_what_they_get_alone() -> None:
+    """More than may run at once, and more than fit: some wait and some are preempted."""
+    rng = random.Random(0)
+    prompts = [[300 + i, *range(400, 400 + rng.randint(1, 40))] for i in range(8)]
+    sequences = [engine().add(prompt, max_tokens=20) for prompt in prompts]
+    texts_of(*sequences)
+    for prompt, seq in zip(prompts, sequences, strict=True):
+        found, expected = seq.token_ids[len(prompt) :], naive_tokens(tuple(prompt), 20)
+        ends = [i for i, token in enumerate(expected) if token in seq.eos]
+        expected = expected[: ends[0]] if ends else expected
+        assert found == expected, f"the tokens behind {prompt}, one of {prompts}"
+
+
+@pytest.mark.parametrize("stop", ["values", "and v", "KV", " of all"])
+@stage(9)
+def test_a_stop_string_ends_the_text_before_it(stop: str) -> None:
+    (whole,) = texts_of(engine().add(QUESTION))
+    seq = engine().add(QUESTION, stop=(stop, "never seen"))
+    (text,) = texts_of(seq)
+    assert text == whole[: whole.index(stop)], f"stop {stop!r} in {whole!r}"
+    assert seq.finish_reason == "stop", f"stop {stop!r}"
+    assert not engine().scheduler.running and seq.block_table == [], f"after stop {stop!r}"
+
+
+@stage(9)
+def test_characters_are_never_shown_in_halves() -> None:
+    """The answer has Chinese in it, whose characters are several tokens each."""
+    pieces = list(engine().chat("什么是KV缓存？"))
+    case = f"chat('什么是KV缓存？') gave {pieces}"
+    assert any("\u4e00" <= character <= "\u9fff" for character in "".join(pieces)), case
+    assert "\ufffd" not in "".join(pieces), f"half a character: {case}"
+
+
+@stage(9)
+def test_an_aborted_request_leaves_nothing() -> None:
+    first, second = engine().add(QUESTION), engine().add([5, 6, 7], max_tokens=5)
+    for _ in range(3):
+        engine().step()
+    engine().abort(first)
+    assert (first.finish_reason, first.block_table) == ("abort", []), "aborted after 3 steps"
+    texts_of(second)
+    engine().abort(second)
+    assert second.finish_reason != "abort", "it had ended before it was aborted"
+    assert engine().step() == {}, "nothing is left to do"
+
+
+@pytest.mark.parametrize("length", [0, 160, 500])
+@stage(9)
+def test_a_prompt_that_cannot_run_is_refused(length: int) -> None:
+    with pytest.raises(ValueError):
+        engine().add([1] * length)
+    assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
+
+
+@stage(9)
+def test_a_seeded_request_gets_the_same_tokens_in_any_company() -> None:
+    sampling = {"temperature": 1.5, "seed": 11, "top_k": 50}
+    alone = engine().add(QUESTION, max_tokens=15, **sampling)
+    texts_of(alone)
+    others = [engine().add([9] * n, max_tokens=10) for n in (30, 3)]
+    again = engine().add(QUESTION, max_tokens=15, **sampling)
+    texts_of(again, *others)
+    assert again.token_ids == alone.token_ids, f"{sampling}, alone and beside two others"
