@@ -23,7 +23,9 @@ the one that the slot yielded last. The rules:
 5. By then the next step may have a row for it. Throw away what that row yields, also if the slot
    has been given to somebody else meanwhile.
 
-Return the output of each request, by name. Test it with `pytest -x docs/17-overlap/test_exercise.py`.
+Return the output of each request, by name.
+
+Test it with `pytest -x docs/17-overlap/test_exercise.py`.
 """
 
 from dataclasses import dataclass

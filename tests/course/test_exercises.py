@@ -55,7 +55,8 @@ def test_a_solution_passes(chapter: str) -> None:
 
 def test_every_exercise_has_a_stub_a_test_and_a_solution() -> None:
     for name in ("exercise.py", "test_exercise.py", "solution.py"):
-        assert sorted(facts.DOCS.glob(f"[0-9]*/{name}")) == [chapter.folder / name for chapter in CHAPTERS]
+        expected = [chapter.folder / name for chapter in CHAPTERS]
+        assert sorted(facts.DOCS.glob(f"[0-9]*/{name}")) == expected
 
 
 def test_one_chapter_sets_each_exercise() -> None:
