@@ -124,4 +124,5 @@ def _head(node: ast.stmt, lines: list[str]) -> str:
     first, *_ = node.body
     has_docstring = ast.get_docstring(node) is not None
     last = first.end_lineno if has_docstring else first.lineno - 1
-    return dedent("\n".join(lines[node.lineno - 1 : last]))
+    decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
+    return dedent("\n".join(lines[min([node.lineno, *decorators]) - 1 : last]))
