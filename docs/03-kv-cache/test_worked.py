@@ -119,3 +119,17 @@ def test_the_engine_computes_each_token_once_and_the_last_one_never() -> None:
         (output,) = llm.generate("The KV cache keeps", params, use_tqdm=False)
         known = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
         assert llm.stats.num_computed_tokens == known - 1
+
+
+def test_a_latent_is_smaller_than_the_heads_that_are_made_of_it() -> None:
+    # DeepSeek-V3's config.json: kv_lora_rank 512, qk_rope_head_dim 64, qk_nope 128, v_head_dim 128.
+    assert kv_cache.latent_bytes(61, latent=512, rotated=64) == 70_272
+    assert kv_cache.full_bytes(61, heads=128, key_dim=128 + 64, value_dim=128) == 4_997_120
+
+
+def test_a_window_matters_for_texts_that_are_longer() -> None:
+    assert kv_cache.windowed_share(1000, window=1024, windowed=5, layers=6) == 1
+    # One layer of 6 with all 32,768 tokens, five with 1,024.
+    assert kv_cache.windowed_share(32768, 1024, 5, 6) == pytest.approx(
+        (32768 + 5 * 1024) / 6 / 32768
+    )

@@ -43,6 +43,22 @@ def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int)
     return 2 * layers * kv_heads * head_dim * dtype_bytes
 
 
+def full_bytes(layers: int, heads: int, key_dim: int, value_dim: int) -> int:
+    """Of one token in 16 bits, if each head kept its own key and value."""
+    return layers * heads * (key_dim + value_dim) * 2
+
+
+def latent_bytes(layers: int, latent: int, rotated: int) -> int:
+    """Of one token in 16 bits with multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+    return layers * (latent + rotated) * 2
+
+
+def windowed_share(length: int, window: int, windowed: int, layers: int) -> float:
+    """The part of a cache that is needed if so many layers look back no further than a window."""
+    kept = (layers - windowed) * length + windowed * min(window, length)
+    return kept / (layers * length)
+
+
 def growth_table(lengths: list[int], per_token: int) -> str:
     """Markdown: the cache of one sequence at several lengths."""
     rows = [f"| {n:,} | {n * per_token / MIB:,.0f} MiB |" for n in lengths]

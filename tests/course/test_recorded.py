@@ -1,8 +1,10 @@
 """What is recorded on the course's pages is what engine and worked examples say today."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import facts
 import pytest
@@ -60,6 +62,16 @@ def test_a_site_needs_neither_torch_nor_a_model() -> None:
         [sys.executable, "-c", code], cwd=facts.DOCS, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_boxes_and_folded_answers_become_those_of_a_site(page: Path) -> None:
+    text = page.read_text("utf-8")
+    file = SimpleNamespace(src_uri=name(page), url=name(page).replace(".md", ".html"))
+    shown = site_hooks.on_page_markdown(text, SimpleNamespace(file=file), {}, None)
+    assert len(re.findall(r'^\?\?\? question "[^"\n]+"$', shown, re.M)) == text.count("<details ")
+    assert len(re.findall(r'^!!! \w+ "[^"\n]+"$', shown, re.M)) == text.count("> [!")
+    assert "<details" not in shown and "<!-- {{" not in shown
 
 
 def test_values_are_put_beside_what_says_them() -> None:
