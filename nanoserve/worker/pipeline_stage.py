@@ -159,9 +159,9 @@ class Elsewhere(nn.Module):
 def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
     """The layers of each stage, so that the largest has as few weights as can be.
 
-    The head counts as a part of the last one: for each sampled token it is read as a layer is. Of
-    shares that are equally good, the first stages have more. Raises `ValueError` for fewer layers
-    than stages.
+    The head counts as a part of the last one: for each sampled token it is read as a layer is.
+    Where several shares are equally good, the last stages are filled first. Raises `ValueError` for
+    fewer layers than stages.
     """
     num_layers = model_config.num_hidden_layers
     require(
