@@ -26,6 +26,8 @@ _PIECES = re.compile(
 )
 # An HTML comment at the beginning of a line would end a paragraph.
 _COMMENT_FIRST = re.compile(r"(?<=\S)[ \t]*\n[> ]*(?=<!-- \{\{[^\n]*?-->[^\n])")
+# A bar ends a table's cell, in a comment too.
+_CELL_WITH_BAR = re.compile(r"^[> ]*\|.*?<!-- \{\{(?:(?!-->)[^\n])*?\|.*$", re.M)
 _ITEM_BY_COMMENT = re.compile(r"^[> ]*(?:[-*] |\d+\. )?<!-- \{\{[^\n]*?-->[^\n].*$", re.M)
 
 
@@ -76,8 +78,9 @@ def regions(text: str) -> list[Region]:
 def with_values(text: str, value: Callable[[Region], str]) -> str:
     """The text with every value recorded anew.
 
-    Raises `ValueError` if a list's item or a paragraph begins with a number that is computed: in a
-    plain view of the file its comment would end the paragraph there.
+    Raises `ValueError` for what a plain view of the file would show otherwise: a list's item or a
+    paragraph that begins with a computed number, whose comment ends the paragraph; and a bar in the
+    comment of a table's cell, which ends the cell.
     """
 
     def recorded(region: Region) -> str:
@@ -94,6 +97,8 @@ def with_values(text: str, value: Callable[[Region], str]) -> str:
     text = _COMMENT_FIRST.sub(" ", replace_regions(text, recorded))
     if wrong := _ITEM_BY_COMMENT.search(text):
         raise ValueError(f"begin with a word, not with what is computed: {wrong[0][:160]}")
+    if wrong := _CELL_WITH_BAR.search(text):
+        raise ValueError(f"in a table's cell write % and not |format: {wrong[0][-160:]}")
     return text
 
 

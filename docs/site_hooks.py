@@ -112,7 +112,7 @@ def _admonition(found: re.Match[str]) -> str:
 
 
 def _box(mark: str, kind: str, title: str, body: str) -> str:
-    quoted = " ".join(title.split()).replace('"', "'")
+    quoted = re.sub(r"</?code>", "`", " ".join(title.split())).replace('"', "'")
     return f'{mark} {kind} "{quoted}"\n\n{indent(body.strip(chr(10)), "    ")}\n\n'
 
 

@@ -90,6 +90,19 @@ def test_a_number_may_not_begin_an_item() -> None:
         regions.with_values("- {{ 2 }} apples", lambda region: "2")
 
 
+def test_a_bar_may_not_end_a_cell() -> None:
+    with pytest.raises(ValueError, match="write % and not"):
+        regions.with_values('| a | {{ "%.1f"|format(2) }} |', lambda region: "2.0")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_follows_a_folded_answer_is_markdown_again(page: Path) -> None:
+    assert not re.search(r"^</details>\n(?=\S)", page.read_text("utf-8"), re.M)
+    assert "`" not in "".join(
+        re.findall(r"<summary>(.*?)</summary>", page.read_text("utf-8"), re.S)
+    )
+
+
 def test_a_quotation_is_the_source_with_a_link_to_its_file() -> None:
     found = quotes.quote("::: nanoserve.engine.plan.Plan.num_tokens", "docs/06-scheduler/index.md")
     head, code = found.split("\n\n", 1)
