@@ -13,7 +13,8 @@ of the step, one to k + 1 of them.
    target has more than the draft, divided by its sum. Nothing comes behind it.
 3. If all guesses are kept, one more token is drawn, from the last row of `target`.
 4. To draw with a number u: the first token at which the sum of the probabilities, from token 0 on,
-   exceeds u. The number for the only draw of a step is `last_uniform`.
+   exceeds u. If rounding leaves even the last sum at or below u, which is below 1: the last token
+   that has a probability. The number for the only draw of a step is `last_uniform`.
 
 `verify_by_drawing` is nanoserve's rule. `noise` [k + 1, vocabulary] was drawn from Exp(1):
 

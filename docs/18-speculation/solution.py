@@ -21,7 +21,9 @@ def verify_by_rejection(
 
 
 def _draw(probabilities: np.ndarray, u: float) -> int:
-    return int(np.searchsorted(np.cumsum(probabilities), u, side="right"))
+    token_id = int(np.searchsorted(np.cumsum(probabilities), u, side="right"))
+    # Rounding may leave all sums at or below u.
+    return min(token_id, int(probabilities.nonzero()[0][-1]))
 
 
 def verify_by_drawing(target: np.ndarray, noise: np.ndarray, guesses: list[int]) -> list[int]:

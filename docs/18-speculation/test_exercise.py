@@ -66,6 +66,26 @@ def test_without_guesses_a_token_is_drawn() -> None:
     assert found == [1], "no guesses, 0.5 in 0.2, 0.8"
 
 
+def test_the_number_0_keeps_and_draws_nothing_without_probability() -> None:
+    """Numbers come from [0, 1), so 0 is one of them: it is not below a p / q of 0."""
+    target, draft = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.5, 0.5]])
+    found = verify_by_rejection(target, draft, [0], [0.0], 0.0)
+    assert found == [1], "guess 0 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in the residual 0, 1"
+    found = verify_by_rejection(target, draft, [1], [0.0], 0.0)
+    assert found == [1, 1], "guess 1 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in 0, 1"
+    found = verify_by_rejection(target[:1], np.empty((0, 2)), [], [], 0.0)
+    assert found == [1], "no guesses, 0.0 in 0, 1: the sum at token 0 is 0, which does not exceed 0"
+
+
+def test_sums_that_are_rounded_draw_a_token_all_the_same() -> None:
+    """The largest number below 1 may not be below the last sum."""
+    u = 1 - 2.0**-53
+    for tail in ([], [0.0, 0.0]):
+        row = [0.1] * 10 + tail  # in float64, ten times 0.1 is exactly this u
+        found = verify_by_rejection(np.array([row]), np.empty((0, len(row))), [], [], u)
+        assert found == [9], f"no guesses, 1 - 2**-53 in {row}, sums {np.cumsum(row).tolist()}"
+
+
 # ---------------------------------------------------------------- rejection, all cases at once
 
 

@@ -108,6 +108,8 @@ def by_nanoserve(requests: list[Request]) -> Run:
     options = {"num_kv_blocks": CONFIG["num_blocks"], "block_size": CONFIG["block_size"]}
     options |= {"max_num_batched_tokens": CONFIG["budget"], "max_num_seqs": CONFIG["max_num_seqs"]}
     options |= {"long_prefill_token_threshold": CONFIG["threshold"], "num_threads": 1}
+    # All that the pool holds, as in your engine; the model was made for more.
+    options |= {"max_model_len": CONFIG["num_blocks"] * CONFIG["block_size"]}
     options |= {"dtype": "float32", "attention_backend": "torch", "device": "cpu"}
     outputs: dict[str, Any] = {}
     steps: list[Step] = []

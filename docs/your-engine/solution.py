@@ -47,13 +47,11 @@ def read_json(file: Path) -> dict[str, Any]:
 class Model:
     def __init__(self, folder: Path) -> None:
         self.config = read_json(folder / "config.json")
-        weights = load_file(folder / "model.safetensors").items()
-        self.weights = {name.removesuffix(".weight"): x.float() for name, x in weights}
+        loaded = load_file(folder / "model.safetensors").items()
+        self.weights = {name.removesuffix(".weight"): x.float() for name, x in loaded}
         starts = [f"model.layers.{i}." for i in range(self.config["num_hidden_layers"])]
-        self.layers = [
-            {name.removeprefix(p): x for name, x in self.weights.items() if name.startswith(p)}
-            for p in starts
-        ]
+        all_of = self.weights.items()
+        self.layers = [{n[len(p) :]: x for n, x in all_of if n.startswith(p)} for p in starts]
 
     @torch.inference_mode()
     def forward(
@@ -314,9 +312,8 @@ class Batch:
         self.rows, self.pool = rows, pool
         spans = [torch.arange(row.start, row.start + row.n) for row in rows]
         slots = [pool.slots(row.seq.block_table, at) for row, at in zip(rows, spans, strict=True)]
-        self.positions, self.slot_mapping = torch.cat(spans), torch.cat(slots)
-        tokens = [seq.token_ids[start : start + n] for seq, start, n, _ in rows]
-        self.input_ids = torch.tensor([token for part in tokens for token in part])
+        tokens = [torch.tensor(row.seq.token_ids)[at] for row, at in zip(rows, spans, strict=True)]
+        self.input_ids, self.positions, self.slot_mapping = map(torch.cat, (tokens, spans, slots))
         self.cu_seqlens = [0, *accumulate(row.n for row in rows)]
         ends = zip(rows, self.cu_seqlens[1:], strict=True)
         self.output_rows = [end - 1 for row, end in ends if row.catches_up]
@@ -430,5 +427,8 @@ class Engine:
         messages = [{"role": "user", "content": question}]
         prompt = self.template.render(messages=messages, add_generation_prompt=True)
         seq = self.add(prompt, max_tokens, **sampling)
-        while not seq.finish_reason:
-            yield self.step().get(seq, "")
+        try:
+            while not seq.finish_reason:
+                yield self.step().get(seq, "")
+        finally:
+            self.abort(seq)

@@ -65,7 +65,11 @@ def token_of(request: int, length: int) -> int:
 
 
 def check_plans(options: dict[str, int], arrivals: list[Arrival], max_len: int = 60) -> int:
-    """Plan step by step beside the engine's scheduler; how many were preempted. Token 4 is EOS."""
+    """Plan step by step beside the engine's scheduler; how many were preempted. Token 4 is EOS.
+
+    A failure names the case as a call, which replays it in a test of your own.
+    """
+    case = f"check_plans({options}, {arrivals}, {max_len})"
     yours = your_engine.Scheduler(your_engine.Config(**options))
     config = EngineConfig(
         "none",
@@ -89,16 +93,20 @@ def check_plans(options: dict[str, int], arrivals: list[Arrival], max_len: int =
             yours.add(seq)
             ours.add(other)
         plan, expected = yours.schedule(), ours.schedule()
-        case = f"step {num_steps}, Config(**{options}), arrivals {arrivals}"
+        # pytest shows no values here: this is no test module, so the messages must.
+        found = [numbers[seq] for seq in plan.preempted]
+        right = [numbers[seq] for seq in expected.preempted]
+        said = f"step {num_steps}, preempted requests: yours {found}, right {right}; {case}"
+        assert found == right, said
         found = [(numbers[row.seq], row.start, row.n) for row in plan.rows]
         right = [(numbers[row.seq], row.start, row.n) for row in expected.rows]
-        assert found == right, f"rows (request, start, n) of {case}"
-        found = [numbers[seq] for seq in plan.preempted]
-        assert found == [numbers[seq] for seq in expected.preempted], f"preempted in {case}"
+        said = f"step {num_steps}, rows (request, start, n): yours {found}, right {right}; {case}"
+        assert found == right, said
         ours.commit(expected)
         tokens = [token_of(numbers[s.seq], len(s.seq.token_ids)) for s in expected.sampled]
         yours.update(plan, tokens)
         ours.update(expected, [[token] for token in tokens])
         num_steps += 1
-    assert not yours.waiting and not yours.running, f"all have ended: {case}"
+    left = [numbers[seq] for seq in [*yours.waiting, *yours.running]]
+    assert not left, f"all have ended, but yours still has requests {left}; {case}"
     return ours.num_preemptions

@@ -72,6 +72,23 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert blocks.allocate(seq, 6, hits), "three blocks out of three, two of them hits"
 
 
+@stage(4)
+def test_a_sequence_comes_back_after_it_was_freed() -> None:
+    """As a preempted one does: what it publishes then counts from its first block again."""
+    blocks = BlockManager(num_blocks=4, block_size=2)
+    seq = started(blocks, [1, 2, 3, 4, 5])
+    blocks.free(seq)
+    case = "[1, 2, 3, 4, 5] was computed and freed"
+    assert (seq.block_table, seq.num_published) == ([], 0), case
+    blocks.free(started(blocks, [50, 51, 52, 53, 54, 55, 56, 57]))  # takes all four blocks
+    hits = blocks.lookup(seq)
+    assert hits == [], f"{case}; then eight others took all four blocks"
+    assert blocks.allocate(seq, 5, hits), f"{case}, and again: three blocks out of four"
+    blocks.publish(seq, 5)
+    found = blocks.lookup(Sequence([1, 2, 3, 4, 5]))
+    assert found == seq.block_table[:2], f"{case}; others took its blocks, and it came back"
+
+
 class HashOnly(OurBlockManager):
     """The engine's, but a hash is believed.
 
@@ -95,17 +112,23 @@ class Pair:
 @pytest.mark.parametrize("seed", range(40))
 @stage(4)
 def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
-    """Few kinds of tokens, so that wrong hits look right, and small pools, so that they run out."""
+    """Few kinds of tokens, so that wrong hits look right, and small pools, so that they run out.
+
+    Some sequences that were freed come back, as preempted ones do.
+    """
     rng = random.Random(seed)
     vocab, block_size, num_blocks = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
     yours, ours = BlockManager(num_blocks, block_size), HashOnly(num_blocks, block_size)
-    calls, running = [f"blocks = BlockManager({num_blocks}, {block_size})"], []
+    calls, running, freed = [f"blocks = BlockManager({num_blocks}, {block_size})"], [], []
     for i in range(80):
         choice = rng.random()
         if choice < 0.5 or not running:
-            pair = Pair([rng.randrange(vocab) for _ in range(rng.randint(1, 16))])
-            pair.name = f"seq_{i}"
-            calls.append(f"{pair.name} = Sequence({pair.yours.token_ids})")
+            if freed and choice < 0.2:
+                pair = freed.pop(rng.randrange(len(freed)))
+            else:
+                pair = Pair([rng.randrange(vocab) for _ in range(rng.randint(1, 16))])
+                pair.name = f"seq_{i}"
+                calls.append(f"{pair.name} = Sequence({pair.yours.token_ids})")
             hits = ours.lookup(pair.ours)
             calls.append(f"hits = blocks.lookup({pair.name})  # {hits}")
             assert yours.lookup(pair.yours) == hits, "\n".join(calls)
@@ -115,6 +138,7 @@ def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
             wanted = min(pair.computed + rng.randint(0, 5), len(pair.ours.token_ids))
         if pair in running and choice > 0.8:
             running.remove(pair)
+            freed.append(pair)
             calls.append(f"blocks.free({pair.name})")
             yours.free(pair.yours)
             ours.free(pair.ours)

@@ -38,7 +38,7 @@ def test_the_budget_cuts_a_prompt() -> None:
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2, budget=8))
     seq, steps = Sequence(list(range(20)), max_len=22), []
     scheduler.add(seq)
-    while not seq.finish_reason:
+    while not seq.finish_reason and len(steps) < 100:
         plan = scheduler.schedule()
         steps += planned(plan, seq)
         scheduler.update(plan, [9] * sum(row.catches_up for row in plan.rows))
@@ -46,13 +46,27 @@ def test_the_budget_cuts_a_prompt() -> None:
 
 
 @stage(5)
+def test_a_block_is_published_when_a_step_fills_it() -> None:
+    """And not when it is allocated: a twin would read K and V that nobody has computed."""
+    scheduler = Scheduler(Config(**LARGE, max_num_seqs=2, budget=8))
+    seq, twin = Sequence(list(range(20)), max_len=22), Sequence(list(range(20)))
+    scheduler.add(seq)
+    for step, num_blocks in enumerate((2, 4, 4)):  # the last token is never a hit
+        plan = scheduler.schedule()
+        found, right = scheduler.blocks.lookup(twin), seq.block_table[:num_blocks]
+        case = f"lookup of range(20) in step {step} of a prompt of range(20), budget 8"
+        assert found == right, f"{case}: its block table is {seq.block_table}"
+        scheduler.update(plan, [9] * sum(row.catches_up for row in plan.rows))
+
+
+@stage(5)
 def test_rows_of_one_token_come_first() -> None:
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=3, budget=100))
-    a, b, c = Sequence([1, 2, 3]), Sequence([4]), Sequence([5, 6])
-    for seq in (a, b, c):
-        scheduler.add(seq)
-    found = [row.seq for row in scheduler.schedule().rows]
-    assert found == [b, a, c], "prompts of 3, 1 and 2 tokens"
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    for prompt in prompts:
+        scheduler.add(Sequence(list(prompt)))
+    found = [row.seq.token_ids for row in scheduler.schedule().rows]
+    assert found == [[4], [1, 2, 3], [5, 6]], f"the rows of the first step, prompts {prompts}"
 
 
 @stage(5)
@@ -72,21 +86,48 @@ def test_to_finish_is_possible_anywhere_and_twice() -> None:
     scheduler.add(runs)
     scheduler.add(waits)
     scheduler.schedule()
-    for seq in (runs, waits, runs):
-        scheduler.finish(seq, "abort")
-        assert (seq.finish_reason, seq.block_table) == ("abort", []), f"finish({seq})"
-    assert not scheduler.running and not scheduler.waiting, "one ran and one waited"
+    calls = []
+    for name, seq, reason in (
+        ("runs", runs, "abort"),
+        ("waits", waits, "abort"),
+        ("runs", runs, "stop"),
+    ):
+        calls.append(f"finish({name}, {reason!r})")
+        scheduler.finish(seq, reason)
+        assert (seq.finish_reason, seq.block_table) == (reason, []), ", ".join(calls)
+    assert not scheduler.running and not scheduler.waiting, ", ".join(calls)
+
+
+@stage(5)
+def test_who_has_ended_only_gets_another_reason() -> None:
+    """A stop string is seen when a sequence has ended already, perhaps by its length."""
+    scheduler = Scheduler(Config(**LARGE, max_num_seqs=2))
+    ends, stays = Sequence([1, 2, 3], max_len=4), Sequence([4, 5])
+    scheduler.add(ends)
+    scheduler.add(stays)
+    scheduler.update(scheduler.schedule(), [9, 9])
+    assert ends.finish_reason == "length", "a prompt of 3 tokens and one of output, max_len 4"
+    table = list(stays.block_table)
+    scheduler.finish(ends, "stop")
+    case = "finish(seq, 'stop') of a sequence that has ended by its length"
+    assert ends.finish_reason == "stop", case
+    assert ends.token_ids == [1, 2, 3, 9], case
+    assert stays.finish_reason is None and stays.block_table == table, f"{case}: the other one"
+    plan = scheduler.schedule()
+    assert planned(plan, ends, stays) == [0, 1], f"{case}: the next step, of both"
 
 
 @pytest.mark.parametrize("seed", range(40))
 @stage(5)
 def test_it_plans_what_the_engine_plans(seed: int) -> None:
-    rng = random.Random(seed)
+    """The first cases are the smallest."""
+    rng, num_requests = random.Random(seed), 1 + seed * 3 // 10
     max_num_seqs = rng.randint(1, 5)
     options = {"num_blocks": 500, "block_size": rng.randint(1, 4), "max_num_seqs": max_num_seqs}
     options["budget"] = max_num_seqs + rng.choice([0, 1, 5, 30])
-    steps = sorted(rng.randint(0, 30) for _ in range(rng.randint(1, 12)))
+    steps = sorted(rng.randint(0, 3 * num_requests) for _ in range(num_requests))
+    longest = min(30, 6 * num_requests)
     check_plans(
         options,
-        [(at, [rng.randrange(2)] * rng.randint(1, 30), rng.randint(1, 12)) for at in steps],
+        [(at, [rng.randrange(2)] * rng.randint(1, longest), rng.randint(1, 12)) for at in steps],
     )

@@ -1,11 +1,18 @@
 """Stage 6: long prompts in chunks, and who gives way when the pool is empty."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
 from .stages import check_plans, stage
 from .your_engine import Config, Plan, Scheduler, Sequence
+
+
+def named(found: Iterable[Sequence], **names: Sequence) -> list[str]:
+    """Short enough for a message."""
+    by_sequence = {seq: name for name, seq in names.items()}
+    return [by_sequence[seq] for seq in found]
 
 
 def planned(plan: Plan, *sequences: Sequence) -> list[int]:
@@ -37,12 +44,12 @@ def test_the_last_to_arrive_gives_way() -> None:
     scheduler.add(b)
     scheduler.update(scheduler.schedule(), [9, 9])
     plan = scheduler.schedule()
-    case = "prompts of 4 and 8 tokens in three blocks of 4; both need a block for the next"
-    assert plan.preempted == [b], case
-    assert planned(plan, a, b) == [1, 0], case
+    case = "a has 4 and b 8 tokens of prompt, in three blocks of 4; both need one more for the next"
+    assert named(plan.preempted, a=a, b=b) == ["b"], f"preempted: {case}"
+    assert planned(plan, a, b) == [1, 0], f"tokens of each: {case}"
     assert (b.block_table, b.num_computed, b.finish_reason) == ([], 0, None), case
     assert b.token_ids == [2] * 8 + [9], f"{case}: its tokens are kept"
-    assert list(scheduler.waiting) == [b], case
+    assert named(scheduler.waiting, a=a, b=b) == ["b"], f"waiting: {case}"
 
 
 @stage(6)
@@ -53,8 +60,9 @@ def test_it_may_be_the_one_that_needs_the_block() -> None:
     scheduler.add(b)
     scheduler.update(scheduler.schedule(), [9, 9])
     plan = scheduler.schedule()
-    case = "prompts of 2 and 4 tokens in two blocks of 4; the second needs a block"
-    assert (plan.preempted, planned(plan, a, b)) == ([b], [1, 0]), case
+    case = "a has 2 and b 4 tokens of prompt, in two blocks of 4; b needs one more"
+    assert named(plan.preempted, a=a, b=b) == ["b"], f"preempted: {case}"
+    assert planned(plan, a, b) == [1, 0], f"tokens of each: {case}"
 
 
 @stage(6)
@@ -65,25 +73,28 @@ def test_it_comes_back_with_what_is_still_cached() -> None:
     scheduler.add(b)
     scheduler.update(scheduler.schedule(), [9, 9])
     scheduler.update(scheduler.schedule(), [9])  # b has given way, and a has ended
-    (row,) = scheduler.schedule().rows
-    case = "prompts of 4 and 12 tokens in four blocks of 4; a took one of b's"
-    assert (row.seq, row.start, row.n) == (b, 8, 5), case
+    rows = scheduler.schedule().rows
+    case = "a has 4 and b 12 tokens of prompt, in four blocks of 4; a took one of b's and ended"
+    assert named((row.seq for row in rows), a=a, b=b) == ["b"], case
+    assert (rows[0].start, rows[0].n) == (8, 5), f"start and tokens of b's row: {case}"
 
 
 @pytest.mark.parametrize("seed", range(40))
 @stage(6)
 def test_it_plans_what_the_engine_plans(seed: int) -> None:
-    rng = random.Random(seed)
+    """The first cases are the smallest."""
+    rng, num_requests = random.Random(seed), 2 + seed // 3
     max_num_seqs, block_size = rng.randint(2, 6), rng.randint(1, 4)
     alone = -(-40 // block_size)  # blocks of the longest sequence
     options = {"num_blocks": alone + rng.randint(0, alone), "block_size": block_size}
     options |= {"max_num_seqs": max_num_seqs, "threshold": rng.choice([0, 0, 1, 5])}
     options["budget"] = max_num_seqs + rng.choice([0, 1, 10, 40])
-    steps = sorted(rng.randint(0, 25) for _ in range(15))
+    steps = sorted(rng.randint(0, 2 * num_requests) for _ in range(num_requests))
+    longest = min(30, 10 + seed)
     check_plans(
         options,
         [
-            (at, [rng.randrange(2) for _ in range(rng.randint(1, 30))], rng.randint(1, 40))
+            (at, [rng.randrange(2) for _ in range(rng.randint(1, longest))], rng.randint(1, 40))
             for at in steps
         ],
         max_len=40,
@@ -96,4 +107,4 @@ def test_the_random_cases_preempt() -> None:
     options = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 5, "budget": 20}
     arrivals = [(i, [i % 3] * 6, 10) for i in range(8)]
     found = check_plans(options, arrivals, max_len=20)
-    assert found > 3, f"{found} preemptions with Config(**{options}), arrivals {arrivals}"
+    assert found > 3, f"check_plans({options}, {arrivals}, 20) found {found} preemptions"

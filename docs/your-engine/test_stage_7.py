@@ -9,6 +9,11 @@ from .stages import model, naive_logits, stage
 from .your_engine import Batch, Pool, Row, Sequence, run
 
 
+def differs(found: torch.Tensor, token_ids: list[int]) -> float:
+    """From the logits behind these tokens alone, by a pass over all of them."""
+    return float((found - naive_logits(token_ids)).abs().max())
+
+
 def row(seq: Sequence, n: int) -> Row:
     return Row(seq, seq.num_computed, n, seq.num_computed + n == len(seq.token_ids))
 
@@ -35,6 +40,20 @@ def test_a_step_in_which_nobody_catches_up_has_no_logits() -> None:
     assert found.shape == (0, model().config["vocab_size"]), "two of four tokens"
 
 
+@pytest.mark.parametrize("sharer_first", [False, True])
+@stage(7)
+def test_a_block_may_be_filled_and_read_in_one_step(sharer_first: bool) -> None:
+    """One row has hits that another one computes now, be it in front of that or behind it."""
+    begins = Sequence([*range(300, 333)], block_table=[9, 2, 7, 1, 12, 4, 11, 3, 10])
+    shares = Sequence([*range(300, 332), 7], num_computed=32)
+    shares.block_table = [*begins.block_table[:8], 5]
+    rows = [row(shares, 1), row(begins, 33)] if sharer_first else [row(begins, 33), row(shares, 1)]
+    case = f"run(model, Pool(model, 12, 4), {rows})"
+    for each, found in zip(rows, run(model(), Pool(model(), 12, 4), rows), strict=True):
+        difference = differs(found, each.seq.token_ids)
+        assert difference < 1e-3, f"the row of {each.n} tokens is off by {difference} in {case}"
+
+
 @pytest.mark.parametrize("seed", range(4))
 @stage(7)
 def test_neighbours_do_not_see_each_other(seed: int) -> None:
@@ -54,8 +73,7 @@ def test_neighbours_do_not_see_each_other(seed: int) -> None:
         ending = [each for each in rows if each.catches_up]
         assert len(logits) == len(ending), case
         for each, found in zip(ending, logits, strict=True):
-            difference = (found - naive_logits(each.seq.token_ids)).abs().max()
-            assert difference < 1e-3, f"{each.seq.token_ids} of {case}"
+            assert differs(found, each.seq.token_ids) < 1e-3, f"{each.seq.token_ids} of {case}"
         for seq, _, n, _ in rows:
             seq.num_computed += n
     assert torch.equal(pool.gather(0, [0], 1)[0], torch.zeros_like(pool.gather(0, [0], 1)[0])), (

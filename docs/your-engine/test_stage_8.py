@@ -95,6 +95,19 @@ def test_draws_have_the_probabilities_of_the_chapter(
     assert logits.tolist() == pytest.approx([2.0, 1.0, 0.5, 0.1]), f"{case} changed the logits"
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@stage(8)
+def test_the_noise_is_that_of_the_new_tokens_position(temperature: float) -> None:
+    """Behind n tokens that is position n, which makes a preempted sequence draw the same again."""
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    for seed in range(8):
+        seq = Sequence([7] * (seed + 3), temperature=temperature, seed=seed)
+        case = f"Sequence({seq.token_ids}, temperature={temperature}, seed={seed})"
+        right = int((logits / temperature - log_noise(seed, seed + 3, 300)).argmax())
+        found = draw(logits, seq)
+        assert found == right, f"draw(torch.randn(300, generator of seed 0), {case})"
+
+
 @stage(8)
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     logits = torch.zeros(500)

@@ -3,8 +3,10 @@
 import random
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 
 import pytest
+from tokenizers import Tokenizer
 
 from .compare import CHECKPOINT
 from .stages import QUESTION, naive_tokens, stage
@@ -36,6 +38,11 @@ def texts_of(*sequences: Sequence) -> list[str]:
         for seq, piece in engine().step().items():
             texts[seq] += piece
     raise AssertionError(f"500 steps were not enough for {sequences}")
+
+
+def until_eos(seq: Sequence, tokens: list[int]) -> list[int]:
+    """What of `tokens` joins `seq`."""
+    return list(takewhile(lambda token: token not in seq.eos, tokens))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +94,21 @@ def test_requests_that_share_steps_get_what_they_get_alone() -> None:
     sequences = [engine().add(prompt, max_tokens=20) for prompt in prompts]
     texts_of(*sequences)
     for prompt, seq in zip(prompts, sequences, strict=True):
-        found, expected = seq.token_ids[len(prompt) :], naive_tokens(tuple(prompt), 20)
-        ends = [i for i, token in enumerate(expected) if token in seq.eos]
-        expected = expected[: ends[0]] if ends else expected
-        assert found == expected, f"the tokens behind {prompt}, one of {prompts}"
+        expected = until_eos(seq, naive_tokens(tuple(prompt), 20))
+        case = f"the tokens behind {prompt}, one of {prompts}"
+        assert seq.token_ids[len(prompt) :] == expected, case
+
+
+@stage(9)
+def test_a_prompt_may_begin_with_blocks_of_the_same_step() -> None:
+    """The second one's row, of one token, comes first, and reads what the first one computes."""
+    long, short = [*range(600, 620)], [*range(600, 616), 7]
+    sequences = [engine().add(prompt, max_tokens=6) for prompt in (long, short)]
+    texts_of(*sequences)
+    for prompt, seq in zip((long, short), sequences, strict=True):
+        expected = until_eos(seq, naive_tokens(tuple(prompt), 6))
+        case = f"the tokens behind {prompt}; {long} and {short} came together"
+        assert seq.token_ids[len(prompt) :] == expected, case
 
 
 @pytest.mark.parametrize("stop", ["values", "and v", "KV", " of all"])
@@ -105,12 +123,50 @@ def test_a_stop_string_ends_the_text_before_it(stop: str) -> None:
 
 
 @stage(9)
+def test_a_stop_string_on_the_last_token_is_the_reason() -> None:
+    """The token that ends it by its length completes the stop string, too."""
+    first = engine().add(QUESTION, stop=("keys",))
+    texts_of(first)
+    num_tokens = len(first.token_ids) - first.num_prompt
+    seq = engine().add(QUESTION, max_tokens=num_tokens, stop=("keys",))
+    (text,) = texts_of(seq)
+    case = f"add({QUESTION!r}, max_tokens={num_tokens}, stop=('keys',))"
+    assert text == "The KV cache keeps the ", case
+    assert seq.finish_reason == "stop", f"{case}: the last of the tokens makes 'keys'"
+
+
+@stage(9)
 def test_characters_are_never_shown_in_halves() -> None:
     """The answer has Chinese in it, whose characters are several tokens each."""
     pieces = list(engine().chat("什么是KV缓存？"))
     case = f"chat('什么是KV缓存？') gave {pieces}"
     assert any("\u4e00" <= character <= "\u9fff" for character in "".join(pieces)), case
     assert "\ufffd" not in "".join(pieces), f"half a character: {case}"
+
+
+@stage(9)
+def test_half_a_character_is_shown_when_nothing_follows() -> None:
+    """Nothing is held back for ever: the pieces are the text of all tokens."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    prompt = QUESTION.replace("What is a KV cache?", "什么是KV缓存？")
+    num_halves = 0
+    for num_tokens in range(18, 26):
+        seq = engine().add(prompt, max_tokens=num_tokens)
+        (text,) = texts_of(seq)
+        right = tokenizer.decode(seq.token_ids[seq.num_prompt :])
+        assert text == right, f"the text of add({prompt!r}, max_tokens={num_tokens})"
+        num_halves += text.endswith("\ufffd")
+    assert num_halves, f"18 to 25 tokens behind {prompt!r}: one of these ends is half a character"
+
+
+@stage(9)
+def test_who_stops_listening_to_chat_aborts() -> None:
+    pieces = engine().chat("What is a KV cache?")
+    next(pieces)
+    pieces.close()
+    case = "pieces = chat('What is a KV cache?'); next(pieces); pieces.close()"
+    left = len(engine().scheduler.running) + len(engine().scheduler.waiting)
+    assert left == 0, f"{case}: {left} requests are left"
 
 
 @stage(9)
@@ -132,6 +188,19 @@ def test_a_prompt_that_cannot_run_is_refused(length: int) -> None:
     with pytest.raises(ValueError):
         engine().add([1] * length)
     assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
+
+
+@stage(9)
+def test_a_request_ends_where_the_pool_does() -> None:
+    """Else it lacks a block that nobody can give it, and preempts itself for ever."""
+    seq, num_steps = engine().add([5] * 150, max_tokens=100), 0
+    seq.eos = frozenset()  # whatever the model says
+    while not seq.finish_reason and num_steps < 50:
+        engine().step()
+        num_steps += 1
+    case = "add([5] * 150, max_tokens=100) in a pool of 160 tokens, no token is EOS"
+    found = (seq.finish_reason, len(seq.token_ids))
+    assert found == ("length", 160), f"reason and tokens after {num_steps} steps: {case}"
 
 
 @stage(9)

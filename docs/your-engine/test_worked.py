@@ -34,7 +34,7 @@ def test_a_stage_has_a_test_and_a_chapter() -> None:
         "Chapter [4](../04-paging/index.md); about 30 minutes; difficulty 1 of 3; leads to stage 7."
     )
     assert "leads to stages 2, 3 and 7." in worked.facts_of(1)
-    assert worked.hours() == "8 hours"  # 470 minutes
+    assert worked.hours() == "8 hours"  # 485 minutes
 
 
 def test_the_comparison_is_of_a_run_with_preemptions_and_hits() -> None:

@@ -27,10 +27,10 @@ STAGES = (
     Stage(3, ("04-paging",), "a pool of blocks", 30, 1, "7"),
     Stage(4, ("05-block-manager",), "who owns which block; prefix cache", 60, 3, "5"),
     Stage(5, ("06-scheduler",), "who runs, and how many tokens of each", 60, 2, "6 and 9"),
-    Stage(6, ("07-preemption",), "chunks and preemption", 30, 3, "9"),
-    Stage(7, ("08-packed-batch",), "a step as one packed batch", 45, 2, "9"),
+    Stage(6, ("07-preemption",), "chunks and preemption", 45, 3, "9"),
+    Stage(7, ("08-packed-batch",), "a step as one packed batch", 30, 2, "9"),
     Stage(8, ("11-sampling",), "temperature, top-k, top-p, seeds", 45, 2, "9"),
-    Stage(9, ("12-output", "13-request-life"), "the loop, and the text", 60, 2, "10"),
+    Stage(9, ("12-output", "13-request-life"), "the loop, and the text", 75, 2, "10"),
     Stage(10, ("15-benchmarking",), "the comparison with nanoserve", 30, 2, "nanoserve itself"),
 )
 

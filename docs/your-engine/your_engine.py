@@ -234,7 +234,9 @@ class BlockManager:
         raise NotImplementedError("stage 4")
 
     def free(self, seq: Sequence) -> None:
-        """Give back all blocks of `seq`, the last one first; its table is empty then.
+        """Give back all blocks of `seq`, the last one first.
+
+        Its table is empty then and `num_published` is 0: if it comes back, it begins anew.
 
         A block is free when it stands in no table. If it is published, it goes to the end of the
         free queue, else to the front.
@@ -282,7 +284,10 @@ class Scheduler:
         raise NotImplementedError("stage 5")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is: out of its queue, its blocks free. It may have ended."""
+        """End a sequence, wherever it is: out of its queue, its blocks free.
+
+        If it has ended already, only the reason is replaced.
+        """
         raise NotImplementedError("stage 5")
 
     def share(self, seq: Sequence, budget: int) -> int:
@@ -358,7 +363,8 @@ def draw(logits: Tensor, seq: Sequence) -> int:
     """The next token of `seq`, from its settings and logits [vocab_size], which stay as they are.
 
     At temperature 0 the most likely one. Else the largest of logits / temperature - noise among
-    those that are kept, with the noise of its seed and of the position of the new token.
+    those that are kept, with the noise of its seed and of the position of the new token, which
+    is len(seq.token_ids).
     """
     raise NotImplementedError("stage 8")
 
@@ -405,7 +411,8 @@ class Engine:
         """One step: what is new in the text of each sequence that got a token.
 
         {} if there was nothing to do. The pieces of a sequence together are its text: no piece has
-        half a character or what may become a stop string. A stop string ends it ("stop").
+        half a character or what may become a stop string, unless it is the last. A stop string ends
+        it ("stop"), even if it has just ended by its length.
         """
         raise NotImplementedError("stage 9")
 
@@ -414,5 +421,10 @@ class Engine:
         raise NotImplementedError("stage 9")
 
     def chat(self, question: str, max_tokens: int = 100, **sampling: Any) -> Iterator[str]:
-        """The answer to `question`, as a user's message in the chat template, piece by piece."""
+        """The answer to `question`, as a user's message in the chat template, piece by piece.
+
+        The template wants `messages=[{"role": ..., "content": ...}]`, with the role "user", and
+        `add_generation_prompt=True`. If the caller stops listening (which closes this generator),
+        the request is aborted.
+        """
         raise NotImplementedError("stage 9")

@@ -165,6 +165,7 @@ def test_our_engine_compares_and_serves() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for what in ("greedy tokens: 12 of 12", "steps: ", "ratio", "lines of code"):
         assert what in done.stdout, done.stdout
+    assert "max_model_len lowered" not in done.stdout + done.stderr
     answer = python("docs/your-engine/serve.py", "What is a KV cache?", "--solution").stdout
     assert answer.startswith("The KV cache keeps the keys and values"), answer
 
