@@ -45,6 +45,9 @@ class Term:
         return self.zh if language == "zh" else self.en
 
 
+Terms = tuple[Term, ...]
+
+
 @dataclass(frozen=True)
 class Turn:
     """One question of the user and the answer that the model should give, word for word."""
@@ -62,14 +65,14 @@ class Probe:
 
 
 @cache
-def load_glossary() -> tuple[Term, ...]:
+def load_glossary() -> Terms:
     """The glossary, in file order."""
     entries = json.loads(GLOSSARY_PATH.read_text(encoding="utf-8"))
     return tuple(Term(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in entries)
 
 
 @cache
-def trained_terms() -> tuple[Term, ...]:
+def trained_terms() -> Terms:
     """The terms of the glossary that the bundled weights were trained on."""
     names = set(json.loads(TRAINED_PATH.read_text(encoding="utf-8")))
     return tuple(term for term in load_glossary() if term.term in names)
@@ -199,10 +202,13 @@ def unknown_turn(rng: random.Random, topics: dict[str, tuple[str, ...]]) -> Turn
     return Turn(question, phrasings.UNKNOWN_ANSWER[language])
 
 
-def training_turns(seed: int) -> Iterator[Turn]:
-    """Turns without end. Every term comes in both languages before any term comes again."""
+def training_turns(seed: int, terms: Terms | None = None) -> Iterator[Turn]:
+    """Turns without end. Every term comes in both languages before any term comes again.
+
+    terms: those that are asked for; without it the whole glossary.
+    """
     rng = random.Random(seed)
-    questions = [(term, language) for term in load_glossary() for language in LANGUAGES]
+    questions = [(term, language) for term in terms or load_glossary() for language in LANGUAGES]
     pairs, _ = addition_pairs()
     kinds, weights = list(TURN_WEIGHTS), list(TURN_WEIGHTS.values())
     remaining: list[tuple[Term, str]] = []
@@ -260,7 +266,7 @@ def probe(turns: list[Turn], system: str | None = None) -> Probe:
     return Probe(as_messages(turns, system)[:-1], turns[-1].answer)
 
 
-def glossary_probes(seed: int) -> dict[str, list[Probe]]:
+def glossary_probes(seed: int, terms: Terms) -> dict[str, list[Probe]]:
     """Every term in both languages: three seen wordings drawn, and all three unseen ones."""
     rng = random.Random(seed)
     sets: dict[str, list[Probe]] = {}
@@ -268,24 +274,29 @@ def glossary_probes(seed: int) -> dict[str, list[Probe]]:
         for split, wordings in (("seen", (None,) * 3), ("unseen", phrasings.UNSEEN[language])):
             sets[f"glossary {language} {split}"] = [
                 probe([glossary_turn(rng, term, language, wording)])
-                for term in load_glossary()
+                for term in terms
                 for wording in wordings
             ]
     return sets
 
 
-def any_glossary_turns(rng: random.Random) -> list[Turn]:
+def any_glossary_turns(rng: random.Random, terms: Terms) -> list[Turn]:
     """Every term in both languages once, three questions in four in an unseen wording."""
     return [
         glossary_turn(rng, term, language, rng.choice((None, *phrasings.UNSEEN[language])))
-        for term in load_glossary()
+        for term in terms
         for language in LANGUAGES
     ]
 
 
-def evaluation_sets(seed: int = 2) -> dict[str, list[Probe]]:
-    """All evaluation items by the name of their share."""
-    sets = glossary_probes(seed)
+def evaluation_sets(seed: int = 2, terms: Terms | None = None) -> dict[str, list[Probe]]:
+    """All evaluation items by the name of their share.
+
+    terms: those that the model was trained on; without it the bundled model's. The glossary may
+    have newer ones.
+    """
+    terms = terms or trained_terms()
+    sets = glossary_probes(seed, terms)
     rng = random.Random(seed + 1)
     unseen_pairs = addition_pairs()[1]
     sets["addition unseen pairs"] = [probe([addition_turn(rng, pair)]) for pair in unseen_pairs]
@@ -295,11 +306,12 @@ def evaluation_sets(seed: int = 2) -> dict[str, list[Probe]]:
         ("unknown unseen topics", phrasings.UNKNOWN_TOPICS_UNSEEN),
     ):
         sets[name] = [probe([unknown_turn(rng, topics)]) for _ in range(100)]
-    history = training_turns(seed + 2)
-    fifth = any_glossary_turns(rng)
+    history = training_turns(seed + 2, terms)
+    fifth = any_glossary_turns(rng, terms)
     fifth += [addition_turn(rng, pair) for pair in rng.sample(unseen_pairs, 60)]
     sets["multi-turn, 5th turn"] = [probe([*islice(history, 4), turn]) for turn in fifth]
     sets["after a system message"] = [
-        probe([turn], rng.choice(phrasings.SYSTEM_MESSAGES)) for turn in any_glossary_turns(rng)
+        probe([turn], rng.choice(phrasings.SYSTEM_MESSAGES))
+        for turn in any_glossary_turns(rng, terms)
     ]
     return sets

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.corpus import Message, Probe, evaluation_sets
+from nanoserve.tiny_qwen3.corpus import Message, Probe, Terms, evaluation_sets
 
 Generate = Callable[[list[list[Message]], int], list[str]]
 
@@ -34,18 +34,19 @@ class Share:
         return self.total - len(self.misses)
 
 
-def evaluate(generate: Generate, every: int = 1) -> dict[str, Share]:
+def evaluate(generate: Generate, every: int = 1, terms: Terms | None = None) -> dict[str, Share]:
     """Ask every evaluation item once and compare whole strings.
 
     Args:
         generate: takes conversations and the largest number of new tokens; returns one greedy
             answer per conversation, in order, without special tokens.
         every: ask only each ``every``-th item of a set, for a quick look.
+        terms: those that the model was trained on; without it the bundled model's.
 
     Returns:
         The share of each evaluation set by its name, in the order of ``evaluation_sets``.
     """
-    sets = evaluation_sets()
+    sets = evaluation_sets(terms=terms)
     probes = [(name, probe) for name, group in sets.items() for probe in group[::every]]
     # All sets are asked in one shuffled call: a batch then mixes lengths, languages and turns.
     random.Random(0).shuffle(probes)

@@ -310,7 +310,7 @@ def main() -> None:
     save(model, tokenizer, args.output)
     # Judge what is shipped: the weights as rounded to bf16, computed in float32.
     rounded = Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
-    shares = evaluate(transformers_generate(rounded, tokenizer))
+    shares = evaluate(transformers_generate(rounded, tokenizer), terms=load_glossary())
     card = model_card(shares, facts(rounded, recipe, minutes))
     (args.output / "README.md").write_text(card, encoding="utf-8")
     print(as_table(shares))

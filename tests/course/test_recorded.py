@@ -49,9 +49,13 @@ def test_every_picture_of_a_chapter_is_drawn_by_code_and_shown() -> None:
 @pytest.mark.parametrize("scenario", sorted(scenarios()))
 def test_a_recorded_run_is_what_the_engine_decides_today(scenario: str) -> None:
     recorded = record.decisions(run_file(scenario).read_text("utf-8"))
-    assert recorded == record.decisions(record.run_again(scenario)), (
-        "run `python docs/record.py --runs`"
-    )
+    try:
+        again = record.run_again(scenario)
+    except ValueError as error:
+        if "pip install" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert recorded == record.decisions(again), "run `python docs/record.py --runs`"
 
 
 def test_a_site_needs_neither_torch_nor_a_model() -> None:
