@@ -115,8 +115,7 @@ def _signatures(symbol: str, options: dict[str, Any]) -> str:
 
 
 def _text(node: ast.stmt, lines: list[str]) -> str:
-    decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
-    return dedent("\n".join(lines[min([node.lineno, *decorators]) - 1 : node.end_lineno]))
+    return dedent("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
 
 
 def _head(node: ast.stmt, lines: list[str]) -> str:
@@ -124,5 +123,9 @@ def _head(node: ast.stmt, lines: list[str]) -> str:
     first, *_ = node.body
     has_docstring = ast.get_docstring(node) is not None
     last = first.end_lineno if has_docstring else first.lineno - 1
-    decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
-    return dedent("\n".join(lines[min([node.lineno, *decorators]) - 1 : last]))
+    return dedent("\n".join(lines[_first_line(node) - 1 : last]))
+
+
+def _first_line(node: ast.stmt) -> int:
+    """Its number, decorators included."""
+    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])

@@ -139,7 +139,8 @@ def _source_page(name: str) -> str:
         lexer = get_lexer_for_filename("plain.txt")
     look = {"linenos": "table", "lineanchors": "L", "anchorlinenos": True, "title": name}
     page = highlight(text, lexer, HtmlFormatter(full=True, style="default", **look))
-    return page.replace("L-", "L")  # as in the file views of repositories
+    # Line 7 is #L7, as in the file views of repositories.
+    return re.sub(r'((?:id|name|href)="#?L)-(\d+")', r"\1\2", page)
 
 
 def _from_page(target: str, url: str) -> str:
