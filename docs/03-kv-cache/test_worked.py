@@ -71,7 +71,7 @@ def test_a_cache_saves_projections(n: int, without: int) -> None:
 
 
 def test_the_table_of_projections() -> None:
-    row = "| 1,000 | 500,500 | 1,000 | 500,500 |"
+    row = "| 1,000 | 500,500 | 1,000 | 167,167,000 | 500,500 |"
     assert kv_cache.projections_table([1, 1000]).splitlines()[3] == row
 
 
@@ -125,6 +125,12 @@ def test_a_latent_is_smaller_than_the_heads_that_are_made_of_it() -> None:
     # DeepSeek-V3's config.json: kv_lora_rank 512, qk_rope_head_dim 64, qk_nope 128, v_head_dim 128.
     assert kv_cache.latent_bytes(61, latent=512, rotated=64) == 70_272
     assert kv_cache.full_bytes(61, heads=128, key_dim=128 + 64, value_dim=128) == 4_997_120
+
+
+def test_groups_keep_the_blocks_of_a_window() -> None:
+    rows = kv_cache.groups_table([1024, 32768], window=1024, block_size=16, windowed=5)
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
+    assert cells == [["1,024", "64", "64", "100 %"], ["32,768", "2,048", "65", "19 %"]]
 
 
 def test_a_window_matters_for_texts_that_are_longer() -> None:

@@ -59,6 +59,21 @@ def windowed_share(length: int, window: int, windowed: int, layers: int) -> floa
     return kept / (layers * length)
 
 
+def groups_table(lengths: list[int], window: int, block_size: int, windowed: int) -> str:
+    """Markdown: blocks of a text in cache groups of equally many layers, all but one of windows."""
+    lines = [
+        "| tokens | the full group | each group of windows | all, of a cache without windows |"
+    ]
+    lines.append("|---:|---:|---:|---:|")
+    for length in lengths:
+        full = -(-length // block_size)
+        # A window that begins within a block needs that block, too.
+        seen = min(full, -(-window // block_size) + 1)
+        share = (full + windowed * seen) / ((windowed + 1) * full)
+        lines.append(f"| {length:,} | {full:,} | {seen:,} | {100 * share:.0f} % |")
+    return "\n".join(lines)
+
+
 def growth_table(lengths: list[int], per_token: int) -> str:
     """Markdown: the cache of one sequence at several lengths."""
     rows = [f"| {n:,} | {n * per_token / MIB:,.0f} MiB |" for n in lengths]
@@ -98,11 +113,12 @@ def scores(num_tokens: int) -> int:
 
 def projections_table(lengths: list[int]) -> str:
     """Markdown: K and V computed without and with a cache, and the pairs that attention needs."""
-    lines = ["| tokens | K, V without cache | with cache | query-key pairs with cache |"]
-    lines.append("|---:|---:|---:|---:|")
+    lines = ["| tokens | K, V without cache | with cache | pairs without cache | with cache |"]
+    lines.append("|---:|---:|---:|---:|---:|")
     for n in lengths:
         without, with_cache = projections(n, cached=False), projections(n, cached=True)
-        lines.append(f"| {n:,} | {without:,} | {with_cache:,} | {scores(n):,} |")
+        pairs = sum(map(scores, range(1, n + 1)))  # each step anew, for all tokens so far
+        lines.append(f"| {n:,} | {without:,} | {with_cache:,} | {pairs:,} | {scores(n):,} |")
     return "\n".join(lines)
 
 
