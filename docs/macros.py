@@ -24,6 +24,7 @@ for folder in (DOCS, DOCS.parent / "benchmarks"):
 import api_tables  # noqa: E402
 import facts  # noqa: E402
 from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
+from tables import table  # noqa: E402
 
 from nanoserve.tiny_qwen3.corpus import load_glossary, trained_terms  # noqa: E402
 
@@ -198,9 +199,3 @@ def own_options() -> str:
 def slug(term: str) -> str:
     """The anchor of a term: lower case, spaces as hyphens, other punctuation gone."""
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", term.lower())).strip("-")
-
-
-def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    rule = ("---",) * len(head)
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (head, rule, *rows)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)

@@ -94,7 +94,7 @@ def value(region: Region, page: Path) -> str:
     """What stands on the page for an expression or a quotation of source."""
     if region.expression is None:
         return quote(region.said, page.relative_to(facts.ROOT).as_posix())
-    return _template(region.said).render({**_names(), "trace": lambda name: _run_shown(name, page)})
+    return _template(region.said).render(_names())
 
 
 def run_again(name: str) -> str:
@@ -116,7 +116,7 @@ def decisions(run: str) -> list[Any]:
     return [decided(json.loads(line)) for line in run.splitlines()]
 
 
-def _run_shown(name: str, page: Path) -> str:
+def _run_shown(name: str) -> str:
     run = run_file(name)
     words = name.replace("_", " ")
     return (
@@ -129,7 +129,7 @@ def _run_shown(name: str, page: Path) -> str:
 
 @cache
 def _names() -> dict[str, Any]:
-    return macros.names()
+    return {**macros.names(), "trace": _run_shown}
 
 
 @cache

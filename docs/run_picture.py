@@ -14,7 +14,7 @@ _CHUNK, _TOKEN, _GUESSES = svg.PALE_BLUE, svg.PALE_GREEN, svg.PALE_PURPLE
 def run_picture(path: Path) -> str:
     """The text of an SVG: who waits, computes a part of a prompt, decodes, or is preempted."""
     trace = read_trace(path)
-    arrived = {new["seq"]: step["step"] for step in trace.steps for new in step["arrived"]}
+    arrived = [new["seq"] for step in trace.steps for new in step["arrived"]]
     lines = {seq: _TOP + _LINE * place for place, seq in enumerate(arrived)}
     bottom = _TOP + _LINE * len(lines)
     title = f"{path.stem.replace('-', ' ')}: who computes what in each step"

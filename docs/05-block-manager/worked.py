@@ -6,6 +6,8 @@ the three calls that the scheduler makes: lookup, allocate, register.
 
 import math
 
+from tables import table
+
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.scheduler import Scheduler
@@ -45,7 +47,7 @@ def reference_counts(prefix_len: int, own_len: int, block_size: int) -> str:
         manager.free(seq)
         columns.append([manager._ref_counts[block] for block in blocks])
     rows = [(block, holds[block], *counts) for block, *counts in zip(blocks, *columns, strict=True)]
-    return _table(("block", "holds", "A and B run", "A has ended", "B has ended"), rows)
+    return table(("block", "holds", "A and B run", "A has ended", "B has ended"), rows)
 
 
 def life_of_a_block(block_size: int) -> str:
@@ -63,7 +65,7 @@ def life_of_a_block(block_size: int) -> str:
     rows.append(_state("B ends", manager, block))
     _run(manager, range(_OTHER, _OTHER + 2 * block_size - 1))
     rows.append(_state("C needs the whole pool", manager, block))
-    return _table(("what happens", "reference count", "in the free queue", "found by lookup"), rows)
+    return table(("what happens", "reference count", "in the free queue", "found by lookup"), rows)
 
 
 def blocks_left(prompt_blocks: int, taken: int, tail_first: bool) -> int:
@@ -111,7 +113,7 @@ def shortage(num_blocks: int, cached_blocks: int, prompt_len: int, block_size: i
         ("`allocate` returns", manager.allocate(seq, prompt_len, hits)),
         ("blocks in the free queue after it", manager.num_free_blocks),
     ]
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def same_step_tokens(prompt_len: int, num_requests: int, block_size: int) -> str:
@@ -217,8 +219,3 @@ def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str
 
     is_published = yes(manager.is_published(block))
     return event, manager._ref_counts[block], yes(block in manager._free), is_published
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -6,6 +6,8 @@ same one, and ends nothing: sequences end by their length.
 
 from string import ascii_uppercase
 
+from tables import table
+
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Row
 from nanoserve.engine.recovery import restart
@@ -59,7 +61,7 @@ def catching_up(prompt_len: int, max_tokens: int, budget: int) -> str:
         n = _step(scheduler)[seq]
         rows.append((len(rows) + 1, computed, known, n, seq.num_tokens - known))
     header = ("step", "`num_computed_tokens`", "`num_tokens`", "planned", "new tokens after it")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def budget_shares(prompt_lens: list[int], max_tokens: int, budget: int) -> str:
@@ -79,7 +81,7 @@ def budget_shares(prompt_lens: list[int], max_tokens: int, budget: int) -> str:
         ]
         rows.append((len(rows) + 1, *cells, budget - sum(plan.values())))
     names = [seq.request_id for seq in requests]
-    return _table(("step", *names, "left of the budget"), rows)
+    return table(("step", *names, "left of the budget"), rows)
 
 
 def service_order(priorities: list[int], policy: str) -> str:
@@ -107,7 +109,7 @@ def first_steps(prompt_lens: list[int], max_tokens: int, num_kv_blocks: int) -> 
             first.setdefault(seq, step)
     needed = scheduler.block_manager.blocks_needed
     rows = [(seq.request_id, needed(seq.num_prompt_tokens), first[seq]) for seq in requests]
-    return _table(("request", "blocks of its prompt", "first step"), rows)
+    return table(("request", "blocks of its prompt", "first step"), rows)
 
 
 def undone(decoding_len: int, new_len: int) -> str:
@@ -125,7 +127,7 @@ def undone(decoding_len: int, new_len: int) -> str:
     states.append(_state(scheduler, a, b, scheduler.schedule().rows))
     names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")
     header = ("", "before the step", "planned", "undone", "planned again")
-    return _table(header, list(zip(names, *states, strict=True)))
+    return table(header, list(zip(names, *states, strict=True)))
 
 
 def _state(
@@ -164,8 +166,3 @@ def _step(scheduler: Scheduler) -> dict[Sequence, int]:
     scheduler.commit(plan)
     scheduler.update(plan, [[7] for _ in plan.sampled])
     return {row.seq: row.n for row in plan.rows}
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from string import ascii_uppercase
 
+from tables import table
+
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.plan import Plan
@@ -69,7 +71,7 @@ def mixed_steps(decoding: int, prompt_len: int, next_prompt_len: int, threshold:
         rows.append((len(rows) + 1, *cells, sum(plan.values())))
         short = short or _add(scheduler, next_prompt_len)
     names = ", ".join(seq.request_id for seq in others)
-    return _table(("step", f"{names} decode", "long prompt", "short prompt", "tokens"), rows)
+    return table(("step", f"{names} decode", "long prompt", "short prompt", "tokens"), rows)
 
 
 def step_seconds(num_tokens: int, model: str, gpu: str) -> float:
@@ -92,7 +94,7 @@ def chunk_table(prompt_len: int, decoding: int, sizes: list[int], model: str, gp
         times = [1000 * step_seconds(n + decoding, model, gpu) for n in lengths]
         rows.append((f"{size:,}", len(lengths), f"{max(times):.1f} ms", f"{sum(times):.0f} ms"))
     header = ("chunk", "steps", "longest gap between two tokens", "first token of the newcomer")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
@@ -108,7 +110,7 @@ def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str
         waiting = _names(scheduler.waiting)
         rows.append((len(rows) + 1, planned, _names(plan.preempted), waiting, free))
     header = ("step", "planned", "preempted", "waiting after it", "free blocks after it")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def head_of_the_queue(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
@@ -125,7 +127,7 @@ def head_of_the_queue(requests: list[tuple[int, int]], num_kv_blocks: int) -> st
         wanted = (head.request_id, needed(head.num_tokens)) if head else ("nobody", "")
         rows.append((len(rows) + 1, _names(plan.preempted), _names(ended), free, *wanted))
     header = ("step", "preempted", "ended", "free after it", "head of waiting", "it needs")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def tokens_computed_again(prompt_len: int, prefix_caching: bool) -> int:
@@ -189,7 +191,7 @@ def swap_table(num_tokens: int) -> str:
             again = f"{1000 * recompute_seconds(num_tokens, model, gpu):.0f} ms"
             rows.append((model, gpu, f"{shape.kv_bytes_per_token / 1024:.0f} KiB", swap, again))
     header = ("model", "GPU", "KV of a token", f"swap {num_tokens:,} tokens", "recompute them")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 class _FirstChunkOnly(BlockManager):
@@ -244,8 +246,3 @@ def _counts(plan: Plan) -> dict[Sequence, int]:
 
 def _names(sequences: Iterable[Sequence]) -> str:
     return ", ".join(seq.request_id for seq in sequences) or "none"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from tables import table
+
 # bfloat16 is the upper half of a float32: its keys leave out the lower 16 bits.
 _UNUSED_BITS = 16
 
@@ -35,7 +37,7 @@ def temperature_table(logits: Sequence[float], temperatures: Sequence[float]) ->
         [f"{t:g}", _join(logit / t for logit in logits), _join(probabilities(logits, t), "%.3f")]
         for t in temperatures
     ]
-    return _table(["temperature", "logits / temperature", "probabilities"], rows)
+    return table(["temperature", "logits / temperature", "probabilities"], rows)
 
 
 def logits_bytes(rows: int, vocab_size: int, dtype_bytes: int) -> int:
@@ -77,7 +79,7 @@ def border_table(probs: Sequence[float], settings: Sequence[float]) -> str:
         [f"{p:.2f}", num_kept_by_top_p(probs, p), num_kept_by_top_p(probs, p, False)]
         for p in settings
     ]
-    return _table(["top_p", "kept if mass before < p", "kept if mass before <= p"], rows)
+    return table(["top_p", "kept if mass before < p", "kept if mass before <= p"], rows)
 
 
 def key_of(value: float) -> int:
@@ -131,7 +133,7 @@ def border_search_table(top_p: float, logits: Sequence[float] = SEARCHED) -> str
         ]
         rows.append([i, f"{value_of(low):g} to {value_of(high):g}", high - low + 1, *tried])
     header = ["pass", "range", "keys in it", "border: mass above", "the second", "the third"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def num_searched_keys(top_p: float, logits: Sequence[float] = SEARCHED) -> int:
@@ -200,7 +202,7 @@ def race_table(logits: Sequence[float], uniforms: Sequence[float]) -> str:
             zip(logits, probs, uniforms, map(_exponential, uniforms), strict=True)
         )
     ]
-    return _table(["token", "p", "u", "E", "time E / p", "score logit - log E"], rows)
+    return table(["token", "p", "u", "E", "time E / p", "score logit - log E"], rows)
 
 
 def race_winner(logits: Sequence[float], uniforms: Sequence[float]) -> int:
@@ -256,7 +258,7 @@ def neighbours_table(seed: int, position: int) -> str:
         positions = np.array([*range(num_others), position])
         key = int(row_keys(seeds, positions, 0 * positions)[-1]) & 0xFFFFFFFF
         rows.append([num_others, f"{drawn[-1]:.6f}", f"`{key:08x}`"])
-    return _table(["rows in front", "shared generator", "key of the row"], rows)
+    return table(["rows in front", "shared generator", "key of the row"], rows)
 
 
 def _mass(logits: Sequence[float], border: float, temperature: float) -> float:
@@ -276,8 +278,3 @@ def _exponential(u: float) -> float:
 
 def _join(numbers: Iterable[float], form: str = "%g") -> str:
     return ", ".join(form % number for number in numbers)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

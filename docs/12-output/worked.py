@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from tables import table
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -39,7 +40,7 @@ def bytes_table(text: str) -> str:
         alone, whole = (part.decode("utf-8", "replace") for part in (last, data[:end]))
         new = decoder.decode(last)
         rows.append([f"`{last.hex()}`", alone, whole, new or "(nothing yet)"])
-    return _table(["byte", "alone", "whole buffer", "stream shows"], rows)
+    return table(["byte", "alone", "whole buffer", "stream shows"], rows)
 
 
 def tokens_decoded(num_tokens: int) -> int:
@@ -72,17 +73,12 @@ def stop_table(pieces: Sequence[str], stops: Sequence[str]) -> str:
         visible = len(text) - held_back(text, stops)
         rows.append([_quoted(piece), _quoted(text[shown:visible]), _quoted(text[visible:]), ""])
         shown = visible
-    return _table(["new text", "shown", "held back", "stopped by"], rows)
+    return table(["new text", "shown", "held back", "stopped by"], rows)
 
 
 def _quoted(text: str) -> str:
     """As code; a line break, which no cell of a table can hold, becomes a sign."""
     return f"`{text}`".replace("\n", "⏎") if text else ""
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _pieces(text: str) -> list[tuple[int, bytes]]:
@@ -98,7 +94,7 @@ def tokens_table(texts: Sequence[str]) -> str:
         pieces = _pieces(text)
         cut = " ".join(f"`{_seen(data)}`" for _, data in pieces)
         rows.append([f"`{_seen(text.encode())}`", cut, ", ".join(str(i) for i, _ in pieces)])
-    return _table(["text", "tokens", "ids"], rows)
+    return table(["text", "tokens", "ids"], rows)
 
 
 def merges_table(word: str) -> str:
@@ -119,7 +115,7 @@ def merges_table(word: str) -> str:
                 merged.append(piece)
         pieces = merged
         rows.append([_row(pieces), _row(first, " + "), f"{ranks[first] + 1:,}"])
-    return _table(["pieces", "merged", "place in the list"], rows)
+    return table(["pieces", "merged", "place in the list"], rows)
 
 
 def vocabulary() -> int:
@@ -140,7 +136,7 @@ def held_table(text: str) -> str:
         held = b"" if new else held + data
         settled = held.decode("utf-8", "replace").rstrip("\ufffd")
         rows.append([f"`{data.hex(' ')}`", _quoted(new or ""), _quoted(settled)])
-    return _table(["bytes of the token", "decoder gives out", "settled, but held"], rows)
+    return table(["bytes of the token", "decoder gives out", "settled, but held"], rows)
 
 
 @cache

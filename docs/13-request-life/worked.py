@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tables import table
+
 from nanoserve.outputs import RequestMetrics
 
 
@@ -34,7 +36,7 @@ def progress_table(
         [number, n, computed, total, "yes" if caught_up else ""]
         for number, (n, computed, total, caught_up) in enumerate(steps, start=1)
     ]
-    return _table(
+    return table(
         ["step", "tokens computed", "`num_computed_tokens`", "`num_tokens`", "new token"], rows
     )
 
@@ -63,8 +65,3 @@ def clock(
 def gaps(token_times: Sequence[float]) -> list[float]:
     """Seconds between one token and the next."""
     return [later - earlier for earlier, later in pairwise(token_times)]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

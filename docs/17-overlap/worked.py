@@ -9,6 +9,7 @@ from string import ascii_uppercase
 from typing import NamedTuple
 
 import numpy as np
+from tables import table
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
@@ -55,7 +56,7 @@ def steps_table(rows: Sequence[tuple[float, float, float, float]]) -> str:
         cells = (f"{plan + update:g}", f"{device:g}", f"{turn:g}", f"{ahead:g}")
         lines.append((*cells, f"{turn / ahead:.2f}", f"{100 * device / ahead:.0f} %"))
     header = ("host", "device", "in turn", "one step ahead", "gain", "device busy, ahead")
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def timeline(costs: Sequence[float], ahead: bool, num_steps: int = 3) -> str:
@@ -65,7 +66,7 @@ def timeline(costs: Sequence[float], ahead: bool, num_steps: int = 3) -> str:
         (number, *(f"{start:g} - {end:g}" for start, end in spans))
         for number, spans in enumerate(device.spans, 1)
     ]
-    return _table(("step", "host plans it", "device", "host hands it out"), rows)
+    return table(("step", "host plans it", "device", "host hands it out"), rows)
 
 
 def rows_table(output_len: int) -> str:
@@ -77,7 +78,7 @@ def rows_table(output_len: int) -> str:
             for value in (False, True)
         )
         rows.append((name, output_len, turn, ahead, ahead - turn))
-    return _table(("ends", "tokens", "rows in turn", "rows ahead", "thrown away"), rows)
+    return table(("ends", "tokens", "rows in turn", "rows ahead", "thrown away"), rows)
 
 
 def late_share(mean_len: int) -> float:
@@ -94,7 +95,7 @@ def plans_table(output_lens: Sequence[int], by_eos: Sequence[bool]) -> str:
             f"{name}: {device.outcome.get((number, name), 'given up')}" for name in sorted(names)
         ]
         rows.append((number, ", ".join(sorted(names)), ", ".join(told)))
-    return _table(("step", "rows", "what comes of them"), rows)
+    return table(("step", "rows", "what comes of them"), rows)
 
 
 def publishing_table() -> str:
@@ -119,7 +120,7 @@ def publishing_table() -> str:
     scheduler.commit(second)
     note("step 2 counts")
     header = ("moment", "known tokens", "pending", "`num_computed_tokens`", "published blocks")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def ratio(before: float, after: float) -> float:
@@ -246,8 +247,3 @@ _MODEL = ModelConfig(
     dtype="float32",
     eos_token_ids=frozenset(),
 )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

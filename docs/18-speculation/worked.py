@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from tables import table
 
 
 class Machine(NamedTuple):
@@ -44,7 +45,7 @@ def check_table(sequences: Sequence[int], guesses: int) -> str:
         cells = (count * (1 + guesses), f"{plain:.1f} ms", f"{checked:.1f} ms")
         rows.append((count, *cells, f"{checked / plain:.2f}"))
     header = ("sequences", "tokens with guesses", "a step without", "a step with", "ratio")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def acceptance(target: Sequence[float], draft: Sequence[float]) -> float:
@@ -69,7 +70,7 @@ def rejection_table(target: Sequence[float], draft: Sequence[float]) -> str:
         cells = (p, q, min(1.0, p / q), kept, r, drawn, kept + drawn)
         rows.append((chr(token), *(f"{cell:.3g}" for cell in cells)))
     header = ("token", "target p", "draft q", "kept with", "kept", "residual", "drawn", "sum")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def one_token(
@@ -153,7 +154,7 @@ def acceptance_table() -> str:
         for name, (target, draft) in EXAMPLES.items()
     ]
     header = ("target and draft", "distance", "rejection", "same noise", "at least", "other noise")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def accepted(rate: float, guesses: int) -> float:
@@ -188,7 +189,7 @@ def guesses_table(rate: float, draft_cost: float, guesses: Sequence[int]) -> str
         )
         for k in guesses
     ]
-    return _table(("guesses", "of them kept", "tokens a step", "times as fast"), rows)
+    return table(("guesses", "of them kept", "tokens a step", "times as fast"), rows)
 
 
 def batch_table(rate: float, guesses: int, sequences: Sequence[int]) -> str:
@@ -197,7 +198,7 @@ def batch_table(rate: float, guesses: int, sequences: Sequence[int]) -> str:
     for count in sequences:
         check = step_ms(count * (1 + guesses)) / step_ms(count)
         rows.append((count, f"{check:.2f}", f"{speedup(rate, guesses, 0.0, check):.2f}"))
-    return _table(("sequences", "a check, in plain steps", "times as fast"), rows)
+    return table(("sequences", "a check, in plain steps", "times as fast"), rows)
 
 
 def chosen_guesses(runs: Sequence[int], sequences: Sequence[int], most: int) -> str:
@@ -205,7 +206,7 @@ def chosen_guesses(runs: Sequence[int], sequences: Sequence[int], most: int) -> 
     of all guesses so many are right before one is wrong."""
     names = [f"{run} of {run + 1} right" for run in runs]
     rows = [(count, *(_chosen(run, count, most) for run in runs)) for count in sequences]
-    return _table(("sequences", *names), rows)
+    return table(("sequences", *names), rows)
 
 
 def _chosen(run: int, count: int, most: int) -> str:
@@ -257,7 +258,7 @@ def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str
     note(f"its {len(came)} tokens have joined")
     scheduler.settle(plan, [list(came)])
     note("settled")
-    return _table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
+    return table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
 
 
 def looked_up(words: str, most: int) -> str:
@@ -298,8 +299,3 @@ def _guessed(proposer: object, finished: Sequence[str], words: str, most: int) -
 def share(part: float, whole: float) -> float:
     """In per cent: of what was measured, as right guesses of all."""
     return 100 * part / whole
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -7,6 +7,8 @@ An expression is a tree of tuples: a set of characters, `("cat", a, b)`, `("alt"
 
 from functools import cache
 
+from tables import table
+
 EMPTY, NOTHING = "empty", "nothing"
 PATTERN = r'\{"n": [0-9]{1,2}\}'
 VOCABULARY = ["{", '"', "n", ":", " ", "}", "0", "7", '{"', '":', " 7", "7}"]
@@ -24,7 +26,7 @@ def mask_table() -> str:
         word = sum(1 << i for i in allowed)
         rows.append((number, still, tokens, f"`{bits}`", word, "yes" if _may_end(state) else ""))
     header = ("state", "what must still come", "tokens that may come", "bits 11 to 0", "word")
-    return _table((*header, "may end"), rows)
+    return table((*header, "may end"), rows)
 
 
 def vocabulary() -> str:
@@ -55,7 +57,7 @@ def run_table(number: str) -> str:
     for step, (forced, chosen) in enumerate(_steps(number), 1):
         told = " ".join(map(_shown, forced)) or "none"
         rows.append((step, told, "ended" if chosen is None else _shown(chosen)))
-    return _table(("step", "guessed, because forced", "sampled behind them"), rows)
+    return table(("step", "guessed, because forced", "sampled behind them"), rows)
 
 
 def num_steps(number: str, with_runs: bool) -> int:
@@ -120,7 +122,7 @@ def two_answers(first: float, legal_after: tuple[float, float]) -> str:
         for name, p, legal, joint in zip("AB", alone, legal_after, both, strict=True)
     ]
     header = ("", "model", "legal behind it", "with masks", "of the model's legal answers")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _rule() -> tuple:
@@ -259,8 +261,3 @@ def _text(node: object) -> str:
 
 def _shown(token_id: int) -> str:
     return f"`{VOCABULARY[token_id].replace(' ', '␣')}`"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -11,6 +11,7 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
+from tables import table
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
@@ -49,7 +50,7 @@ def reading_table(gpu: str) -> str:
         (model, *(f"{reading_ms(model, bits, gpu):.2f} ms" for bits in (16, 8, _GROUP_OF_128)))
         for model in PARAMETERS
     ]
-    return _table(("model", "bf16", "8 bits", "4 bits, groups of 128"), rows)
+    return table(("model", "bf16", "8 bits", "4 bits, groups of 128"), rows)
 
 
 def step_ms(tokens: int, model: str, bits: float, operands: str, gpu: str) -> float:
@@ -66,7 +67,7 @@ def batch_table(batches: list[int], model: str, gpu: str) -> str:
         (tokens, *(f"{step_ms(tokens, model, *scheme, gpu):.2f} ms" for scheme in schemes))
         for tokens in batches
     ]
-    return _table(("tokens in the step", "bf16", "4 bits, products in bf16", "W8A8 in int8"), rows)
+    return table(("tokens in the step", "bf16", "4 bits, products in bf16", "W8A8 in int8"), rows)
 
 
 def last_gain(model: str, gpu: str) -> int:
@@ -87,7 +88,7 @@ def bits_table() -> str:
         ("NF4 with nested scales: 8 bits, and 32 for 256 of them", 4 + 8 / 64 + 32 / 64 / 256),
         *((f"GGUF {kind}", gguf_bits(kind)) for kind in ("Q8_0", "Q6_K", "Q4_K", "Q4_0")),
     ]
-    return _table(("format", "bits a weight"), [(name, f"{bits:.3f}") for name, bits in rows])
+    return table(("format", "bits a weight"), [(name, f"{bits:.3f}") for name, bits in rows])
 
 
 def gguf_bits(kind: str) -> float:
@@ -112,7 +113,7 @@ def symmetric_table(values: list[float], largest_code: int) -> str:
         (x, f"{x / scale:.2f}", code, f"{y:.2f}", f"{abs(x - y):.2f}")
         for x, code, y in zip(values, codes, back, strict=True)
     ]
-    return _table(("x", "x / scale", "code", "code x scale", "error"), rows)
+    return table(("x", "x / scale", "code", "code x scale", "error"), rows)
 
 
 def affine_parameters(low: float, high: float, codes: int = 256) -> tuple[float, int]:
@@ -139,7 +140,7 @@ def affine_table(values: list[float]) -> str:
         back, wrong_back = (code - zero) * scale, wrong * scale + zero
         rows.append((x, code, f"{back:.3f}", wrong, f"{wrong_back:.3f}"))
     wrong_heads = ("round((x - zero) / scale)", "back")
-    return _table(("x", "round(x / scale) + zero", "back", *wrong_heads), rows)
+    return table(("x", "round(x / scale) + zero", "back", *wrong_heads), rows)
 
 
 def affine_scale(low: float, high: float) -> float:
@@ -166,7 +167,7 @@ def canonical_table(codes: list[int], zero: int, scale: float) -> str:
             codes, matrix.codes[0].tolist(), matrix.dequantize()[0].tolist(), strict=True
         )
     ]
-    return _table(("in the file", "means", "canonical code", "means", "weight"), rows)
+    return table(("in the file", "means", "canonical code", "means", "weight"), rows)
 
 
 def e4m3_values() -> list[float]:
@@ -190,7 +191,7 @@ def e4m3_table(values: list[float]) -> str:
     for x in values:
         above = known[known.index(x) + 1]
         rows.append((f"{x:.4g}", f"{above:.4g}", f"{(above - x) / 2 / x:.1%}"))
-    return _table(("value", "the next one", "largest error between them"), rows)
+    return table(("value", "the next one", "largest error between them"), rows)
 
 
 def kv_token_bytes(layers: int, kv_heads: int, head_dim: int, in_8_bits: bool) -> int:
@@ -232,7 +233,7 @@ def granularity_table() -> str:
         ]
         rows.append((name, *(f"{cell:.2%}" for cell in cells)))
     head = ("a scale for", "8 bits", "8 bits, one outlier", "4 bits", "4 bits, one outlier")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _outlier_case() -> tuple[Tensor, Tensor]:
@@ -277,7 +278,7 @@ def gptq_table(weights: tuple[float, float], correlation: float) -> str:
         (name, str(codes), f"{output_error(weights, codes, correlation):.3f}")
         for name, codes in zip(names, two_weights(weights, correlation), strict=True)
     ]
-    return _table(("rounding", "codes", "mean square error of the output"), rows)
+    return table(("rounding", "codes", "mean square error of the output"), rows)
 
 
 # ---------------------------------------------------------------- quality, of the bundled model
@@ -383,13 +384,8 @@ def quality_table() -> str:
         error, _, same = quality(scheme)
         rows.append((scheme, f"{error:.1%}", divergence(scheme), f"{same:.1%}"))
     head = ("weights", "error of the weights", "KL divergence, nats", "same first choice")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def num_positions() -> int:
     return len(_exact_log_probabilities())
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -5,6 +5,8 @@ import json
 from math import factorial
 from pathlib import Path
 
+from tables import table
+
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -65,7 +67,7 @@ def waiting_table(slots: int, seconds: float, loads: list[float]) -> str:
         cells = (f"{load:.0%}", f"{rate:.2f}", f"{wait:.2f} s", f"{in_system(rate, wait):.1f}")
         rows.append((*cells, f"{stay:.1f} s", f"{in_system(rate, stay):.1f}"))
     header = ("load", "requests/s", "mean wait", "waiting", "mean time in all", "in the system")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def backlog(slots: int, seconds: float, load: float, after: float) -> float:
@@ -97,7 +99,7 @@ def mailbox_table(steps: list[int]) -> str:
         tokens = len(output.outputs[0].token_ids)
         rows.append((f"{num_steps:,}", f"{num_steps:,}", len(outputs), f"{tokens:,}"))
     header = ("steps it slept", "outputs in a plain queue", "outputs here", "tokens in that one")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def stream() -> str:
@@ -137,13 +139,13 @@ def times_table(arrival: float, scheduled: float, first: float, last: float, tok
         ("between two tokens, mean", f"{1000 * times.inter_token_time:.0f} ms"),
         ("in all", f"{times.total_time:.2f} s"),
     ]
-    return _table(("", "seconds"), rows)
+    return table(("", "seconds"), rows)
 
 
 def metrics_table() -> str:
     """Names of metrics, without their prefix, and the questions that they answer."""
     rows = [(f"`{name}`", kind, question) for name, (kind, question) in _QUESTIONS.items()]
-    return _table(("metric", "kind", "which question"), rows)
+    return table(("metric", "kind", "which question"), rows)
 
 
 def vllm_processes(tensor: int, data: int) -> str:
@@ -181,8 +183,3 @@ async def _read_after(num_steps: int) -> list[RequestOutput]:
 
 def _events() -> list[str]:
     return _STREAM.read_text(encoding="utf-8").split("\n\n")[:-1]
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

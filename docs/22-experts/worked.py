@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from numpy import ndarray
+from tables import table
 
 from nanoserve.layers.experts import SparseMoE
 
@@ -75,7 +76,7 @@ def parameter_table() -> str:
         for name, shape in MODELS.items()
     ]
     head = ("model", "experts a token", "parameters, 10^9", "active", "of all are experts'")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 # ---------------------------------------------------------------- what a step reads
@@ -126,7 +127,7 @@ def batch_table(batches: list[int], model: str) -> str:
                 f"{seconds / other:.1f}",
             )
         )
-    return _table(
+    return table(
         (
             "tokens in the step",
             "experts touched",
@@ -185,7 +186,7 @@ def routing_table(logits: list[float], top_k: int) -> str:
         for name, weights, who in rules
     ]
     head = ("rule", f"weights of experts {', '.join(map(str, best))}", "sum", "for example")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 # ---------------------------------------------------------------- grouping
@@ -200,7 +201,7 @@ def grouping_table(ids: list[list[int]], num_experts: int) -> str:
         pairs = [int(pair) for pair in order if flat[pair] == expert]
         tokens = ", ".join(str(pair // top_k) for pair in pairs) or "none"
         rows.append((expert, ", ".join(map(str, pairs)) or "none", tokens))
-    return _table(("expert", "its pairs", "their tokens"), rows)
+    return table(("expert", "its pairs", "their tokens"), rows)
 
 
 def products(ids: list[list[int]], is_grouped: bool) -> int:
@@ -234,7 +235,7 @@ def rank_table(experts: int, ranks: int) -> str:
         (rank, ", ".join(str(expert) for expert in range(experts) if homes[expert] == rank))
         for rank in range(ranks)
     ]
-    return _table(("rank", "its experts"), rows)
+    return table(("rank", "its experts"), rows)
 
 
 def simulate(tokens: int, model: str, skew: float, ranks: int) -> tuple[float, float, float]:
@@ -260,7 +261,7 @@ def imbalance_table(batches: list[int], model: str, ranks: int) -> str:
             experts, expert, rank = simulate(tokens, model, skew, ranks)
             rows.append((f"{tokens:,}", name, f"{experts:.0f}", f"{expert:.1f}", f"{rank:.2f}"))
     head = ("tokens", "router", "touched", "busiest expert / mean", "busiest rank / mean")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def ranks_of_a_token(model: str, ranks: int) -> float:
@@ -295,7 +296,7 @@ def sent_table(sizes: list[int], model: str) -> str:
         for ranks in sizes
     ]
     head = ("ranks", "a token's experts lie on", "all-reduce", "all-to-all, there and back")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def with_copies(loads: list[int], ranks: int, copies: int) -> list[float]:
@@ -335,13 +336,8 @@ def placement_table(loads: list[int], ranks: int, copies: int) -> str:
         (name, ", ".join(f"{each:g}" for each in found), f"{max(found) * ranks / sum(found):.2f}")
         for name, found in ways
     ]
-    return _table(("experts", "loads of the ranks", "busiest / mean"), rows)
+    return table(("experts", "loads of the ranks", "busiest / mean"), rows)
 
 
 def physical_per_rank(experts: int, copies: int, ranks: int) -> int:
     return (experts + copies) // ranks
-
-
-def _table(header: tuple[str, ...], rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

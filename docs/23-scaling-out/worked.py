@@ -11,6 +11,7 @@ from string import ascii_uppercase
 from types import SimpleNamespace
 
 import routing
+from tables import table
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.pipeline import PipelinedScheduler
@@ -38,7 +39,7 @@ def ways_table(num_gpus: int = 8) -> str:
         weights = f"{WEIGHTS / pp / tp / 1e9:.1f} GB"
         rows.append((dp, pp, tp, weights, *fits, f"{read_ms(tp):.1f} ms"))
     names = ("replicas", "stages", "ranks a stage", "weights on a GPU")
-    return _table((*names, "KV tokens, all", "of one replica", "a token takes"), rows)
+    return table((*names, "KV tokens, all", "of one replica", "a token takes"), rows)
 
 
 def kv_tokens(dp: int, pp: int, tp: int) -> int:
@@ -64,7 +65,7 @@ def bubble(stages: int, steps: int) -> float:
 
 def bubble_table(stages: list[int], steps: list[int]) -> str:
     rows = [(p, *(f"{bubble(p, m):.1%}" for m in steps)) for p in stages]
-    return _table(("stages", *(f"{m:,} step{'s' * (m > 1)}" for m in steps)), rows)
+    return table(("stages", *(f"{m:,} step{'s' * (m > 1)}" for m in steps)), rows)
 
 
 def schedule_table(stages: int, steps: int) -> str:
@@ -74,7 +75,7 @@ def schedule_table(stages: int, steps: int) -> str:
         (f"stage {s}", *(t - s + 1 if 0 <= t - s < steps else "" for t in range(length)))
         for s in range(stages)
     ]
-    return _table(("time", *range(length)), rows)
+    return table(("time", *range(length)), rows)
 
 
 def who_runs(num_seqs: int, prompt_len: int, stages: int, shared: bool, num_steps: int) -> list:
@@ -107,7 +108,7 @@ def who_runs_table(num_seqs: int, prompt_len: int, stages: int, num_steps: int) 
         (i, _told(mine), _told(theirs))
         for i, (mine, theirs) in enumerate(zip(shared, all_at_once, strict=True), 1)
     ]
-    return _table(("step", "shared out", "a step takes all that is there"), rows)
+    return table(("step", "shared out", "a step takes all that is there"), rows)
 
 
 def traffic_table(ranks: int, tokens: list[int]) -> str:
@@ -117,7 +118,7 @@ def traffic_table(ranks: int, tokens: list[int]) -> str:
         for name, sent in (("ranks", tp_bytes(n, ranks)), ("stages", pp_bytes(n))):
             times = (f"{sent / rate * 1e3:,.2f} ms" for rate in (450e9, 25e9))
             rows.append((f"{n:,}", f"{ranks} {name}", f"{sent / 1e6:,.1f} MB", *times))
-    return _table(("tokens", "shared by", "a rank sends", "at 450 GB/s", "at 25 GB/s"), rows)
+    return table(("tokens", "shared by", "a rank sends", "at 450 GB/s", "at 25 GB/s"), rows)
 
 
 def pp_bytes(tokens: int) -> int:
@@ -147,7 +148,7 @@ def overflow_table(prompt_len: int, matched: int, loads: list[int]) -> str:
     for load in loads:
         score = matched / prompt_len - load / prompt_len
         rows.append((f"{load:,}", f"{score:.2f}", "0.00", chosen(prompt_len, matched, load)))
-    return _table(("tokens that wait at A", "score of A", "score of B", "goes to"), rows)
+    return table(("tokens that wait at A", "score of A", "score of B", "goes to"), rows)
 
 
 def chosen(prompt_len: int, matched: int, load: int) -> str:
@@ -182,7 +183,7 @@ def fleet_table() -> str:
             found = fleet(trace, policy)
             cells = f"{found.hits:.0%}", f"{found.spread:.2f}", f"{1e3 * found.mean_ttft:,.0f} ms"
             rows.append((trace, policy, *cells))
-    return _table(("traffic", "rule", "hits", "spread", "mean TTFT"), rows)
+    return table(("traffic", "rule", "hits", "spread", "mean TTFT"), rows)
 
 
 # ---------------------------------------------------------------- all of it together
@@ -205,7 +206,7 @@ def groups_table(tp: int, pp: int, dp: int) -> str:
         replica, stage, inside = place_in_vllm(rank, tp, pp)
         ours = next(r for r in range(tp * pp) if place(r, tp, pp) == (stage, inside))
         rows.append((replica, stage, inside, rank, ours))
-    return _table(("replica", "stage", "place in it", "rank in vLLM", "rank in its engine"), rows)
+    return table(("replica", "stage", "place in it", "rank in vLLM", "rank in its engine"), rows)
 
 
 def start_seconds(gigabytes_a_second: float) -> float:
@@ -217,8 +218,3 @@ def _told(planned: dict[str, int]) -> str:
     if len(planned) > 3 and set(planned.values()) == {1}:
         return f"{min(planned)} to {max(planned)}: 1 each"
     return ", ".join(f"{name}: {n}" for name, n in planned.items()) or "nobody"
-
-
-def _table(header: tuple, rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

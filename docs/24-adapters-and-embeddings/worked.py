@@ -8,6 +8,7 @@ decided by its own `Scheduler` and `BlockManager`.
 from dataclasses import dataclass
 
 import numpy as np
+from tables import table
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
@@ -46,7 +47,7 @@ def adapter_table(ranks: list[int]) -> str:
             told = "all seven" if len(matrices) > 3 else matrices.replace(" ", ", ")
             share = f"{count / PARAMETERS:.2%}"
             rows.append((told, rank, f"{count:,}", f"{2 * count / 1e6:,.0f} MB", share))
-    return _table(("matrices", "rank", "parameters", "bytes", "of the model"), rows)
+    return table(("matrices", "rank", "parameters", "bytes", "of the model"), rows)
 
 
 def fleet_gigabytes(num_models: int, rank: int, merged: bool) -> float:
@@ -72,7 +73,7 @@ def step_table(rank: int, counts: list[int], rows: int) -> str:
             cells += [f"{adapters / 1e9:.2f} GB", f"{read / BANDWIDTH * 1e3:.1f} ms"]
         lines.append((count, *cells))
     names = ("each once", "a step takes", "one for each row", "a step takes")
-    return _table(("adapters in the batch", *names), lines)
+    return table(("adapters in the batch", *names), lines)
 
 
 # ---------------------------------------------------------------- the product
@@ -106,7 +107,7 @@ def small_table() -> str:
         ("sum", f"**{(base + delta).tolist()}**", ""),
         ("(W + scaling B A) x", f"**{(SMALL.merged(WEIGHT) @ X).tolist()}**", 12),
     ]
-    return _table(("what", "value", "products"), rows)
+    return table(("what", "value", "products"), rows)
 
 
 def segments(adapter_of: np.ndarray) -> tuple[np.ndarray, dict[int, slice]]:
@@ -141,7 +142,7 @@ def mixed_table() -> str:
         own = adapters[number].merged(WEIGHT) if number else WEIGHT
         values = (each.tolist() for each in (x[i], WEIGHT @ x[i], y[i], own @ x[i]))
         rows.append((i, number or "none", *values))
-    return _table(("row", "adapter", "x", "W x", "in the batch", "with a merged weight"), rows)
+    return table(("row", "adapter", "x", "W x", "in the batch", "with a merged weight"), rows)
 
 
 def batch_table(rows: list[tuple[str, int, int]]) -> str:
@@ -155,7 +156,7 @@ def batch_table(rows: list[tuple[str, int, int]]) -> str:
         found = order[span].tolist()
         told = ", ".join(dict.fromkeys(names[i] for i in found))
         lines.append((number, found, told, f"{len(found)} x in x r, {len(found)} x r x out"))
-    return _table(("adapter", "rows of the batch", "of", "small products"), lines)
+    return table(("adapter", "rows of the batch", "of", "small products"), lines)
 
 
 # ---------------------------------------------------------------- the cache, the scheduler
@@ -180,7 +181,7 @@ def hits_table() -> str:
         manager.allocate(seq, seq.num_tokens, hits)
         manager.register(seq, seq.num_tokens)
         rows.append((told, f"`{key}`", 16 * len(hits)))
-    return _table(("request", "its key", "tokens found"), rows)
+    return table(("request", "its key", "tokens found"), rows)
 
 
 def first_steps(
@@ -225,7 +226,7 @@ def limit_table(adapters: str, lengths: list[int], max_loras: int) -> str:
         for i, (name, n, a, b) in enumerate(zip(adapters, lengths, waits, skips, strict=True), 1)
     ]
     header = ("request", "adapter, answer", "first step if nobody overtakes", "if it is skipped")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def starving(num_later: int, skips: bool) -> int:
@@ -249,7 +250,7 @@ def pooled(how: str) -> list[float]:
 
 def pooling_table() -> str:
     rows = [(how, pooled(how)) for how in ("first", "mean", "last")]
-    return _table(("pooling", "embedding"), rows)
+    return table(("pooling", "embedding"), rows)
 
 
 class MeanPooler:
@@ -292,8 +293,3 @@ def probability_of_yes(yes: float, no: float) -> float:
 def image_tokens(width: int, height: int, pixels: int = 28) -> int:
     """Tokens of an image in the manner of Qwen2-VL: one for each square of so many pixels."""
     return round(width / pixels) * round(height / pixels)
-
-
-def _table(header: tuple, rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

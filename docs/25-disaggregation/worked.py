@@ -18,6 +18,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+from tables import table
+
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -56,7 +58,7 @@ def transfer_table(num_tokens: int) -> str:
         hidden = f"{hidden_from(name) / 1e9:.1f} GB/s"
         rows.append((name, num_gpus, f"{size / 1e6:,.0f} MB", *times, computed, hidden))
     header = ("model", "GPUs", "K and V", *LINKS, "computed in", "hidden from")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def compute_seconds(model: str, num_tokens: int) -> float:
@@ -76,7 +78,7 @@ def tier_table(num_tokens: int) -> str:
     for name, (_, kv_bytes, num_gpus) in list(MODELS.items())[:3]:  # whose KV heads are divided
         load, again = num_tokens * kv_bytes / num_gpus / PCIE, compute_seconds(name, num_tokens)
         rows.append((name, f"{load * 1e3:.1f} ms", f"{again * 1e3:.0f} ms", f"{again / load:.0f}x"))
-    return _table(("model", "load", "compute", "gain"), rows)
+    return table(("model", "load", "compute", "gain"), rows)
 
 
 def piece_bytes(contiguous: bool) -> int:
@@ -175,8 +177,8 @@ class Pool:
 
     def _slots(self, seq: Sequence, start: int, end: int) -> list[int]:
         """Where the tokens at these positions are."""
-        size, table = self.manager.block_size, seq.block_table
-        return [table[position // size] * size + position % size for position in range(start, end)]
+        size, blocks = self.manager.block_size, seq.block_table
+        return [blocks[position // size] * size + position % size for position in range(start, end)]
 
 
 class OnePool:
@@ -440,7 +442,7 @@ def load_table(traffic: str, rates: list[float]) -> str:
             cells += [_ms(percentile(between, p)) for p in (50, 99)]
             rows.append((f"{rate:g}/s", setup, *cells))
     names = ("TTFT, median", "p95", "ITL, median", "p99")
-    return _table(("arrivals", "two GPUs as", *names), rows)
+    return table(("arrivals", "two GPUs as", *names), rows)
 
 
 def link_table(traffic: str, rate: float) -> str:
@@ -452,7 +454,7 @@ def link_table(traffic: str, rate: float) -> str:
             between = first_gaps(run("two pools", traffic, rate, link, layerwise).jobs)
             cells += [_ms(percentile(between, p)) for p in (50, 95)]
         rows.append((link, *cells))
-    return _table(("link", "whole: median", "p95", "by layer: median", "p95"), rows)
+    return table(("link", "whole: median", "p95", "by layer: median", "p95"), rows)
 
 
 def busy(traffic: str, rate: float) -> float:
@@ -475,7 +477,7 @@ def life_table(number: int = 30) -> str:
     where = {"first token": "prefill", "transfer begins": "link", "transfer ends": "link"}
     for what, time in sorted(moments.items(), key=lambda each: each[1]):
         rows.append((what, where.get(what, "decode"), f"{(time - job.arrival) * 1e3:.1f}"))
-    return _table(("what", "where", "ms"), rows)
+    return table(("what", "where", "ms"), rows)
 
 
 def without_leases(leases: bool) -> str:
@@ -491,8 +493,3 @@ def without_leases(leases: bool) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"
-
-
-def _table(header: tuple, rows: list[tuple]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
