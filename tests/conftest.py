@@ -5,39 +5,30 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
-import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import interpreter
 import pytest
+import sizes
 from gpu_run import is_gpu_run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="every case at full size, as in CI; without it, each behaviour at least once",
-    )
-    parser.addoption(
-        "--only-full",
-        action="store_true",
-        help="of --full, only what a run without it leaves out or does at a smaller size",
-    )
+    sizes.add_options(parser)
     parser.addoption(
         "--fuzz-runs",
         type=int,
-        help="random runs of the shadow-KV fuzz (by default 500, with --full 5000)",
+        help="random runs of the shadow-KV fuzz (by default 300, with --full 2000, --soak 20000)",
     )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """One process for a GPU, because the tests measure its memory."""
-    return 0 if is_gpu_run(config.option.markexpr) else None
+    return 0 if is_gpu_run(config.option.markexpr) or config.option.list_sizes else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The kernels then run in Triton's interpreter, which must be chosen before they are imported.
     """
+    config.pluginmanager.register(sizes, "sizes")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # So a shell starts what it puts in the background; tests of Ctrl-C would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         interpreter.prepare()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3, the same one for every test that does not care which."""
     from tiny_checkpoints import make_qwen3  # imports torch, which the brain's tests do without
@@ -64,27 +56,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_qwen3(path)
     return path
-
-
-# ---------------------------------------------------------------- two sizes of one suite
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if _is_full(config) else "small size; --full runs every case, at full size"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is not of the size; but a case that the command line names is wanted."""
-    if config.getoption("--only-full"):
-        wanted = [not _runs_small(item) or "full_size" in item.fixturenames for item in items]
-    else:
-        wanted = [_is_full(config) or _runs_small(item) for item in items]
-    kept, left_out = [], []
-    for item, is_wanted in zip(items, wanted, strict=True):
-        is_named = any(name.endswith(item.nodeid) for name in config.args)
-        (kept if is_wanted or is_named else left_out).append(item)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
 
 
 def pytest_collection_finish() -> None:
@@ -96,42 +67,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _is_full(config: pytest.Config) -> bool:
-    """A GPU is quick enough for everything that is made for it."""
-    options = config.option
-    return options.full or options.only_full or is_gpu_run(options.markexpr)
-
-
-def _runs_small(item: pytest.Item) -> bool:
-    parameters = [mark.kwargs.items() for mark in item.iter_markers("small")]
-    return all(
-        item.callspec.params[name] in values for name, values in itertools.chain(*parameters)
-    )
-
-
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """pytest-xdist does not say what its processes deselect, so they tell it themselves."""
-    if items and (output := getattr(items[0].config, "workeroutput", None)) is not None:
-        output["num_deselected"] = output.get("num_deselected", 0) + len(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A process has ended; all of them deselect the same."""
-    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
-    num_deselected = getattr(node, "workeroutput", {}).get("num_deselected", 0)
-    reporter.stats["deselected"] = [None] * num_deselected
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session")
-def full_size(request: pytest.FixtureRequest) -> bool:
-    """Whether counts are those of CI: so many runs, prompts, rounds; else what shows a behaviour.
+def by_size(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Choose a count of runs, prompts or rounds by the size of the run: `by_size(8, 100, 1000)`.
 
-    What asks for it is run again by `--only-full`.
+    A test that uses it, or `full_size`, is run again by `--only-full`.
     """
-    return _is_full(request.config)
+    size = sizes.size_of_run(request.config)
+
+    def choose(small: T, full: T, soak: T | None = None) -> T:
+        return (small, full, full if soak is None else soak)[size]
+
+    return choose
+
+
+@pytest.fixture(scope="session")
+def full_size(by_size: Callable[..., Any]) -> bool:
+    """Return whether every case runs, as in CI."""
+    return by_size(False, True)
 
 
 @pytest.fixture
-def fuzz_runs(request: pytest.FixtureRequest, full_size: bool) -> int:
-    return request.config.getoption("--fuzz-runs") or (5000 if full_size else 500)
+def fuzz_runs(request: pytest.FixtureRequest, by_size: Callable[..., Any]) -> int:
+    return request.config.getoption("--fuzz-runs") or by_size(300, 2000, 20000)
