@@ -67,6 +67,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything as it ends: libraries report what is left then."""
+    gc.unfreeze()
+
+
 T = TypeVar("T")
 
 
