@@ -11,7 +11,7 @@ import torch
 
 from nanoserve import LLM
 
-SOON = 5.0  # seconds
+SOON = 8.0  # seconds; less than the time-outs that would end a hang, of which the least is 10
 PATIENCE = 120.0  # for what only a hang would miss: processes that start on a busy machine
 # In the environment of all that a test starts, so that tests of other processes are not seen.
 MARK = f"NANOSERVE_TESTED_BY={os.getpid()}"

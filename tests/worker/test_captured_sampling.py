@@ -82,8 +82,9 @@ def plain(count: int, num_tokens: int = 9) -> Requests:
     ]
 
 
+@pytest.mark.small(num_requests=[3, 7], ahead=[True])
 @AHEAD
-@pytest.mark.parametrize("num_requests", [1, 3, 12])
+@pytest.mark.parametrize("num_requests", [1, 3, 7, 12])
 def test_plain_steps_are_chosen_in_graphs_with_the_tokens_of_a_cpu(
     checkpoint: Path, num_requests: int, ahead: bool
 ) -> None:
@@ -100,6 +101,7 @@ def test_plain_steps_are_chosen_in_graphs_with_the_tokens_of_a_cpu(
     assert any(header.num_pending for header in decoding) is ahead
 
 
+@pytest.mark.small(ahead=[True])
 @AHEAD
 @pytest.mark.parametrize(
     "settings",
@@ -114,17 +116,19 @@ def test_plain_steps_are_chosen_in_graphs_with_the_tokens_of_a_cpu(
     ids=lambda settings: [*settings][-1],
 )
 def test_as_long_as_one_row_asks_for_more_none_is_chosen_in_a_graph(
-    checkpoint: Path, settings: dict[str, Any], ahead: bool
+    checkpoint: Path, settings: dict[str, Any], ahead: bool, by_size: Callable[..., int]
 ) -> None:
     """And when it has ended, the others are."""
     engine, sizes = make_engine(checkpoint, ahead)
-    requests = [*plain(2, num_tokens=12), ([9, 8], asks(5, **settings))]
+    num_tokens = by_size(2, 5)
+    requests = [*plain(2, by_size(5, 12)), ([9, 8], asks(num_tokens, **settings))]
     counts = []
     engine.observers.append(lambda plan, batch, times: counts.append(batch.header.num_rows))
     assert run(engine, requests) == on_cpu(checkpoint, requests)
-    assert counts.count(3) >= 5 and sizes == [1 if n == 1 else 2 for n in counts if n < 3]
+    assert counts.count(3) >= num_tokens and sizes == [1 if n == 1 else 2 for n in counts if n < 3]
 
 
+@pytest.mark.small(ahead=[True])
 @AHEAD
 def test_a_token_in_the_middle_of_a_prompt_is_not_sampled(checkpoint: Path, ahead: bool) -> None:
     """Its row looks like any that decodes. Nor is what a head wants of it forgotten."""
@@ -162,6 +166,7 @@ def test_a_planted_fault_is_another_token(
     assert run(engine, requests) != on_cpu(checkpoint, requests)
 
 
+@pytest.mark.small(ahead=[True])
 @AHEAD
 def test_a_row_without_a_token_ends_its_request_alone(checkpoint: Path, ahead: bool) -> None:
     """One row of the embedding is broken, and one request comes to it."""

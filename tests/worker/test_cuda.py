@@ -103,10 +103,10 @@ def test_while_one_engine_records_no_other_thread_waits_for_the_device(
     def forward() -> torch.Tensor:
         if recorder.is_recording:
             other.start()
-            assert has_come.wait(10)
-            other.join(0.2)  # time for the other one, which must not use it
+            assert has_come.wait(60)
+            other.join(0.05)  # time for the other one, which must not use it
         return torch.zeros(1)
 
     Cuda(GPU).capture(forward, pool=None)
-    other.join(10)
+    other.join(60)
     assert not other.is_alive() and recorder.waits_while_recording == 0

@@ -7,6 +7,7 @@ buffers, sampling settings and the sizing of the pool are tested end to end.
 
 import random
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from fake_cuda import GIB, FakeCuda
 from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
+from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
@@ -97,8 +99,17 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def asked(full_size: bool) -> list[tuple[list[int], SamplingParams]]:
-    return requests(22 if full_size else 7, ALL_KINDS)
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For attention that is interpreted, which takes its time by token, head and layer."""
+    path = tmp_path_factory.mktemp("one_layer")
+    make_qwen3(path, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked(by_size: Callable[..., Any]) -> list[tuple[list[int], SamplingParams]]:
+    count, max_tokens = by_size((7, 6), (12, 9), (22, 9))
+    return requests(count, [replace(kind, max_tokens=max_tokens) for kind in ALL_KINDS])
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +201,15 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
 
 
 def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
-    checkpoint: Path, full_size: bool
+    checkpoint: Path, one_layer: Path, full_size: bool, by_size: Callable[..., Path]
 ) -> None:
     """Everything that a GPU runs: decode and chunks mixed, preemption, prefix hits, padding."""
+    checkpoint = by_size(one_layer, one_layer, checkpoint)
     block = 16 if full_size else 8  # and prompts of half as many tokens
     options: dict[str, Any] = {"num_kv_blocks": 5, "max_model_len": 4 * block, "block_size": block}
     options |= {"max_num_seqs": 3, "max_num_batched_tokens": 3 * block // 2}
     shared = list(range(100, 100 + 2 * block - 2))
-    max_tokens = 9 if full_size else 3
+    max_tokens = 9 if full_size else 2
     greedy, seeded, filtered = (replace(kind, max_tokens=max_tokens) for kind in ALL_KINDS[:3])
     asked = [([*shared, 0], greedy), (list(range(3 * block - 3)), greedy)]
     asked += [([*shared, 0, 9], filtered), ([7], seeded)]
@@ -249,6 +261,7 @@ def test_a_request_up_to_the_last_block_of_the_longest_sequence(checkpoint: Path
 
 
 @pytest.mark.usefixtures("no_worst_case")
+@pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_one_wait_per_step_and_nothing_else_copied_in(
     checkpoint: Path, async_scheduling: bool
@@ -427,6 +440,7 @@ def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(
     assert cuda.free == GIB - (40 + 32 + len(sizes)) * 2**20  # those that measured are gone
 
 
+@pytest.mark.usefixtures("no_worst_case")
 @pytest.mark.parametrize("without", [{"enforce_eager": True}, {"is_capturable": False}], ids=str)
 def test_without_graphs_none_is_measured(checkpoint: Path, without: dict[str, bool]) -> None:
     cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=2**20, graph_bytes=2**20)
@@ -450,6 +464,7 @@ def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     assert shapes[0] == (30, 4, 0)
 
 
+@pytest.mark.small(max_num_seqs=[1, 2])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
 def test_attention_over_chunks_is_compiled_before_it_serves(
     checkpoint: Path, max_num_seqs: int
@@ -576,14 +591,21 @@ def test_an_explicit_pool_is_not_profiled(checkpoint: Path) -> None:
 GUESSES = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
-@pytest.mark.small(kind=["eager", "graphs", "captured sampling"])
+@pytest.mark.small(kind=["graphs"], ahead=[True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["eager", "graphs", "graphs, triton", "captured sampling"])
 def test_guessing_requests_get_what_the_cpu_answers(
-    ahead: bool, kind: str, checkpoint: Path, no_worst_case: None
+    ahead: bool,
+    kind: str,
+    checkpoint: Path,
+    one_layer: Path,
+    no_worst_case: None,
+    by_size: Callable[..., Any],
 ) -> None:
     has_graphs, is_triton = "graphs" in kind, "triton" in kind
-    asked = requests(4 if is_triton else 9, ALL_KINDS)  # its kernels are interpreted
+    checkpoint = by_size(one_layer, one_layer, checkpoint) if is_triton else checkpoint
+    # Its kernels are interpreted, and so are those that draw the tokens.
+    asked = requests(4 if is_triton else by_size(5, 9), ALL_KINDS)
     options: dict[str, Any] = {"max_num_seqs": 5, "num_kv_blocks": 60, "max_model_len": 128}
     with LLM(checkpoint, skip_tokenizer_init=True, **options) as reference:
         expected = tokens(run(reference.engine, asked))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.worker import heartbeat, worker_processes
 from nanoserve.worker.heartbeat import BEAT, Pulse
 from nanoserve.worker.tp_worker import Reporter
 from nanoserve.worker.worker_processes import WorkerError, Workers
@@ -20,7 +21,8 @@ from nanoserve.worker.worker_processes import WorkerError, Workers
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="asks /proc for processor time"
 )
-TIMEOUT = 2.0  # seconds
+SHORT_BEAT = 0.2  # seconds: for tests that wait for silence
+TIMEOUT = 1.4  # of which the two last beats are not waited for: a second of silence is one
 PATIENCE = 60.0
 IDLE = "time.sleep(100)"
 BUSY = "re.match('(a*)*b', 'a' * 200)"  # holds Python's lock, as compiled code may
@@ -35,7 +37,7 @@ say("")
 """
 BEATING = """
 def beat():
-    while True: say(""); time.sleep(0.2)
+    while True: say(""); time.sleep(0.1)
 threading.Thread(target=beat, daemon=True).start()
 """
 
@@ -43,6 +45,8 @@ threading.Thread(target=beat, daemon=True).start()
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
     """Starts one worker that does what it is told, in Python."""
+    for module in (heartbeat, worker_processes):
+        monkeypatch.setattr(module, "BEAT", SHORT_BEAT)
     started: list[Workers] = []
     memory = os.open(tmp_path, os.O_RDONLY)  # any descriptor: nobody maps it
 
@@ -80,21 +84,24 @@ def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) ->
     assert told == [1]
 
 
-@pytest.mark.parametrize("body", [BUSY, BEATING + IDLE])
+@pytest.mark.parametrize(
+    "body", [BUSY, pytest.param(BEATING + IDLE, marks=pytest.mark.size("full"))]
+)
 def test_a_busy_worker_or_one_that_beats_is_not(start: Callable[..., Workers], body: str) -> None:
     workers = start(body)
-    assert not within(TIMEOUT + BEAT, lambda: workers.failure)
+    assert not within(TIMEOUT + SHORT_BEAT, lambda: workers.failure)
     workers.check()
 
 
 def test_a_worker_that_answers_late_has_not_failed(start: Callable[..., Workers]) -> None:
-    answers = "while os.read(fds['steps'], 4): time.sleep(1); say('{\"state\": \"waiting\"}')"
+    answers = "while os.read(fds['steps'], 4): time.sleep(0.5); say('{\"state\": \"waiting\"}')"
     workers = start(BEATING + answers)
-    assert not workers.are_waiting(timeout=0.2)
+    assert not workers.are_waiting(timeout=0.1)
     assert workers.are_waiting(timeout=PATIENCE)
     assert workers.failure is None
 
 
+@pytest.mark.size("full")
 def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
     start: Callable[..., Workers],
 ) -> None:

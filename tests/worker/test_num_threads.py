@@ -70,7 +70,7 @@ class Seen:
             raise self.error
 
 
-@pytest.mark.small(dtype=["float32"])
+@pytest.mark.small(dtype=["float32"], backend=["auto"])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_engines_have_their_own(

@@ -102,6 +102,7 @@ def test_each_rank_of_a_fused_projection_has_its_part_of_each_output(size: int, 
         torch.testing.assert_close(y, torch.cat([gate[rank], up[rank]], dim=-1))
 
 
+@pytest.mark.small(size=[4])
 @SIZES
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
@@ -162,6 +163,7 @@ def test_a_vocab_parallel_embedding_looks_every_token_up(size: int, vocab_size: 
         assert torch.equal(y, whole["embed_tokens.weight"])
 
 
+@pytest.mark.small(size=[4])
 @SIZES
 @pytest.mark.parametrize("vocab_size", [5, 8, 301])
 @pytest.mark.parametrize("tie", [False, True])
@@ -185,6 +187,7 @@ def test_a_parallel_head_gathers_the_logits_of_the_whole_vocabulary(
     assert others == [None] * (size - 1)  # only rank 0 samples, so only it needs them
 
 
+@pytest.mark.small(size=[4], tie_word_embeddings=[True])
 @SIZES
 @pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
@@ -212,6 +215,7 @@ def test_a_whole_model_split_over_ranks_has_the_logits_of_transformers(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.small(size=[4])
 @SIZES
 @pytest.mark.parametrize("num_experts", [3, 4])  # a rank may have one more than others, or none
 def test_whole_experts_are_distributed_over_the_ranks(

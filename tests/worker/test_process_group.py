@@ -78,7 +78,7 @@ def test_a_worker_that_dies_while_nccl_meets_ends_the_wait_for_it(
         end.wait()
 
     def die() -> None:
-        if is_meeting.wait(10):
+        if is_meeting.wait(100):
             workers.fail("rank 1 was killed by signal 9")
 
     monkeypatch.setattr(FakeNCCL, "meet", staticmethod(meet))
@@ -163,6 +163,7 @@ print("closed")
 """
 
 
+@pytest.mark.size("full")
 def test_a_sum_to_which_a_dead_rank_does_not_come_is_left_and_nothing_waits_for_it() -> None:
     """Nor does the end of Python: else it would be the 300 seconds of the group's timeout."""
     began = time.monotonic()

@@ -24,8 +24,12 @@ from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 from nanoserve.quantization.online import quantize_int4, quantize_int8
 from nanoserve.worker.linear_methods import choose_linear_method
 
-PROMPTS = [[5, 7, 11], [(7 * i * i + i) % 300 for i in range(20)]]
-SIZES = {"hidden_size": 64, "intermediate_size": 96}
+PROMPTS = [[5, 7, 11], [(7 * i * i + i) % 300 for i in range(14)]]
+# Kernels are interpreted: answers are a step with both prompts, of 17 rows, and a decode step; and
+# a second layer would do what the first does.
+NUM_TOKENS = 2
+ONE_LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, **ONE_LAYER}
 COMMON = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "num_kv_blocks": 8}
 NUM_LOGPROBS = 4
 Found = tuple[list[list[int]], torch.Tensor]
@@ -37,7 +41,7 @@ def answers(path: Path, **options: Any) -> Found:
     With a GPU's kernels, interpreted; what they are compared with may come from a CPU's, much
     sooner.
     """
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=NUM_LOGPROBS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=NUM_LOGPROBS)
     with LLM(path, **COMMON | {"attention_backend": "triton"} | options) as llm:
         outputs = [o.outputs[0] for o in llm.generate(PROMPTS, params, use_tqdm=False)]
     values = [
@@ -93,7 +97,7 @@ def test_int4_is_the_model_of_what_its_codes_stand_for(tmp_path: Path, group_siz
 def test_fp8_is_near_the_plain_model(tmp_path: Path) -> None:
     make_qwen3(tmp_path, **SIZES)
     plain = cpu_answers(tmp_path)
-    difference = (answers(tmp_path, quantization="fp8")[1] - plain[1])[[0, 3]].abs()
+    difference = (answers(tmp_path, quantization="fp8")[1] - plain[1])[[0, NUM_TOKENS]].abs()
     assert 1e-3 < difference.max() < 0.6  # of the first tokens, which follow the same prompts
     with pytest.raises(ValueError, match="needs a GPU; a CPU multiplies quantization='int8'"):
         LLM(tmp_path, **COMMON, attention_backend="torch", quantization="fp8")
@@ -124,7 +128,7 @@ def test_a_checkpoints_own_integers_are_kept_if_they_are_asked_for(
 ) -> None:
     """Else they become floats, which has been run on GPUs; what is computed is the same."""
     write, config = CASES[name]
-    make_quantized(tmp_path, write, config)
+    make_quantized(tmp_path, write, config, **ONE_LAYER)
     with caplog.at_level(logging.WARNING):
         wanted = answers(tmp_path)
     assert "becomes floats" in caplog.text

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ def make_llm(path: Path | str, **options: Any) -> LLM:
     return LLM(path, distributed_executor_backend="ray", **common | options)
 
 
+@pytest.mark.size("full")
 @pytest.mark.usefixtures("cluster")
-def test_three_stages_on_two_nodes_answer_as_one_process_does(path: Path, full_size: bool) -> None:
-    num_requests = 300 if full_size else 60
+def test_three_stages_on_two_nodes_answer_as_one_process_does(
+    path: Path, by_size: Callable[..., Any]
+) -> None:
+    num_requests = by_size(60, 60, 300)
     alone = {"dtype": "float32", "device": "cpu", "tokenizer": "tiny-qwen3"}
     with LLM(path, **alone, **TINY_POOL) as llm:
         expected = mixed_life(llm, num_requests)
@@ -67,6 +70,7 @@ def test_three_stages_on_two_nodes_answer_as_one_process_does(path: Path, full_s
     assert within(SOON, lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
+@pytest.mark.size("full")
 @pytest.mark.usefixtures("cluster")
 def test_two_ranks_of_one_stage(path: Path) -> None:
     asked = [[7, 8, 9 + i] * 3 for i in range(6)]
@@ -78,6 +82,7 @@ def test_two_ranks_of_one_stage(path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.size("full")
 @pytest.mark.usefixtures("cluster")
 def test_a_rank_that_is_killed_ends_all(path: Path) -> None:
     with make_llm(path, pipeline_parallel_size=3) as llm:
@@ -98,6 +103,7 @@ def test_a_rank_that_is_killed_ends_all(path: Path) -> None:
         assert llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 
+@pytest.mark.size("soak")
 @pytest.mark.usefixtures("cluster")
 def test_an_error_of_a_rank_arrives(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(path, tensor_parallel_size=2) as llm:
@@ -108,6 +114,7 @@ def test_an_error_of_a_rank_arrives(path: Path, monkeypatch: pytest.MonkeyPatch)
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
 
 
+@pytest.mark.size("full")
 @pytest.mark.usefixtures("cluster")
 def test_more_ranks_than_the_cluster_has_room_for(path: Path) -> None:
     with pytest.raises(ValueError, match="take 3 CPUs of Ray's cluster, which has 2"):
@@ -149,7 +156,8 @@ ENDS = {
 }
 
 
-@pytest.mark.small(end=["at its end, unclosed"])
+@pytest.mark.size("full")
+@pytest.mark.full(end=["by kill -9"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_with_a_local_ray_leaves_nothing(path: Path, tmp_path: Path, end: str) -> None:
     rest, status = ENDS[end]

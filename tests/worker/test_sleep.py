@@ -15,6 +15,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
+from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.sleep import put_to_sleep, wake_up
 
@@ -142,6 +143,7 @@ def test_closing_needs_nobody_awake(checkpoint: Path, level: int) -> None:
         llm.generate(PROMPTS, use_tqdm=False)
 
 
+@pytest.mark.size("full")
 def test_ranks_sleep_as_a_whole(checkpoint: Path) -> None:
     with LLM(checkpoint, tensor_parallel_size=2, device="cpu", **OPTIONS) as llm:
         expected = answers(llm)
@@ -152,10 +154,13 @@ def test_ranks_sleep_as_a_whole(checkpoint: Path) -> None:
         assert answers(llm) == expected
 
 
+@pytest.mark.small(options=[{"capture_sampling": True}])
 @pytest.mark.parametrize("options", [{}, {"capture_sampling": True}], ids=str)
 def test_graphs_are_recorded_again_for_what_lies_elsewhere(
-    checkpoint: Path, options: dict[str, Any]
+    checkpoint: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Kernels are interpreted here, and its sampling takes a second; it is tested elsewhere.
+    monkeypatch.setattr(CudaDevice, "_run_worst_case", lambda device, runner: None)
     cuda, attention = FakeCuda(), TorchAttention()
     attention.capturable = True
     config = EngineConfig(str(checkpoint), num_kv_blocks=30, max_num_seqs=4, **options)

@@ -5,12 +5,14 @@ On a CPU with gloo; where there are GPUs enough, `pytest -m gpu` runs the same w
 
 import gc
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from shared_engine import SharedEngine
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
@@ -41,6 +43,27 @@ def make_llm(path: Path | str, size: int, device: str, **options: Any) -> LLM:
     return LLM(path, tensor_parallel_size=size, **common | options)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedEngine]:
+    """`make_llm`, for tests after which the engine goes on."""
+    shared = SharedEngine(make_llm)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose only KV head both ranks have."""
+    folder = tmp_path_factory.mktemp("one_kv_head")
+    make_qwen3(folder, num_key_value_heads=1)
+    return folder
+
+
+# Prompts come in chunks, and sequences that run together have no room for all their tokens.
+TINY_POOL = {"num_kv_blocks": 7, "max_model_len": 64, "max_num_batched_tokens": 24}
+SHARED = {"max_num_seqs": 5, "async_scheduling": True, **TINY_POOL}
+
+
 def prompts(count: int, vocab_size: int) -> list[list[int]]:
     """Of 1 to 37 tokens; some begin alike."""
     return [[(j * j + (i % 4)) % vocab_size for j in range(1 + 9 * i % 37)] for i in range(count)]
@@ -59,34 +82,50 @@ def assert_same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
             torch.testing.assert_close(logprobs_of(a), logprobs_of(b), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.small(overrides=[{"num_key_value_heads": 1}])
+@pytest.mark.small(options=[SHARED])
 @pytest.mark.parametrize(
     ("size", "overrides", "options"),
     [
         (2, {}, {}),
         (2, {"vocab_size": 301, "tie_word_embeddings": True}, {"max_num_batched_tokens": 16}),
         (2, {"num_key_value_heads": 1}, {"num_kv_blocks": 7, "max_model_len": 64}),
+        (2, {"num_key_value_heads": 1}, SHARED),
         (4, {"num_key_value_heads": 2, "vocab_size": 297}, {"block_size": 4}),
-        (4, {"num_key_value_heads": 4, "num_attention_heads": 8}, {"num_kv_blocks": 7,
-                                                                   "max_model_len": 64}),
+        pytest.param(
+            4,
+            {"num_key_value_heads": 4, "num_attention_heads": 8},
+            {"num_kv_blocks": 7, "max_model_len": 64},
+            marks=pytest.mark.size("soak"),
+        ),
     ],
     ids=str,
 )  # fmt: skip
 def test_ranks_together_answer_as_one_does(
-    tmp_path: Path, device: str, size: int, overrides: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path,
+    path: Path,
+    shared: SharedEngine,
+    device: str,
+    size: int,
+    overrides: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    make_qwen3(tmp_path, **overrides)
+    if options is not SHARED:
+        path = tmp_path
+        make_qwen3(path, **overrides)
     asked = prompts(12, overrides.get("vocab_size", 300))
     params = [PARAMS[i % len(PARAMS)] for i in range(len(asked))]
     options = {"max_num_seqs": 5} | options
-    with make_llm(tmp_path, 1, device, **options) as llm:
+    with make_llm(path, 1, device, **options) as llm:
         expected = llm.generate(asked, params, use_tqdm=False)
-    with make_llm(tmp_path, size, device, **options) as llm:
-        assert_same(llm.generate(asked, params, use_tqdm=False), expected)
-        again = llm.generate(asked, params, use_tqdm=False)
-        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
-        assert llm.stats.prefix_cache_hits > 0
-        assert llm.stats.num_preemptions > 0 or "num_kv_blocks" not in options
+    llm = shared(path, size, device, **options)
+    before = llm.stats
+    assert_same(llm.generate(asked, params, use_tqdm=False), expected)
+    again = llm.generate(asked, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
+    assert llm.stats.prefix_cache_hits > before.prefix_cache_hits
+    assert llm.stats.num_preemptions > before.num_preemptions or "num_kv_blocks" not in options
+    if "num_kv_blocks" not in options:  # on a GPU its pool is all the memory
+        shared.close()
 
 
 def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -95,15 +134,19 @@ def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> tor
     return logits
 
 
-TINY_POOL = {"num_kv_blocks": 7, "max_model_len": 64, "max_num_batched_tokens": 24}
-
-
 @pytest.mark.small(options=[TINY_POOL])
 @pytest.mark.parametrize("options", [{}, TINY_POOL], ids=["ample", "tiny"])
 def test_one_step_ahead_two_ranks_answer_as_they_do_without(
-    checkpoint: Path, device: str, options: dict[str, Any]
+    path: Path,
+    shared: SharedEngine,
+    device: str,
+    options: dict[str, Any],
+    by_size: Callable[..., Any],
 ) -> None:
-    """Tokens that only rank 0 has are the other's input, and one request's processor fails."""
+    """Tokens that only rank 0 has are the other's input, and one request's processor fails.
+
+    In the small size, what they do without is what one rank does.
+    """
     asked = prompts(14, 300)
     failing = SamplingParams(temperature=0, logits_processors=[raise_at_the_third], **COMMON)
     stopping = SamplingParams(temperature=0, stop_token_ids=[*range(0, 300, 5)], max_tokens=20)
@@ -111,15 +154,20 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
     params = [kinds[i % len(kinds)] for i in range(len(asked))]
     answers: dict[bool, list[RequestOutput]] = {}
     for async_scheduling in (False, True):
+        make, size = (shared, 2) if async_scheduling else (make_llm, by_size(1, 2))
         ahead = {"async_scheduling": async_scheduling, "max_num_seqs": 5}
-        with make_llm(checkpoint, 2, device, **ahead, **options) as llm:
-            pending: list[int] = []
-            llm.engine.observers.append(
-                lambda plan, batch, times, pending=pending: pending.append(batch.header.num_pending)
-            )
-            answers[async_scheduling] = llm.generate(asked, params, use_tqdm=False)
-            assert any(pending) is async_scheduling
-            assert (llm.stats.num_preemptions > 0) is bool(options)
+        llm = make(path, size, device, **ahead, **options)
+        before, pending = llm.stats.num_preemptions, []
+        llm.engine.observers.append(
+            lambda plan, batch, times, pending=pending: pending.append(batch.header.num_pending)
+        )
+        answers[async_scheduling] = llm.generate(asked, params, use_tqdm=False)
+        assert any(pending) is async_scheduling
+        assert (llm.stats.num_preemptions > before) is bool(options)
+        if make is make_llm:
+            llm.close()
+    if not options:  # on a GPU its pool is all the memory
+        shared.close()
     assert_same(answers[True], answers[False])
     for outputs in answers.values():
         errors = [output.error for output in outputs]
@@ -129,7 +177,7 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
         assert reasons == {"error"}
 
 
-@pytest.mark.small(async_scheduling=[True])
+@pytest.mark.size("full")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
     tmp_path: Path, device: str, async_scheduling: bool
@@ -155,7 +203,7 @@ def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
 @pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_first(
-    checkpoint: Path, device: str, async_scheduling: bool
+    path: Path, shared: SharedEngine, device: str, async_scheduling: bool
 ) -> None:
     """Of prompts in several chunks, longer than a slice of logits, beside prompts without."""
     asked = prompts(9, 300)
@@ -165,11 +213,11 @@ def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_firs
     ]
     kinds = [*with_logprobs, PARAMS[1]]
     params = [kinds[i % 3] for i in range(len(asked))]
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 20}
-    with make_llm(checkpoint, 1, device, **options) as llm:
+    options = SHARED | {"async_scheduling": async_scheduling}
+    with make_llm(path, 1, device, **options) as llm:
         expected = llm.generate(asked, params, use_tqdm=False)
-    with make_llm(checkpoint, 2, device, async_scheduling=async_scheduling, **options) as llm:
-        outputs = llm.generate(asked, params, use_tqdm=False)
+    llm = shared(path, 2, device, **options)
+    outputs = llm.generate(asked, params, use_tqdm=False)
     assert_same(outputs, expected)
     for prompt, p, output in zip(asked, params, outputs, strict=True):
         if p.prompt_logprobs is None:
@@ -183,6 +231,7 @@ def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_firs
             )
 
 
+@pytest.mark.size("full")
 def test_the_bundled_model_on_two_ranks(device: str) -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     greedy = SamplingParams(temperature=0, max_tokens=60)
@@ -193,6 +242,7 @@ def test_the_bundled_model_on_two_ranks(device: str) -> None:
     assert texts[0] == texts[1] != ""
 
 
+@pytest.mark.size("full")
 def test_two_engines_at_once_and_their_streams(checkpoint: Path, device: str) -> None:
     asked, share = prompts(3, 300), {"gpu_memory_utilization": 0.3}
     with make_llm(checkpoint, 1, device, **share) as llm:
@@ -208,9 +258,12 @@ def test_two_engines_at_once_and_their_streams(checkpoint: Path, device: str) ->
             assert pieces == [tokens, tokens]
 
 
-def test_ten_engines_one_after_the_other(checkpoint: Path, device: str, full_size: bool) -> None:
+@pytest.mark.size("full")
+def test_ten_engines_one_after_the_other(
+    checkpoint: Path, device: str, by_size: Callable[..., int]
+) -> None:
     threads = torch.get_num_threads()
-    pids, count = set(), 10 if full_size else 2
+    pids, count = set(), by_size(2, 4, 10)
     for _ in range(count):
         with make_llm(checkpoint, 2, device) as llm:
             pids |= set(llm.engine.executor.worker_pids)
@@ -220,6 +273,7 @@ def test_ten_engines_one_after_the_other(checkpoint: Path, device: str, full_siz
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.size("full")
 def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path, device: str) -> None:
     llm = make_llm(checkpoint, 2, device)
     (pid,) = llm.engine.executor.worker_pids
@@ -228,7 +282,9 @@ def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path, device: 
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_layer_costs_two_all_reduces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_costs_two_all_reduces(
+    path: Path, shared: SharedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: Counter[str] = Counter()
     for name in ("all_reduce", "gather"):
         inner = getattr(Group, name)
@@ -238,10 +294,12 @@ def test_a_layer_costs_two_all_reduces(checkpoint: Path, monkeypatch: pytest.Mon
             return inner(self, x)
 
         monkeypatch.setattr(Group, name, counted)
-    with make_llm(checkpoint, 2, "cpu") as llm:
-        calls.clear()
-        llm.generate([1, 2, 3], PARAMS[1], use_tqdm=False)
-        num_steps, num_layers = llm.stats.num_steps, llm.engine.model_config.num_hidden_layers
+    llm = shared(path, 2, "cpu", **SHARED)
+    before = llm.stats.num_steps
+    calls.clear()
+    llm.generate([1, 2, 3], PARAMS[1], use_tqdm=False)
+    num_steps = llm.stats.num_steps - before
+    num_layers = llm.engine.model_config.num_hidden_layers
     # One more for the embedding, which is split along the vocabulary.
     assert calls == {"all_reduce": num_steps * (2 * num_layers + 1), "gather": num_steps}
 

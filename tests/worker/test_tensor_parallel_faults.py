@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rank_remains import (  # the fixture is for each test of this file
+    MARK,
     PATIENCE,
     SOON,
     nothing_is_left_behind,  # noqa: F401
@@ -31,6 +32,7 @@ from tiny_checkpoints import make_qwen3
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.executor import StepResult
 from nanoserve.sampling.processors import SlotState
+from nanoserve.worker import tensor_parallel
 from nanoserve.worker.model_runner import Handle
 from nanoserve.worker.process_group import Group
 from nanoserve.worker.worker_processes import WorkerError
@@ -81,6 +83,7 @@ class DeafWork:
         raise RuntimeError("Operation timed out!")
 
 
+@pytest.mark.size("full")
 def test_a_worker_that_is_killed_and_gloo_does_not_notice(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +105,7 @@ def test_a_worker_that_is_killed_and_gloo_does_not_notice(
         tell_time(killed_at[0])
 
 
+@pytest.mark.size("full")
 def test_tokens_of_a_step_in_which_a_worker_dies_are_nobodys(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +128,7 @@ def test_tokens_of_a_step_in_which_a_worker_dies_are_nobodys(
             llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
+@pytest.mark.size("full")
 def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:
     with make_llm(checkpoint) as llm:
         llm.generate([1, 2, 3], SHORT, use_tqdm=False)
@@ -135,10 +140,10 @@ def test_a_worker_that_is_killed_between_two_calls(checkpoint: Path) -> None:
 
 
 def test_an_exception_in_a_worker_arrives_with_its_traceback(
-    checkpoint: Path, full_size: bool
+    checkpoint: Path, by_size: Callable[..., int]
 ) -> None:
     """Told of a step that is not the one in the buffer, a worker refuses the batch."""
-    size = 4 if full_size else 2
+    size = by_size(2, 2, 4)
     with make_llm(checkpoint, tensor_parallel_size=size, max_num_seqs=4) as llm:
         llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         workers = llm.engine.executor._workers
@@ -151,10 +156,11 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(
         assert re.search(r"rank \d failed:\nTraceback .*in serve\n", str(caught.value), re.S)
 
 
+@pytest.mark.size("full")
 def test_a_worker_that_is_stopped_is_waited_for_but_not_for_long(checkpoint: Path) -> None:
-    stopped_for = 3.0
+    stopped_for = 1.5
     failing = Failing()
-    options = {"logits_processors": [failing], "worker_timeout_seconds": 6}
+    options = {"logits_processors": [failing], "worker_timeout_seconds": 5}
     with make_llm(checkpoint, **options) as llm:
         (pid,) = llm.engine.executor.worker_pids
         expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
@@ -176,7 +182,7 @@ def test_a_worker_that_is_stopped_is_waited_for_but_not_for_long(checkpoint: Pat
 
         stopped_at: list[float] = []
         soon_after_a_step(llm, lambda: stopped_at.append(time.monotonic()) or stop())
-        with pytest.raises(WorkerError, match=rf"rank 1, process {pid}, .* no sign of life for 5"):
+        with pytest.raises(WorkerError, match=rf"rank 1, process {pid}, .* no sign of life for 4"):
             while True:
                 llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
         tell_time(stopped_at[0], PATIENCE)
@@ -185,6 +191,7 @@ def test_a_worker_that_is_stopped_is_waited_for_but_not_for_long(checkpoint: Pat
     tell_time(start)  # to close
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize("moment", ["exit", "raise"])
 def test_a_worker_that_fails_while_it_starts(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -213,6 +220,7 @@ def test_workers_that_cannot_be_started(checkpoint: Path, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- rank 0 fails
 
 
+@pytest.mark.size("full")
 def test_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
     make_qwen3(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -235,69 +243,85 @@ class Failing:
             raise ZeroDivisionError("no such luck")
 
 
-@pytest.mark.small(async_scheduling=[True])
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_an_exception_in_sampling_is_not_the_end(checkpoint: Path, async_scheduling: bool) -> None:
-    """Whichever step it strikes, and whatever is under way beside it."""
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[tuple[LLM, Failing]]:
+    """With the processor that is called in it; for tests after which it goes on.
+
+    The parameter is `async_scheduling`.
+    """
     failing = Failing()
-    options = {"logits_processors": [failing], "async_scheduling": async_scheduling}
-    with make_llm(checkpoint, **options) as llm:
-        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4, ignore_eos=True)
-        for num_calls in (0, 1, 2, 3, 0, 0):
-            failing.num_calls_left = num_calls
-            with pytest.raises(ZeroDivisionError, match="no such luck") as caught:
-                llm.generate([[1, 2, 3], [4, 5, 6]], [SHORT, asks_more], use_tqdm=False)
-            assert len(caught.value.request_ids) == 2
-            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-            assert again == expected
-        assert not llm.engine.has_unfinished_requests()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*MARK.split("="))
+        options = {"logits_processors": [failing], "async_scheduling": request.param}
+        with make_llm(checkpoint, **options) as llm:
+            pids = llm.engine.executor.worker_pids
+            yield llm, failing
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.small(async_scheduling=[True])
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.small(engine=[True])
+@pytest.mark.parametrize("engine", [False, True], indirect=True)
+def test_an_exception_in_sampling_is_not_the_end(engine: tuple[LLM, Failing]) -> None:
+    """Whichever step it strikes, and whatever is under way beside it."""
+    llm, failing = engine
+    expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    asks_more = SamplingParams(prompt_logprobs=2, max_tokens=4, ignore_eos=True)
+    for num_calls in (0, 1, 2, 3, 0, 0):
+        failing.num_calls_left = num_calls
+        with pytest.raises(ZeroDivisionError, match="no such luck") as caught:
+            llm.generate([[1, 2, 3], [4, 5, 6]], [SHORT, asks_more], use_tqdm=False)
+        assert len(caught.value.request_ids) == 2
+        again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == expected
+    assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.small(engine=[True])
+@pytest.mark.parametrize("engine", [False, True], indirect=True)
 def test_a_step_is_given_up_that_no_rank_has_failed_in(
-    checkpoint: Path, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    engine: tuple[LLM, Failing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its batch is packed anew only when the others have done with it, and that is asked for once.
 
     In steps that nothing happens to nobody is asked.
     """
-    with make_llm(checkpoint, async_scheduling=async_scheduling) as llm:
-        asked = []
-        workers, processor = llm.engine.executor._workers, llm.engine.output_processor
-        are_waiting, process = workers.are_waiting, processor.process
-        monkeypatch.setattr(
-            workers, "are_waiting", lambda timeout: asked.append(1) or are_waiting(timeout)
-        )
-        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        assert not asked
-        for _ in range(3):
-            with monkeypatch.context() as patch:
-                patch.setattr(processor, "process", lambda *args: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    llm.generate([[1, 2, 3], [4, 5, 6]], SHORT, use_tqdm=False)
-            assert processor.process == process
-            again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-            assert again == expected
-            # The step whose outputs were lost had been collected; only one ahead of it had not.
-            assert len(asked) == async_scheduling
-            asked.clear()
+    llm, asked = engine[0], []
+    workers, processor = llm.engine.executor._workers, llm.engine.output_processor
+    are_waiting, process = workers.are_waiting, processor.process
+    expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    monkeypatch.setattr(
+        workers, "are_waiting", lambda timeout: asked.append(1) or are_waiting(timeout)
+    )
+    assert llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert not asked
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(processor, "process", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[1, 2, 3], [4, 5, 6]], SHORT, use_tqdm=False)
+        assert processor.process == process
+        again = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        assert again == expected
+        # The step whose outputs were lost had been collected; only one ahead of it had not.
+        assert len(asked) == llm.engine.config.async_scheduling
+        asked.clear()
 
 
-def test_a_processor_of_one_request_ends_that_one_alone(checkpoint: Path) -> None:
+@pytest.mark.small(engine=[True])
+@pytest.mark.parametrize("engine", [False, True], indirect=True)
+def test_a_processor_of_one_request_ends_that_one_alone(engine: tuple[LLM, Failing]) -> None:
     def broken(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("no such luck")
 
-    with make_llm(checkpoint) as llm:
-        expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
-        asks_more = SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=4, ignore_eos=True)
-        params = [SamplingParams(logits_processors=[broken]), asks_more]
-        for _ in range(2):
-            failed, other = llm.generate([[4, 5, 6], [1, 2, 3]], params, use_tqdm=False)
-            assert failed.outputs[0].finish_reason == "error" and not failed.outputs[0].token_ids
-            assert isinstance(failed.error, ZeroDivisionError)
-            assert other.outputs[0].token_ids == expected and other.error is None
+    llm, _ = engine
+    expected = llm.generate([1, 2, 3], SHORT, use_tqdm=False)[0].outputs[0].token_ids
+    asks_more = SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=4, ignore_eos=True)
+    params = [SamplingParams(logits_processors=[broken]), asks_more]
+    for _ in range(2):
+        failed, other = llm.generate([[4, 5, 6], [1, 2, 3]], params, use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error" and not failed.outputs[0].token_ids
+        assert isinstance(failed.error, ZeroDivisionError)
+        assert other.outputs[0].token_ids == expected and other.error is None
 
 
 def press_ctrl_c_twice(*args: object) -> None:
@@ -306,6 +330,7 @@ def press_ctrl_c_twice(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize(
     ("kind", "hook"),
     [(ZeroDivisionError, lambda *args: 1 / 0), (KeyboardInterrupt, press_ctrl_c_twice)],
@@ -328,8 +353,13 @@ def test_an_exception_in_rank_0s_model_ends_the_engine(
                 llm.generate([1, 2, 3], SHORT, use_tqdm=False)
 
 
-def test_threads_are_as_before_whichever_engine_goes_first(checkpoint: Path) -> None:
+@pytest.mark.size("full")
+def test_threads_are_as_before_whichever_engine_goes_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fixture compares them."""
+    # Of these two alone: the engine that other tests share may be alive.
+    monkeypatch.setattr(tensor_parallel, "_THREADS", [])
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     first, second = make_llm(checkpoint), make_llm(checkpoint)
@@ -384,7 +414,8 @@ def finish(process: subprocess.Popen) -> tuple[str, str]:
     return stdout.decode(), stderr.decode()
 
 
-@pytest.mark.small(end=["at its end, unclosed"])  # signals are in the tests below, too
+@pytest.mark.size("full")
+@pytest.mark.full(end=["at its end, unclosed", "by an exception", "by Ctrl-C", "by kill -9"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
     rest, name, status = ENDS[end]
@@ -406,6 +437,7 @@ def test_a_script_that_ends(checkpoint: Path, tmp_path: Path, end: str) -> None:
         assert word not in stderr
 
 
+@pytest.mark.size("full")
 def test_after_a_ctrl_c_the_engine_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     rest = """
 try:
@@ -443,6 +475,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.size("full")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
     checkpoint: Path, tmp_path: Path
@@ -456,6 +489,7 @@ def test_a_forked_child_neither_keeps_the_workers_nor_ends_them(
     os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.size("full")
 def test_while_a_worker_is_stopped_a_ctrl_c_ends_the_step(checkpoint: Path, tmp_path: Path) -> None:
     rest = "while True: llm.generate([[1, 2]] * 9, params, use_tqdm=False)"
     process, (pid,) = start_script(checkpoint, tmp_path, rest)
