@@ -80,6 +80,7 @@ def test_ctrl_c_leaves_nothing_behind(llm: LLM, num_tokens: int) -> None:
     assert tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False)) == expected
 
 
+@pytest.mark.size("full")  # a process that imports all that an engine needs
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has none")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_that_uses_the_engine_is_told_so_instead_of_waiting_for_ever(

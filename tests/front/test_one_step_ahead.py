@@ -1,6 +1,7 @@
 """With one step ahead (`async_scheduling`) the front door gives what it gives without."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,7 +38,7 @@ class NoRepeats:
                 logits[row, state.output_token_ids[-1]] = -torch.inf
 
 
-# temperature and max_tokens are 0 and 24 unless something else stands here.
+# temperature and max_tokens are 0 and 12 unless something else stands here.
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "to the end of the answer": {"max_tokens": 150},
@@ -53,15 +54,15 @@ WISHES: dict[str, dict[str, Any]] = {
         "repetition_penalty": 2.5,
         "frequency_penalty": 2.0,
         "presence_penalty": 1.5,
-        "max_tokens": 50,
+        "max_tokens": 24,
     },
     "penalties, drawn": {"frequency_penalty": 1.5, "temperature": 2.0, "seed": 2, "n": 2},
     "bad_words": {"bad_words": ["cache", "the", "is a", "块"]},
-    "min_tokens": {"min_tokens": 20, "stop_token_ids": [*range(0, 2048, 3)], "max_tokens": 30},
+    "min_tokens": {"min_tokens": 10, "stop_token_ids": [*range(0, 2048, 3)], "max_tokens": 20},
     "stop tokens": {"stop_token_ids": [*range(0, 2048, 7)]},
     "stop strings": {"stop": ["e", "的"]},
     "stop strings, kept": {"stop": [" a", "一"], "include_stop_str_in_output": True},
-    "ignore_eos": {"ignore_eos": True, "max_tokens": 60},
+    "ignore_eos": {"ignore_eos": True, "max_tokens": 40},
     "allowed_token_ids": {"allowed_token_ids": [*range(300, 400)]},
     "logit_bias": {"logit_bias": {310: 40.0, 311: 39.5}},
     "logits processor": {"logits_processors": [every_third_up]},
@@ -76,7 +77,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def params_of(name: str) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **WISHES[name]})
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **WISHES[name]})
 
 
 class Pair(NamedTuple):
@@ -135,12 +136,26 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 # `plain_pair` is "plain", and without a prefix cache there is less to go wrong.
-SMALL = pytest.mark.small(pair=["processors of the engine", "a small pool"])
+SMALL_POOL, PROCESSORS = "a small pool", "processors of the engine"
+BOTH = pytest.mark.small(pair=[PROCESSORS, SMALL_POOL])
+IN_SMALL_POOL = pytest.mark.small(pair=[SMALL_POOL])
+WITH_PROCESSORS = pytest.mark.small(pair=[PROCESSORS])
 
 
 @pytest.fixture(scope="module")
 def plain_pair() -> Iterator[Pair]:
     yield from open_pair(num_kv_blocks=NUM_KV_BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def answers_to(plain_pair: Pair) -> Callable[[str], list[RequestOutput]]:
+    """Return what both of the plain pair say to all questions with a wish, asked for once."""
+
+    @cache
+    def ask(name: str) -> list[RequestOutput]:
+        return plain_pair.assert_same_generated(prompts_for(plain_pair), params_of(name))
+
+    return ask
 
 
 def prompts_for(pair: Pair) -> list[str]:
@@ -181,14 +196,14 @@ def assert_same_logprobs(
 # ---------------------------------------------------------------- generate, chat, beam_search
 
 
+# All of them are in one batch below.
+@pytest.mark.small(name=["greedy", "seeded, n=2", "logprobs of what is drawn", "stop strings"])
 @pytest.mark.parametrize("name", WISHES)
-def test_each_wish_alone(plain_pair: Pair, name: str) -> None:
-    params = params_of(name)
-    outputs = plain_pair.assert_same_generated(prompts_for(plain_pair), params)
-    assert all(len(output.outputs) == params.n for output in outputs)
+def test_each_wish_alone(answers_to: Callable[[str], list[RequestOutput]], name: str) -> None:
+    assert all(len(output.outputs) == params_of(name).n for output in answers_to(name))
 
 
-@SMALL
+@BOTH
 def test_all_wishes_in_one_batch(pair: Pair) -> None:
     prompts = prompts_for(pair)
     params = [params_of(name) for name in WISHES]
@@ -201,20 +216,19 @@ def test_all_wishes_in_one_batch(pair: Pair) -> None:
         assert ahead.num_preemptions > 0 and in_turn.num_preemptions > 0
 
 
-def test_the_wishes_are_heard(plain_pair: Pair) -> None:
+@pytest.mark.size("full")  # it is about the wishes, which are the same at each size
+def test_the_wishes_are_heard(answers_to: Callable[[str], list[RequestOutput]]) -> None:
     """Else there would be nothing to compare: each gives other tokens than greedy."""
-    prompts = prompts_for(plain_pair)
-    greedy = plain_pair.assert_same_generated(prompts, params_of("greedy"))
+    greedy = [[c.token_ids for c in output.outputs] for output in answers_to("greedy")]
     as_they_are = {"greedy", "logprobs", "prompt_logprobs"}
     for name in set(WISHES) - as_they_are:
-        outputs = plain_pair.assert_same_generated(prompts, params_of(name))
-        tokens = [[c.token_ids for c in output.outputs] for output in outputs]
-        assert tokens != [[c.token_ids for c in output.outputs] for output in greedy], name
+        tokens = [[c.token_ids for c in output.outputs] for output in answers_to(name)]
+        assert tokens != greedy, name
 
 
-@SMALL
+@IN_SMALL_POOL
 def test_chat_and_a_second_turn_from_the_prefix_cache(pair: Pair) -> None:
-    params = SamplingParams(temperature=0, max_tokens=100)
+    params = SamplingParams(temperature=0, max_tokens=24)
     conversations = [[user(question)] for question in QUESTIONS]
     for _ in range(2):
         expected, found = pair.both(lambda llm: llm.chat(conversations, params, use_tqdm=False))
@@ -226,7 +240,7 @@ def test_chat_and_a_second_turn_from_the_prefix_cache(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@SMALL
+@IN_SMALL_POOL
 def test_beam_search(pair: Pair, width: int) -> None:
     params = BeamSearchParams(width, 10, length_penalty=0.7)
     expected, found = pair.both(lambda llm: llm.beam_search(prompts_for(pair), params))
@@ -243,6 +257,8 @@ def test_beam_search(pair: Pair, width: int) -> None:
 # ---------------------------------------------------------------- stream
 
 
+# The others are also among the streams that are read in turn.
+@pytest.mark.small(name=["greedy", "stop strings", *(n for n in WISHES if params_of(n).n > 1)])
 @pytest.mark.parametrize("name", WISHES)
 def test_a_stream_comes_in_the_same_pieces(plain_pair: Pair, name: str) -> None:
     prompt = prompts_for(plain_pair)[0]
@@ -261,7 +277,7 @@ def test_a_stream_comes_in_the_same_pieces(plain_pair: Pair, name: str) -> None:
     assert found[-1].finished
 
 
-@SMALL
+@IN_SMALL_POOL
 def test_streams_that_are_read_in_turn(pair: Pair) -> None:
     """All wishes at once, a piece of each after the other; of some, nothing is left to read."""
     names = [name for name in WISHES if params_of(name).n == 1]
@@ -288,7 +304,7 @@ def test_streams_that_are_read_in_turn(pair: Pair) -> None:
         assert found[name][-1].finished
 
 
-@SMALL
+@WITH_PROCESSORS
 def test_a_dropped_stream_leaves_the_engine_free(pair: Pair) -> None:
     """At once, although a step of it may still be under way."""
     prompts, greedy = prompts_for(pair), params_of("greedy")
@@ -318,13 +334,14 @@ def failing_after(num_tokens: int) -> Callable[[list[int], torch.Tensor], torch.
     return processor
 
 
+@pytest.mark.small(num_tokens=[1])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-@SMALL
+@IN_SMALL_POOL
 def test_a_request_whose_own_processor_raises_ends_alone(pair: Pair, num_tokens: int) -> None:
     prompts = prompts_for(pair)
     names = ["greedy", "logprobs", "logits processor, drawn", "prompt_logprobs", "seeded, n=2"]
     alone = pair.assert_same_generated(prompts[1:], [params_of(name) for name in names])
-    settings = {"logits_processors": [failing_after(num_tokens)], "logprobs": 1, "max_tokens": 24}
+    settings = {"logits_processors": [failing_after(num_tokens)], "logprobs": 1, "max_tokens": 12}
     failing = SamplingParams(**settings, temperature=0.5, seed=1, n=2)
     with_it = pair.assert_same_generated(prompts, [failing, *(params_of(name) for name in names)])
     failed, *others = with_it
@@ -337,7 +354,7 @@ def test_a_request_whose_own_processor_raises_ends_alone(pair: Pair, num_tokens:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-@SMALL
+@WITH_PROCESSORS
 def test_a_stream_raises_what_its_processor_raises(pair: Pair, num_tokens: int) -> None:
     params = SamplingParams(temperature=0, logits_processors=[failing_after(num_tokens)])
 

@@ -65,12 +65,13 @@ def _switch_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_each_thread_gets_its_own_answers(llm: LLM) -> None:
+def test_each_thread_gets_its_own_answers(llm: LLM, by_size: Callable[..., int]) -> None:
     expected = [tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) for prompts in PROMPTS]
+    num_rounds = by_size(5, 10)
     wrong: list[int] = []
 
     def job(index: int) -> None:
-        for _ in range(10):
+        for _ in range(num_rounds):
             got = tokens(llm.generate(PROMPTS[index], GREEDY, use_tqdm=False))
             if got != expected[index]:
                 wrong.append(index)
@@ -92,9 +93,9 @@ def test_each_thread_reads_its_own_streams(llm: LLM) -> None:
     assert not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
 
 
-def test_requests_may_come_and_go_from_other_threads(full_size: bool) -> None:
+def test_requests_may_come_and_go_from_other_threads(by_size: Callable[..., int]) -> None:
     """While one thread steps: each has one last output, the aborted ones included."""
-    for _ in range(200 if full_size else 10):
+    for _ in range(by_size(10, 100, 1000)):
         come_and_go()
 
 
@@ -185,10 +186,12 @@ def test_one_of_two_threads_gets_an_id_that_both_want() -> None:
     check_invariants(engine.scheduler)
 
 
-def test_a_stream_that_another_threads_collector_ends_disturbs_no_step(llm: LLM) -> None:
+def test_a_stream_that_another_threads_collector_ends_disturbs_no_step(
+    llm: LLM, by_size: Callable[..., int]
+) -> None:
     """The collector runs wherever it likes; the thread that steps has the engine to itself."""
     (expected,) = tokens(llm.generate([[5, 6]], GREEDY, use_tqdm=False))
-    for _ in range(10):
+    for _ in range(by_size(3, 10)):
         reader = llm.stream([5, 6], GREEDY)
         dropped = [llm.stream([7, 8], GREEDY)]
         next(dropped[0])
@@ -253,8 +256,9 @@ def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
         engine.step,
     ):
         arrives = [threading.get_ident(), signal.SIGINT]
-        threading.Timer(0.2, signal.pthread_kill, arrives).start()
+        timer = threading.Timer(0.1, signal.pthread_kill, arrives)
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             wait()
     go_on.set()
     other.join(60)
@@ -311,7 +315,7 @@ def _collector_waits() -> Iterator[None]:
 @pytest.mark.usefixtures("_collector_waits")
 @pytest.mark.parametrize("how", ["generate", "stream"])
 def test_the_next_generate_finds_nothing_of_an_interrupted_call(
-    llm: LLM, how: str, full_size: bool
+    llm: LLM, how: str, by_size: Callable[..., int]
 ) -> None:
     """Not even if the first Ctrl-C ends it, and the second one its clearing up."""
     calls = {
@@ -322,7 +326,7 @@ def test_the_next_generate_finds_nothing_of_an_interrupted_call(
     rng = random.Random(4)
     calls[how]()  # what is made when it is first asked for is there
     moments = record(calls[how])
-    for _ in range(400 if full_size else 40):
+    for _ in range(by_size(12, 150, 2000)):
         again = rng.randint(1, 400) if rng.random() < 0.7 else None
         injector = Injector(FILES, ctrl_c, rng.choice(moments), again)
         with injector, contextlib.suppress(KeyboardInterrupt):

@@ -26,7 +26,6 @@ from nanoserve.trace.reader import Pool, Trace, read_trace
 from nanoserve.trace.recorder import TokenTexts
 from nanoserve.trace.whole_lines import WholeLines
 
-NUM_RANDOM_RUNS = 150
 NODE = shutil.which("node")
 
 
@@ -366,9 +365,12 @@ class TracedRun:
             self.seen[what] += len(step[what])
 
 
-def test_the_rebuilt_pool_is_the_real_one_after_every_step_of_random_runs(tmp_path: Path) -> None:
+def test_the_rebuilt_pool_is_the_real_one_after_every_step_of_random_runs(
+    tmp_path: Path, by_size: Callable[..., int]
+) -> None:
+    num_runs = by_size(50, 150, 1500)
     seen: dict[str, int] = {"hidden evictions": 0}
-    for seed in range(NUM_RANDOM_RUNS):
+    for seed in range(num_runs):
         traced = TracedRun(seed, tmp_path / "run.jsonl")
         try:
             traced.run()
@@ -378,7 +380,7 @@ def test_the_rebuilt_pool_is_the_real_one_after_every_step_of_random_runs(tmp_pa
         for what, times in traced.seen.items():
             seen[what] = seen.get(what, 0) + times
     # The runs must be hard enough to mean something.
-    assert min(seen.values()) > 0.05 * NUM_RANDOM_RUNS, seen
+    assert min(seen.values()) > 0.05 * num_runs, seen
 
 
 # ---------------------------------------------------------------- reading

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +256,7 @@ def test_parameters_are_checked_before_a_request_is_queued() -> None:
 
 
 def test_a_filter_of_those_who_sample() -> None:
-    settings = {"temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
+    settings = {"temperature": 1.5, "max_tokens": 10, "ignore_eos": True}
     sigmas = [2.0, None, 4.0, None, 0.5]
     filters: list[Any] = [
         sigma and [lambda _, logits, n=sigma: keep_sigmas(logits, n)] for sigma in sigmas
@@ -274,6 +276,9 @@ def test_a_filter_of_those_who_sample() -> None:
         assert tokens_of(filtering, plain) != expected
 
 
+# ---------------------------------------------------------------- rows under every schedule
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "as many as there are": {"max_num_seqs": 16},
     "few at a time": {},
@@ -284,32 +289,50 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("processor_class", [Shift, ShiftPerRequest])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+DIFFERENT_WISHES: list[dict[str, Any]] = [
+    {"temperature": 2.0 * (i % 3 == 2), "seed": i, "max_tokens": 4 + 5 * (i % 4)}
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def by_own_processors() -> Callable[[str], list[list[int]]]:
+    """Return what processors of the requests themselves lead to, computed once for each setting."""
+
+    @cache
+    def answers(name: str) -> list[list[int]]:
+        params = [
+            SamplingParams(**wish, ignore_eos=True, logits_processors=[shifted(i)])
+            for i, wish in enumerate(DIFFERENT_WISHES)
+        ]
+        with engine(**SETTINGS[name]) as llm:
+            found = tokens_of(llm, params)
+            assert llm.stats.num_preemptions > 0 or "num_kv_blocks" not in SETTINGS[name]
+        return found
+
+    return answers
+
+
+IN_SMALL = [(Shift, "one step ahead")]
+
+
+@pytest.mark.parametrize(
+    ("processor_class", "name"),
+    [
+        pytest.param(*case, marks=[] if case in IN_SMALL else [pytest.mark.size("full")])
+        for case in product([Shift, ShiftPerRequest], SETTINGS)
+    ],
+)
 def test_state_in_rows_is_as_state_of_requests(
-    processor_class: type, settings: dict[str, Any]
+    processor_class: type, name: str, by_own_processors: Callable[[str], list[list[int]]]
 ) -> None:
-    wishes = [
-        {"temperature": 2.0 * (i % 3 == 2), "seed": i, "max_tokens": 5 + 7 * (i % 4)}
-        for i in range(len(PROMPTS))
-    ]
-    with engine(**settings) as llm:
-        expected = tokens_of(
-            llm,
-            [
-                SamplingParams(**wish, ignore_eos=True, logits_processors=[shifted(i)])
-                for i, wish in enumerate(wishes)
-            ],
-        )
-        if "num_kv_blocks" in settings:
-            assert llm.stats.num_preemptions > 0
     params = [
         SamplingParams(**wish, ignore_eos=True, extra_args={"shift": i})
-        for i, wish in enumerate(wishes)
+        for i, wish in enumerate(DIFFERENT_WISHES)
     ]
-    with engine(processor_class, **settings) as llm:
-        assert tokens_of(llm, params) == expected
-        assert tokens_of(llm, params) == expected  # in rows that others have left
+    with engine(processor_class, **SETTINGS[name]) as llm:
+        assert tokens_of(llm, params) == by_own_processors(name)
+        assert tokens_of(llm, params) == by_own_processors(name)  # in rows that others have left
 
 
 def test_requests_that_are_aborted_leave_their_rows() -> None:

@@ -1,8 +1,10 @@
 """The walls of the house: what may import what."""
 
 import ast
+import json
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,6 +14,19 @@ import nanoserve
 
 PACKAGE = Path(nanoserve.__file__).parent
 ENGINE_MODULES = sorted(path.stem for path in (PACKAGE / "engine").glob("*.py"))
+CHECKPOINT_MODULES = [
+    *("model_config", "rope_config", "config_json", "layer_types", "moe_config", "scales")
+]
+
+
+def engine_module(stem: str) -> str:
+    return "nanoserve.engine" if stem == "__init__" else f"nanoserve.engine.{stem}"
+
+
+WITHOUT_TORCH = [
+    *map(engine_module, ENGINE_MODULES),
+    *(f"nanoserve.checkpoint.{stem}" for stem in CHECKPOINT_MODULES),
+]
 
 
 def module_name(path: Path) -> str:
@@ -22,6 +37,7 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -42,18 +58,43 @@ def modules_of(names: set[str]) -> set[str]:
     return {name if name in FILES else name.rpartition(".")[0] for name in names} & set(FILES)
 
 
-def heavy_imports_of(module: str) -> str:
-    code = (
-        f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return shown.stdout.strip()
+# Imports each module anew, and notes which heavy ones it asks for. They are refused: once there,
+# they would be there for all modules that come after.
+IMPORT_EACH = """
+import importlib, json, sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            wanted.append(name)
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Guard())
+found = {}
+for module in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nanoserve"]:
+        del sys.modules[name]
+    found[module] = wanted = []
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        if not wanted:
+            raise
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def heavy_imports() -> dict[str, list[str]]:
+    """Which of torch and transformers a process imports that imports this module and no other."""
+    command = [sys.executable, "-c", IMPORT_EACH, *WITHOUT_TORCH]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(shown.stdout)
 
 
 @pytest.mark.parametrize("module", ENGINE_MODULES)
-def test_the_brain_imports_no_torch(module: str) -> None:
-    name = "nanoserve.engine" if module == "__init__" else f"nanoserve.engine.{module}"
-    assert heavy_imports_of(name) == "[]"
+def test_the_brain_imports_no_torch(module: str, heavy_imports: dict[str, list[str]]) -> None:
+    assert heavy_imports[engine_module(module)] == []
 
 
 @pytest.mark.parametrize(
@@ -88,12 +129,12 @@ def test_only_the_front_door_builds_the_parts() -> None:
         assert all(name.startswith(allowed) for name in own), (path.name, own)
 
 
-@pytest.mark.parametrize(
-    "module", ["model_config", "rope_config", "config_json", "layer_types", "moe_config", "scales"]
-)
-def test_what_a_checkpoint_says_is_read_without_torch(module: str) -> None:
+@pytest.mark.parametrize("module", CHECKPOINT_MODULES)
+def test_what_a_checkpoint_says_is_read_without_torch(
+    module: str, heavy_imports: dict[str, list[str]]
+) -> None:
     """The brain reads `ModelConfig`, and its room has the loader in it."""
-    assert heavy_imports_of(f"nanoserve.checkpoint.{module}") == "[]"
+    assert heavy_imports[f"nanoserve.checkpoint.{module}"] == []
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:

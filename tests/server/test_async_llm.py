@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
+from operator import attrgetter
 
 import pytest
 from serving import is_idle, wait_until
 
-from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from nanoserve import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.server.output_reader import EngineDeadError
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -74,8 +75,8 @@ async def joined(outputs) -> tuple[str, list[int], list, str | None]:
     return text, token_ids, logprobs, reason
 
 
-def test_streams_of_many_tasks_add_up_to_what_generate_says(llm, offline) -> None:
-    requests = random_requests(60, offline.engine.model_config.vocab_size)
+def test_streams_of_many_tasks_add_up_to_what_generate_says(llm, offline, by_size) -> None:
+    requests = random_requests(by_size(20, 60), offline.engine.model_config.vocab_size)
     prompts, params = zip(*requests, strict=True)
     expected = offline.generate(list(prompts), list(params), use_tqdm=False)
 
@@ -104,13 +105,38 @@ def test_cumulative_outputs_grow_and_final_ones_come_once(llm) -> None:
     assert final.finished and final.outputs[0].text == texts[-1]
 
 
-@pytest.mark.parametrize("kind", list(RequestOutputKind))
-@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"stop": ["never"]}, {"n": 3}], ids=str)
+@pytest.fixture(scope="module")
+def answer_offline(offline):
+    """Say what `LLM` answers to [1, 2, 3]; each parameters are asked for once."""
+    answers: dict[str, RequestOutput] = {}
+
+    def answer(params: SamplingParams) -> RequestOutput:
+        key = str(params)
+        if key not in answers:
+            (answers[key],) = offline.generate([[1, 2, 3]], params, use_tqdm=False)
+        return answers[key]
+
+    return answer
+
+
+ASKED_FOR: list[dict] = [{}, {"logprobs": 1}, {"stop": ["never"]}, {"n": 3}]
+IN_SMALL = [*product([{}], RequestOutputKind), ({"n": 3}, DELTA)]
+FULL = pytest.mark.size("full")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        pytest.param(*case, marks=[] if case in IN_SMALL else [FULL])
+        for case in product(ASKED_FOR, RequestOutputKind)
+    ],
+    ids=str,
+)
 def test_outputs_come_at_intervals_of_as_many_tokens_as_asked(
-    offline, unhurried, kind, options
+    answer_offline, unhurried, kind, options
 ) -> None:
-    params = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True, **options)
-    (expected,) = offline.generate([[1, 2, 3]], params, use_tqdm=False)
+    params = SamplingParams(max_tokens=100, temperature=1.0, seed=3, ignore_eos=True, **options)
+    expected = answer_offline(params)
 
     async def ask():
         stream = unhurried.generate([1, 2, 3], with_kind(params, kind))
@@ -163,7 +189,7 @@ def test_a_stream_that_is_dropped_is_aborted(llm, when) -> None:
 
 def test_who_reads_late_gets_everything_in_one_output(llm, offline) -> None:
     """However many tokens come meanwhile, one output waits."""
-    params = SamplingParams(n=3, max_tokens=100, ignore_eos=True, seed=5, logprobs=1)
+    params = SamplingParams(n=3, max_tokens=60, ignore_eos=True, seed=5, logprobs=1)
     (expected,) = offline.generate([[7, 8, 9]], params, use_tqdm=False)
 
     async def read_late():
@@ -308,7 +334,7 @@ def test_an_engine_that_fails_for_good_ends_every_stream_with_an_error(breakable
         asked = [asyncio.create_task(joined(stream)) for stream in streams]
         await asyncio.sleep(0.05)
         failures[:] = [RuntimeError("the device is gone")] * 1000
-        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
         assert {type(end) for end in ended} <= {EngineDeadError, RuntimeError}
         assert EngineDeadError in {type(end) for end in ended}
         with pytest.raises(EngineDeadError):
@@ -330,7 +356,7 @@ def test_shutdown_ends_streams_and_threads() -> None:
         await asyncio.sleep(0.05)
         await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(asked, 5)
+            await asyncio.wait_for(asked, 60)
 
     asyncio.run(ask())
     llm.shutdown()
@@ -374,13 +400,20 @@ def test_two_event_loops_at_once_are_refused(llm) -> None:
     wait_until(lambda: is_idle(llm))
 
 
-@pytest.mark.parametrize("engine_process", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    "engine_process",
+    [
+        pytest.param(False, id="thread"),
+        pytest.param(True, id="process", marks=FULL),  # it must be started
+    ],
+)
 def test_a_pause_stops_the_steps_and_loses_nothing(offline, engine_process) -> None:
     params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    shorter = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     expected = offline.generate("The KV cache", params, use_tqdm=False)[0].outputs[0]
     llm = AsyncLLM("tiny-qwen3", engine_process=engine_process, **OPTIONS)
 
-    async def ask(prompt, counts):
+    async def ask(prompt, counts, params=params):
         async for output in llm.generate(prompt, params):
             counts.append(len(output.outputs[0].token_ids))
         return output.outputs[0]
@@ -392,10 +425,12 @@ def test_a_pause_stops_the_steps_and_loses_nothing(offline, engine_process) -> N
             await asyncio.sleep(0)
         await llm.pause_generation(mode="keep")
         assert await llm.is_paused()
-        await asyncio.sleep(0.05)  # what was posted before is read
+        num_made = await llm.call_in_engine(attrgetter("stats.num_output_tokens"))
+        while counts[-1] < num_made:  # what was posted before may still be on its way
+            await asyncio.sleep(0.001)
         num_read = len(counts)
         asked_later = asyncio.create_task(ask("The KV cache", later))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert len(counts) == num_read < 300 and later == []
         await llm.resume_generation()
         assert not await llm.is_paused()
@@ -409,7 +444,7 @@ def test_a_pause_stops_the_steps_and_loses_nothing(offline, engine_process) -> N
         ended = await asked
         assert ended.finish_reason == "abort" and len(ended.token_ids) < 300
         await llm.resume_generation()
-        assert (await ask("The KV cache", [])).token_ids == expected.token_ids
+        assert (await ask("The KV cache", [], shorter)).token_ids == expected.token_ids[:20]
         for options in ({"mode": "wait"}, {"wait_for_inflight_requests": True}):
             with pytest.raises(ValueError, match=r"mode='wait'|await what you have asked"):
                 await llm.pause_generation(**options)
@@ -424,18 +459,23 @@ def test_its_tokenizer_is_transformers(llm, offline) -> None:
     assert tokenizer.encode("The KV cache") == offline.get_tokenizer().encode("The KV cache")
 
 
+@pytest.mark.size("full")  # whole programs; what becomes of a dropped engine is shown above
 @pytest.mark.parametrize("kept", ["", "global llm; "], ids=["dropped", "kept"])
-def test_a_program_that_forgets_it_ends_in_peace(kept) -> None:
-    """Nothing is torn down under an engine that is still closing: not even one that is no more."""
+def test_a_program_that_forgets_it_ends_in_peace(kept, by_size) -> None:
+    """Nothing is torn down under an engine that is still closing: not even one that is no more.
+
+    Each run is a fork of one process, which has imported what takes most of the time.
+    """
     program = (
-        "import asyncio; from nanoserve import AsyncLLM\n"
+        "import asyncio, os, sys, transformers; from nanoserve import AsyncLLM\n"
         f"async def main():\n    {kept}llm = AsyncLLM('tiny-qwen3', num_kv_blocks=200)\n"
         "    async for _ in llm.generate('The KV cache'): pass\n"
-        "asyncio.run(main())"
+        f"for _ in range({by_size(3, 3, 20)}):\n"
+        "    if not (child := os.fork()):\n        asyncio.run(main())\n        break\n"
+        "    if os.waitpid(child, 0)[1]: sys.exit('a run has failed')\n"
     )
-    for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (0, "")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_it_answers_to_what_servers_ask(llm, offline) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -46,7 +45,7 @@ def serving(*arguments: str, environment: dict | None = None):
 
 def answers(url: str) -> bool:
     with contextlib.suppress(OSError):
-        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+        return urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
     return False
 
 
@@ -54,9 +53,13 @@ def stream(url: str, max_tokens: int):
     body = {"prompt": "A KV cache", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    return urllib.request.urlopen(asked, timeout=20)
+    return urllib.request.urlopen(asked, timeout=60)
 
 
+FULL = pytest.mark.size("full")  # each starts a process that imports all that an engine needs
+
+
+@pytest.mark.small(number=[signal.SIGTERM])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_what_runs_end_and_takes_nothing_new(number) -> None:
     with serving() as (process, url):
@@ -67,9 +70,10 @@ def test_a_signal_lets_what_runs_end_and_takes_nothing_new(number) -> None:
         assert process.poll() is None  # it still answers whom it has promised to
         text = answer.read().decode()
         assert text.rstrip().endswith("data: [DONE]") and '"finish_reason": "length"' in text
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
+@FULL
 def test_who_outlasts_the_grace_period_is_told() -> None:
     with serving("--grace-period", "0.2", "--max-model-len", "2000") as (process, url):
         answer = stream(url, max_tokens=1900)
@@ -77,9 +81,10 @@ def test_who_outlasts_the_grace_period_is_told() -> None:
         process.terminate()
         text = answer.read().decode()
         assert '"engine_dead"' in text and "[DONE]" not in text
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
+@FULL
 def test_kill_9_leaves_nothing_in_the_way_of_the_next_one() -> None:
     with serving() as (process, url):
         answer = stream(url, max_tokens=1500)
@@ -87,12 +92,13 @@ def test_kill_9_leaves_nothing_in_the_way_of_the_next_one() -> None:
         process.kill()
         with contextlib.suppress(OSError, http.client.HTTPException):  # it ended too early
             answer.read()
+        process.wait(60)
         port = url.rpartition(":")[2]
-        time.sleep(0.1)
         with serving("--port", port) as (_, again):
             assert again == url
 
 
+@FULL
 def test_names_and_keys_from_the_command_line(monkeypatch) -> None:
     key = {"NANOSERVE_API_KEY": "secret"}
     with serving("--served-model-name", "a", "b", environment=key) as (_, url):
@@ -114,12 +120,12 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["no-such-model"], "no-such-model"),
+        pytest.param(["no-such-model"], "no-such-model", marks=FULL),
         (["--max-n", "0"], "max_n=0"),
         (["--stream-interval", "0"], "stream_interval=0"),
-        (["--max-model-len", "1"], "max_model_len=1"),
-        (["--dtype", "float7"], "float7"),
-        (["--skip-tokenizer-init"], "tokenizer"),
+        (["--no-engine-process", "--max-model-len", "1"], "max_model_len=1"),
+        (["--no-engine-process", "--dtype", "float7"], "float7"),
+        (["--no-engine-process", "--skip-tokenizer-init"], "tokenizer"),
         (["--ssl-keyfile", "x"], "TLS"),
     ],
 )

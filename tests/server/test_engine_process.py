@@ -29,10 +29,26 @@ def importable():
 
 
 @pytest.fixture(scope="module")
-def llm(importable):
-    llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
-    yield llm
-    llm.shutdown()
+def started(importable):
+    """Return a function that returns an engine, the last one's again if it still runs.
+
+    To start one takes seconds. `forget=True`: it is the caller's alone.
+    """
+    engines: list[AsyncLLM] = []
+
+    def start(forget: bool = False) -> AsyncLLM:
+        if not engines or not engines[-1].is_running:
+            engines[:] = [AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)]
+        return engines.pop() if forget else engines[-1]
+
+    yield start
+    for llm in engines:
+        llm.shutdown()
+
+
+@pytest.fixture
+def llm(started):
+    return started()
 
 
 async def last_of(outputs, is_delta: bool):
@@ -47,10 +63,10 @@ async def last_of(outputs, is_delta: bool):
     return [told[index] for index in sorted(told)]
 
 
-def test_its_answers_are_those_of_an_engine_here(llm) -> None:
+def test_its_answers_are_those_of_an_engine_here(llm, by_size) -> None:
     rng = random.Random(3)
     requests = []
-    for number in range(80):
+    for number in range(by_size(30, 80)):
         params = SamplingParams(
             n=rng.choice([1, 3]),
             temperature=0.9,
@@ -111,6 +127,7 @@ def test_a_stream_that_is_dropped_ends_there_too(llm) -> None:
     assert asyncio.run(drop()) == 200
 
 
+@pytest.mark.size("full")  # two processes that import all that an engine needs
 def test_what_is_refused_there_is_raised_here() -> None:
     with pytest.raises(ValueError, match="max_model_len=5000"):
         AsyncLLM("tiny-qwen3", engine_process=True, max_model_len=5000)
@@ -118,9 +135,11 @@ def test_what_is_refused_there_is_raised_here() -> None:
         AsyncLLM("no-such-model", engine_process=True)
 
 
-@pytest.mark.parametrize("how", ["killed", "failing for good"])
-def test_when_it_dies_every_stream_ends_with_an_error(how) -> None:
-    llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+@pytest.mark.parametrize(
+    "how", ["killed", pytest.param("failing for good", marks=pytest.mark.size("full"))]
+)
+def test_when_it_dies_every_stream_ends_with_an_error(started, how) -> None:
+    llm = started(forget=True)
 
     async def ask():
         params = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -131,7 +150,7 @@ def test_when_it_dies_every_stream_ends_with_an_error(how) -> None:
             os.kill(await llm.call_in_engine(process_id), signal.SIGKILL)
         else:
             await llm.call_in_engine(fail_for_good)
-        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
         assert {type(end) for end in ended} <= {EngineDeadError, RuntimeError}
         assert EngineDeadError in {type(end) for end in ended}
         with pytest.raises(EngineDeadError):
@@ -144,6 +163,7 @@ def test_when_it_dies_every_stream_ends_with_an_error(how) -> None:
     assert llm.owner._process.poll() is not None
 
 
+@pytest.mark.size("full")  # in small, one process is started for all tests of this file
 def test_nothing_of_it_is_left_when_nobody_has_it_any_more() -> None:
     llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
     process = llm.owner._process
@@ -153,6 +173,7 @@ def test_nothing_of_it_is_left_when_nobody_has_it_any_more() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.size("full")  # a further process
 def test_it_ends_with_whoever_has_started_it() -> None:
     read, write = os.pipe()
     parent = os.fork()

@@ -24,7 +24,6 @@ pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 from nanoserve.server.live import MAX_WATCHERS, LiveResponse, LiveView
 from nanoserve.server.live_state import StepTotals, change, runs, snapshot
 
-NUM_RANDOM_RUNS = 60
 NODE = shutil.which("node")
 
 
@@ -144,9 +143,12 @@ class WatchedRun:
         self.states.append((dict(self.replay.tables), self.replay.cached))
 
 
-def test_the_events_lead_to_the_engines_own_pool_in_random_runs() -> None:
+def test_the_events_lead_to_the_engines_own_pool_in_random_runs(
+    by_size: Callable[..., int],
+) -> None:
+    num_runs = by_size(30, 60, 1000)
     seen = dict.fromkeys(("shared", "preempted", "evicted", "ended", "grown"), 0)
-    for seed in range(NUM_RANDOM_RUNS):
+    for seed in range(num_runs):
         watched = WatchedRun(seed)
         try:
             watched.run()
@@ -161,7 +163,7 @@ def test_the_events_lead_to_the_engines_own_pool_in_random_runs() -> None:
             blocks = [block for table in tables.values() for block in table]
             seen["shared"] += len(blocks) != len(set(blocks))
         seen["preempted"] += watched.engine.stats.num_preemptions
-    assert min(seen.values()) > 0.2 * NUM_RANDOM_RUNS, seen  # hard enough to mean something
+    assert min(seen.values()) > 0.2 * num_runs, seen  # hard enough to mean something
 
 
 _FOLLOW = """
@@ -272,7 +274,7 @@ def watch(scenario: Callable[[Server, LiveView], Awaitable[None]], **options: An
         server = Server()
         await scenario(server, LiveView(server.call_in_engine, **{"interval": 0.01, **options}))
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
@@ -422,7 +424,7 @@ def test_a_server_tells_it_over_http_and_stops_though_somebody_watches(
     server_llm: AsyncLLM,
 ) -> None:
     observers = server_llm.engine.observers
-    with served(server_llm) as server:
+    with served(server_llm, grace=60) as server:
         num_others = len(observers)
         with urllib.request.urlopen(f"{server.url}/live", timeout=10) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -434,6 +436,6 @@ def test_a_server_tells_it_over_http_and_stops_though_somebody_watches(
         watching = urllib.request.urlopen(f"{server.url}/live", timeout=10)
         watching.readline()
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 50  # it does not wait for them
     watching.read()  # to its end
     watching.close()

@@ -22,6 +22,7 @@ from nanoserve.server.page import page_files
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 QUESTION = "What is a KV cache?"
+FULL = pytest.mark.size("full")
 
 
 @pytest.fixture(scope="module")
@@ -332,11 +333,11 @@ def test_a_schema_that_is_switched_off_can_be_had_again(tab: Tab) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("no JSON", "no JSON"),
         ('{"type": ', "no JSON"),
         ('["object"]', "this is a list"),
-        ('"object"', "this is a string"),
-        ("null", "this is null"),
+        pytest.param("no JSON", "no JSON", marks=FULL),
+        pytest.param('"object"', "this is a string", marks=FULL),
+        pytest.param("null", "this is null", marks=FULL),
     ],
 )
 def test_what_is_no_schema_is_told_at_once_and_not_sent(tab: Tab, text: str, told: str) -> None:
@@ -500,10 +501,15 @@ def test_what_the_server_refuses_is_told_in_its_words(tab: Tab) -> None:
     ("response", "told"),
     [
         ("abort", "cannot be reached"),
-        (stream_of("Half an", end=""), "ended the answer before its end"),
         (stream_of("Half an", end='data: {"error": {"message": "on fire"}}\n\n'), "on fire"),
-        ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "status 502"),
-        (error(429, "too many", **{"Retry-After": "3600"}), "too many"),
+        *(
+            pytest.param(*case, marks=FULL)
+            for case in (
+                (stream_of("Half an", end=""), "ended the answer before its end"),
+                ({"status": 502, "body": "<h1>Bad gateway</h1>"}, "status 502"),
+                (error(429, "too many", **{"Retry-After": "3600"}), "too many"),
+            )
+        ),
     ],
 )
 def test_an_answer_that_fails_says_why_and_can_be_asked_for_again(
@@ -751,6 +757,7 @@ LONG = (
 )
 
 
+@pytest.mark.small(width=[360])
 @pytest.mark.parametrize("width", [360, 900, 1300])
 def test_nothing_is_wider_than_the_screen(open_tab: Any, width: int) -> None:
     tab = open_tab(viewport={"width": width, "height": 640})
@@ -778,6 +785,7 @@ def test_nothing_is_wider_than_the_screen(open_tab: Any, width: int) -> None:
         tab.page.wait_for_selector("#sidebar", state="hidden")
 
 
+@pytest.mark.small(width=[360])
 @pytest.mark.parametrize("width", [360, 400, 1280])
 def test_a_schema_is_no_wider_than_the_screen(open_tab: Any, width: int) -> None:
     tab = open_tab(viewport={"width": width, "height": 640}, color_scheme="dark")

@@ -85,13 +85,13 @@ def streamed(client, **asked: Any) -> tuple[str, list[list[str]], str, str]:
 
 @pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_what_must_be_called_is(server_llm, name: str, choice: Any) -> None:
+def test_what_must_be_called_is(server_llm, name: str, choice: Any, by_size: Any) -> None:
     several = 0
     with (
         served(server_llm, tool_call_parser=name) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        for seed in range(8):
+        for seed in range(by_size(2, 4, 8)):
             asked = {"tools": TOOLS, "tool_choice": choice, "seed": seed, "temperature": 2.0}
             answer = client.chat.completions.create(**ASKED | asked)
             (told,) = answer.choices
@@ -233,7 +233,7 @@ def backend() -> TokenizerBackend:
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_amid_free_text_strict_functions_are_called_by_their_schemas(
-    name: str, backend: TokenizerBackend
+    name: str, backend: TokenizerBackend, by_size: Any
 ) -> None:
     """tool_choice="auto": a text, in which what begins as a call goes on as one."""
     functions = [Function("get_weather", WEATHER, True), Function("now", {"type": "object"}, False)]
@@ -241,7 +241,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
     guide = guide_of_tools(ToolUse(form, functions, False, False, True), lambda text: None)
     compiled = Guidance(backend, 2048).compile(guide.source(StructuredOutputsConfig()))
     num_calls = 0
-    for _ in range(25):
+    for _ in range(by_size(10, 25)):
         grammar, token_ids = compiled.start(), []
         texts = ["Well. ", "Let me see", "\n"] if form.trigger else []
         for text in [*rng.sample(texts, min(1, len(texts))), form.trigger or "{"]:
@@ -265,7 +265,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
                 assert call.is_complete and call.name in ("get_weather", "now")
                 if call.name == "get_weather":
                     jsonschema.validate(json.loads(call.arguments), WEATHER)
-    assert num_calls > 10
+    assert num_calls > by_size(4, 10)
     free = compiled.start()
     words = backend.encode("Just a text, in which nothing is called.").ids
     assert count_legal(free, words) == len(words)

@@ -11,7 +11,7 @@ from typing import Any
 from nanoserve.server.async_llm import AsyncLLM
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
     """Fails with what was waited for."""
     end = time.monotonic() + seconds
     while not is_so():
