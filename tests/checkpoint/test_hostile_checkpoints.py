@@ -132,12 +132,18 @@ def test_a_vocabulary_that_is_not_in_the_file_is_refused(hostile: Path) -> None:
 @pytest.mark.parametrize("size", [10**5, 2**18], ids=str)
 @pytest.mark.parametrize("name", [*SIZES[:-1], "all"])
 def test_sizes_that_a_model_might_have_are_refused_before_memory_is_taken(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int, load_format: str
+    hostile: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by_size: Callable[..., int],
+    name: str,
+    size: int,
+    load_format: str,
 ) -> None:
     monkeypatch.setattr(HostDevice, "memory_bytes", lambda self, tp: 10**6)
     taken = record_devices(monkeypatch)
     names = SIZES[:-1] if name == "all" else [name]
-    sizes = {name: 1000 if name == "num_hidden_layers" else size for name in names}
+    num_layers = by_size(100, 100, 1000)
+    sizes = {name: num_layers if name == "num_hidden_layers" else size for name in names}
     edit_json(hostile / CONFIG, layer_types=..., **sizes)
     refusal(hostile, load_format=load_format, num_kv_blocks=None, kv_cache_memory_bytes=2**33)
     assert taken <= {"meta"}

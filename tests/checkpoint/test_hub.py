@@ -58,7 +58,7 @@ def refusal(model: str | Path = NAME, **options: Any) -> str:
     start = time.monotonic()
     with pytest.raises(ValueError) as caught:
         LLM(model, **OPTIONS | options)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 9  # a busy machine is slow, but nobody waits the usual 10 s
     return str(caught.value)
 
 
@@ -197,6 +197,7 @@ def test_dummy_weights_are_not_fetched(server: FakeHub, source: Path) -> None:
     assert server.fetched == SMALL
 
 
+@pytest.mark.small(shard_size=["20KB"])
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 def test_of_weights_that_are_only_described_headers_are_read(
     server: FakeHub, tmp_path: Path, shard_size: str
@@ -239,6 +240,7 @@ def test_a_tokenizer_has_a_name_of_its_own(server: FakeHub, source: Path, own_so
     assert server.fetched.count("model.safetensors") == 1
 
 
+@pytest.mark.size("full")
 def test_all_ranks_load_from_the_folder_that_the_first_one_found(
     server: FakeHub, source: Path
 ) -> None:
@@ -250,12 +252,21 @@ def test_all_ranks_load_from_the_folder_that_the_first_one_found(
 # ---------------------------------------------------------------- without a network
 
 
+@pytest.mark.parametrize(
+    "told_by", ["the client", pytest.param("the environment", marks=pytest.mark.size("full"))]
+)
 def test_offline_a_cached_model_answers_without_a_request(
-    server: FakeHub, source: Path, tmp_path: Path
+    server: FakeHub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_by: str
 ) -> None:
+    """A process of its own reads the environment; in this one, the client has done so already."""
     server.repositories[NAME] = Repository({"main": source})
     expected = greedy(NAME)
     server.requests.clear()
+    if told_by == "the client":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert greedy(NAME) == expected
+        assert server.requests == []
+        return
     code = (
         "from nanoserve import LLM, SamplingParams;"
         f"llm = LLM({NAME!r}, **{OPTIONS});"
@@ -276,7 +287,7 @@ def lost_network(
     request: pytest.FixtureRequest, server: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """From here on the hub is of no use."""
-    monkeypatch.setattr(hub, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(hub, "_TIMEOUT", 0.1)
     if request.param == "is broken":
         monkeypatch.setattr(FakeHub, "answer", lambda *_: (500, {}, b""))
         yield
@@ -306,6 +317,7 @@ def test_without_network_and_cache_a_model_is_refused(lost_network: None) -> Non
     assert NAME in message and "neither a folder" in message and "cache" in message
 
 
+@pytest.mark.small(lost_network=["refuses"])
 def test_a_cache_that_lacks_only_what_nobody_reads_is_enough(
     cached: None, lost_network: None, source: Path, tmp_path: Path
 ) -> None:
@@ -315,6 +327,7 @@ def test_a_cache_that_lacks_only_what_nobody_reads_is_enough(
     assert greedy(NAME) == greedy(source)
 
 
+@pytest.mark.small(lost_network=["is broken"])
 def test_a_cache_without_the_weights_is_refused(
     cached: None, lost_network: None, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_single_file_and_shards_load_to_identical_parameters(single: Path, sha
     assert_same_parameters(load(single), load(sharded))
 
 
+@pytest.mark.small(piece_bytes=[1, 5000])
 @pytest.mark.parametrize("piece_bytes", [1, 1000, 5000])
 @pytest.mark.parametrize("tp", [TensorParallel(), TensorParallel(1, 2)], ids=["whole", "rank 1"])
 def test_pieces_of_any_size_make_up_the_same_parameters(

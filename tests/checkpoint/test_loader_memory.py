@@ -69,7 +69,9 @@ def reference() -> Qwen3ForCausalLM:
     return model
 
 
-@pytest.mark.small(dtype=["float32"], shard_size=["60MB"])
+# Of a model large enough to be seen beside a process. That pieces are small, test_loader.py shows.
+@pytest.mark.size("full")
+@pytest.mark.full(dtype=["float32"], shard_size=["60MB"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shard_size", ["1GB", "60MB"])

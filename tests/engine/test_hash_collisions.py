@@ -69,6 +69,7 @@ class BirthdaySearch:
         manager.free(seq)
 
 
+@pytest.mark.small(block_size=[16])
 @pytest.mark.parametrize("num_blocks", [200, 20_000], ids=["a small pool", "room for all"])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_no_collision_is_a_hit(block_size: int, num_blocks: int, monkeypatch) -> None:

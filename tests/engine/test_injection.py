@@ -255,39 +255,44 @@ def recorded(ahead: bool) -> Iterator[tuple[list[Moment], dict[tuple[str, int], 
     gc.enable()
 
 
-def points(moments: list[Moment], seed: int, is_full: bool) -> list[int]:
-    """Where to act: at a few bytecodes, or at each when it is first run; and at some of the later
-    visits.
+def points(moments: list[Moment], seed: int, stride: int, offset: int = 0) -> list[int]:
+    """Where to act: at each bytecode when it is first run, and at 200 of the later visits.
 
-    Of moments that are all the same to whoever is hit, the last one stands for the others.
+    Of moments that are all the same to whoever is hit, the last one stands for the others. A
+    `stride` leaves some of them out.
     """
     rng = random.Random(seed)
     first: dict[tuple[CodeType, int], int] = {}
     for number, moment in enumerate(moments):
         first.setdefault(moment[:2], number)
-    at_first = [*first.values()] if is_full else rng.sample([*first.values()], 12)
-    numbers = at_first + rng.sample(range(len(moments)), 200 if is_full else 6)
-    return [*dict.fromkeys(last_of_its_like(moments, number) for number in numbers)]
+    numbers = [*first.values(), *rng.sample(range(len(moments)), 200)]
+    return [*dict.fromkeys(last_of_its_like(moments, number) for number in numbers)][offset::stride]
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
-    action: Callable[[Scenario, FrameType], None], ahead: bool, recorded, full_size: bool
+    action: Callable[[Scenario, FrameType], None],
+    ahead: bool,
+    recorded,
+    by_size: Callable[..., int],
 ) -> None:
     moments, expected = recorded
-    numbers = points(moments, 1, full_size)
-    # With --full all bytecodes are for what may raise there; the rest changes nothing at once, but
-    # leaves a note, and half of them takes as long.
-    for number in numbers if action in (fail, interrupt) else numbers[:: 2 if full_size else 1]:
+    stride = by_size(400, 16, 1)
+    if action not in (fail, interrupt):
+        # They change nothing at once, but leave a note: half as many points, which take as long.
+        stride *= 2
+    # What one action leaves out at smaller sizes is where another one acts.
+    offset = ACTIONS.index(action) * stride // len(ACTIONS)
+    for number in points(moments, 1, stride, offset):
         inject(action, ahead, moments[number], None, expected)
 
 
 def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
-    ahead: bool, recorded, full_size: bool
+    ahead: bool, recorded, by_size: Callable[..., int]
 ) -> None:
     moments, expected = recorded
     rng = random.Random(2)
-    for number in points(moments, 3, is_full=False) * (25 if full_size else 1):
+    for number in points(moments, 3, by_size(400, 40, 5)):
         inject(interrupt, ahead, moments[number], rng.randint(1, 300), expected)
 
 

@@ -1,5 +1,6 @@
 """In float32 a request's tokens do not depend on what the engine makes of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,20 @@ def sampling(request: pytest.FixtureRequest, checkpoint: Path, prompts):
     return settings, expected
 
 
+# A seeded request needs the same logits as a greedy one, and the same noise; among others it is in
+# every danger that it is in alone.
+@pytest.mark.small(sampling=["seeded"], num_requests=[51])
+@pytest.mark.small(
+    name=["chunks of 7", "blocks of 1", "no prefix cache", "a pool for one", "priority"]
+)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("num_requests", [1, 51])
 def test_tokens_do_not_depend_on(
-    name, num_requests, checkpoint, prompts, sampling, full_size: bool
+    name, num_requests, checkpoint, prompts, sampling, by_size: Callable[..., int]
 ) -> None:
     if name == "chunks of 1" and num_requests > 1:
         num_requests = 3  # one token a step: 51 requests would take 6,000 steps
-    num_requests = num_requests if full_size else min(num_requests, 11)
+    num_requests = min(num_requests, by_size(11, 51))
     settings, expected = sampling
     outputs, again, stats = generate(checkpoint, prompts, settings, num_requests, **OPTIONS[name])
     assert outputs[0].outputs[0].token_ids == expected

@@ -258,6 +258,7 @@ def test_decoded_tokens_are_the_texts_of_single_tokens(reference) -> None:
 # -- Of the prompt ------------------------------------------------------------------------------
 
 
+@pytest.mark.small(chunk=[7, 2048], k=[0, 20])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 2048])
 @pytest.mark.parametrize("k", KS)
 def test_prompt_logprobs_equal_transformers_under_chunked_prefill(

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,11 +28,11 @@ def reference(path: Path) -> Iterator[LLM]:
 
 
 def test_every_request_gets_what_it_gets_alone(
-    path: Path, reference: LLM, full_size: bool, caplog: pytest.LogCaptureFixture
+    path: Path, reference: LLM, by_size: Callable[..., int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="nanoserve")  # requests are made to fail
     counts: Counter[str] = Counter()
-    for seed in range(100 if full_size else 8):
+    for seed in range(by_size(4, 25, 400)):
         try:
             run = ModelRun(seed, path, reference)
             run.run()

@@ -263,6 +263,7 @@ def check_completion(case: Case, index: int) -> str:
     return f"{last.finish_reason} {'string' if last.stop_reason else ''}".strip()
 
 
+@pytest.mark.small(seed=[0, 1])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_streams_equal_a_reference_that_sees_everything_at_once(seed: int) -> None:
     """100 requests in a pool that is too small, so that some are preempted on the way."""
@@ -361,7 +362,7 @@ def test_a_stop_string_may_be_the_text_of_a_special_token() -> None:
 POOL = 200
 QUESTION = "<|im_start|>user\nWhat is a KV cache?<|im_end|>\n<|im_start|>assistant\n"
 CHINESE = "<|im_start|>user\n什么是KV缓存？<|im_end|>\n<|im_start|>assistant\n"
-LONG = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -431,7 +432,7 @@ def test_a_stream_ends_before_its_stop_string(llm: LLM, answers) -> None:
     """Chosen from the middle of the answer, across words, so that parts of it arrive early."""
     text, _ = answers[QUESTION]
     stop = text[len(text) // 2 :][:7]
-    outputs = list(llm.stream(QUESTION, SamplingParams(temperature=0, max_tokens=40, stop=stop)))
+    outputs = list(llm.stream(QUESTION, SamplingParams(temperature=0, max_tokens=24, stop=stop)))
     assert "".join(o.outputs[0].text for o in outputs) == text[: text.index(stop)]
     assert outputs[-1].outputs[0].stop_reason == stop
     assert is_idle(llm)
@@ -541,6 +542,7 @@ def test_a_stream_whose_request_is_aborted_by_the_engine_comes_to_an_end(llm: LL
     assert is_idle(llm)
 
 
+@pytest.mark.small(seed=[0])
 @pytest.mark.parametrize("seed", range(3))
 def test_streams_come_and_go_at_random(llm: LLM, seed: int, answers) -> None:
     rng, running = random.Random(seed), []

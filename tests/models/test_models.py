@@ -1,5 +1,7 @@
 """Every architecture against transformers' own model, on checkpoints that transformers writes."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
 LONGROPE = {
@@ -94,9 +95,24 @@ VARIANTS = {  # of architectures that have another case
 }  # fmt: skip
 
 
+Made = Callable[[str], tuple[PreTrainedModel, Path]]
+
+
 def make(case: str, path: Path) -> PreTrainedModel:
     architecture, overrides = CASES[case]
     return make_checkpoint(architecture, path, **overrides)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Make the checkpoint of a case, once for all tests that only read it."""
+
+    @cache
+    def make_once(case: str) -> tuple[PreTrainedModel, Path]:
+        path = tmp_path_factory.mktemp("case")
+        return make(case, path), path
+
+    return make_once
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -115,10 +131,13 @@ def expected_tokens(model: PreTrainedModel, prompt: list[int], ours: list[int]) 
     return bool((gaps < NEAR_TIE).all()), int((gaps > 0).sum())
 
 
-def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> None:
+def check(
+    model: PreTrainedModel, path: Path, count: int, max_tokens: int = 6, **options: Any
+) -> None:
     asked = prompts(count)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     with LLM(path, skip_tokenizer_init=True, device="cpu", **options) as llm:
-        outputs = llm.generate(asked, GREEDY, use_tqdm=False)
+        outputs = llm.generate(asked, params, use_tqdm=False)
     near_ties = 0
     for prompt, output in zip(asked, outputs, strict=True):
         agrees, ties = expected_tokens(model, prompt, output.outputs[0].token_ids)
@@ -127,22 +146,25 @@ def check(model: PreTrainedModel, path: Path, count: int, **options: Any) -> Non
     assert near_ties <= 1
 
 
+# At small size, the variants are those of log-probabilities.
+@pytest.mark.small(case=CASES.keys() - VARIANTS)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(
-    case: str, tmp_path: Path, full_size: bool
+    case: str, made: Made, by_size: Callable[..., int]
 ) -> None:
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 50}
-    count = (30 if case in VARIANTS else 100) if full_size else 12
-    check(make(case, tmp_path), tmp_path, count, attention_backend="torch", **options)
+    count = by_size(6, 20, 30 if case in VARIANTS else 100)
+    check(*made(case), count, attention_backend="torch", **options)
 
 
+@pytest.mark.small(case=VARIANTS)
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    model = make(case, tmp_path)
+def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> None:
+    model, path = made(case)
     prompt = prompts(50)[31]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5)
-    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu") as llm:
+    with LLM(path, skip_tokenizer_init=True, device="cpu") as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
     for position, entries in enumerate(output.prompt_logprobs[1:]):
@@ -150,7 +172,8 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.small(case=["gemma3", "mixtral"])
+@pytest.mark.small(case=["mixtral"])
+@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
 # Mixtral: three experts on two ranks.
 @pytest.mark.parametrize(
     "case",
@@ -159,11 +182,14 @@ def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) 
         "qwen2", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
-def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
-    check(make(case, tmp_path), tmp_path, 12, tensor_parallel_size=2)
+def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
+    check(*made(case), 12, tensor_parallel_size=2)
 
 
-@pytest.mark.small(case=["mixtral, tied, window"])
+@pytest.mark.small(case=["qwen3, window in layer 1"])
+@pytest.mark.full(
+    case=["gemma2", "gemma3", "mixtral, tied, window", "qwen2", "qwen3, window in layer 1"]
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -172,10 +198,11 @@ def test_so_are_those_of_two_ranks(case: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(
-    case: str, tmp_path: Path, full_size: bool
+    case: str, made: Made, by_size: Callable[..., int]
 ) -> None:
-    count = 3 if full_size else 2
-    check(make(case, tmp_path), tmp_path, count, attention_backend="triton", max_num_seqs=3)
+    """A prefill and a few decodes; a prompt of the larger sizes is longer than any window."""
+    options = {"attention_backend": "triton", "max_num_seqs": 3}
+    check(*made(case), by_size(2, 3), max_tokens=by_size(2, 3, 6), **options)
 
 
 # ---------------------------------------------------------------- a model of one's own
@@ -193,6 +220,7 @@ def loud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.small(size=[1])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_registered_model_runs_like_any_other(
     loud: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int

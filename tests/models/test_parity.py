@@ -1,5 +1,6 @@
 """The engine against Hugging Face transformers, in float32: all logits and greedy tokens."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path, make_qwen3(path, **SHAPES[request.param])
 
 
+@pytest.mark.small(backend=["auto"])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_transformers(
-    checkpoint, backend: str, full_size: bool
+    checkpoint, backend: str, by_size: Callable[..., int]
 ) -> None:
     """All prompts in one continuous batch, chunked, with decodes among them.
 
@@ -55,7 +57,7 @@ def test_logits_and_greedy_tokens_equal_transformers(
     one forward pass of transformers per prompt checks all of its tokens.
     """
     path, reference = checkpoint
-    prompts = random_prompts(200 if full_size else 24, reference.config.vocab_size, longest=300)
+    prompts = random_prompts(by_size(10, 80, 200), reference.config.vocab_size, longest=300)
     options = {"dtype": "float32", "max_num_batched_tokens": 256, "max_num_seqs": 64}
     options |= {"attention_backend": backend}
     with LLM(path, skip_tokenizer_init=True, enable_prefix_caching=False, **options) as llm:

@@ -194,6 +194,7 @@ def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_pat
     assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path, **options), path)
 
 
+@pytest.mark.small(ranks=[1])
 @pytest.mark.parametrize(
     ("case", "kind", "ranks"), [("llama", "F32", 1), ("llama", "Q8_0", 2), ("mixtral", "Q4_0", 2)]
 )

@@ -62,6 +62,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.small(name=["qwen3, tied", "gemma2", "phi3", "mixtral"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_logits_are_those_of_the_dequantised_model(name: str, form: str, tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ def integer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path, options, asked, params, alone
 
 
+@pytest.mark.small(integer=["int8"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -167,6 +169,7 @@ def test_an_answer_is_the_same_alone_and_among_others(integer, changes: dict[str
         assert llm.stats.num_preemptions > 0 or changes.get("num_kv_blocks") != 5
 
 
+@pytest.mark.small(integer=["int8"])
 def test_k_and_v_may_be_integers_too(integer) -> None:
     path, options, asked, params, alone = integer
     with LLM(path, kv_cache_dtype="int8", **options) as llm:

@@ -199,7 +199,18 @@ def test_a_gpu_makes_floats_of_a_quantised_checkpoint_unless_asked(
     assert choose("gptq") is None and "memory of a plain one" in caplog.text
 
 
+def test_integers_are_refused_without_numba(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_qwen3(tmp_path)
+    monkeypatch.setattr("nanoserve.worker.linear_methods.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"integer weights need numba.*'nanoserve\[cpu\]'"):
+        LLM(tmp_path, quantization="int8", **OPTIONS)
+
+
+@pytest.mark.size("full")
 def test_without_numba_it_is_said_what_to_install(tmp_path: Path) -> None:
+    """In a process that cannot import it at all, and runs floats all the same."""
     make_qwen3(tmp_path)
     script = f"""
 import importlib.util, sys

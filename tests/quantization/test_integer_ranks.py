@@ -20,6 +20,10 @@ pytest.importorskip("numba")
 from nanoserve import LLM, SamplingParams
 from nanoserve.outputs import RequestOutput
 
+# Every test starts processes. At small size, tests/models/test_models.py has two ranks that answer
+# as one does, and test_integer_engine.py has integers.
+pytestmark = pytest.mark.size("full")
+
 COMMON: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2, **COMMON),
@@ -53,13 +57,16 @@ def assert_same(path: Path, size: int = 2, **options: Any) -> None:
 UNEVEN: dict[str, Any] = {"vocab_size": 301, "tie_word_embeddings": True}
 
 
-@pytest.mark.small(form=["int8"], overrides=[UNEVEN])
+FEW_HEADS: dict[str, Any] = {"num_key_value_heads": 1, "vocab_size": 297}
+
+
+@pytest.mark.full(overrides=[UNEVEN, FEW_HEADS])
 @pytest.mark.parametrize(
     ("form", "overrides"),
     [
         ("int8", {}),
         ("int8", UNEVEN),
-        ("int8", {"num_key_value_heads": 1, "vocab_size": 297}),
+        ("int8", FEW_HEADS),
         ("int8", {"num_attention_heads": 6, "num_key_value_heads": 2}),
         ("int4", {}),
         ("int4", UNEVEN),
@@ -74,14 +81,14 @@ def test_ranks_together_answer_as_one_does(
     assert_same(tmp_path, quantization=form)
 
 
-@pytest.mark.small(num_experts=[])
+@pytest.mark.full(num_experts=[5])
 @pytest.mark.parametrize("num_experts", [5, 2])
 def test_experts_are_shared(num_experts: int, tmp_path: Path) -> None:
-    make_checkpoint(MixtralForCausalLM, tmp_path, num_local_experts=num_experts)
+    # As above, weights with which no input lies between two integers.
+    make_checkpoint(MixtralForCausalLM, tmp_path, seed=1, num_local_experts=num_experts)
     assert_same(tmp_path, quantization="int8")
 
 
-@pytest.mark.small(size=[])
 @pytest.mark.parametrize("size", [4])
 def test_more_ranks_than_experts(size: int, tmp_path: Path) -> None:
     """A rank without any has nothing to make integers of."""
@@ -89,7 +96,7 @@ def test_more_ranks_than_experts(size: int, tmp_path: Path) -> None:
     assert_same(tmp_path, size, quantization="int8")
 
 
-@pytest.mark.small(case=[])
+@pytest.mark.full(case=["awq", "bitsandbytes NF4"])
 @pytest.mark.parametrize("case", ["awq", "gptq, 8 bits", "fp8, blocks", "bitsandbytes NF4"])
 def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
     # As above, weights with which no input lies between two integers.
@@ -97,7 +104,7 @@ def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
     assert_same(tmp_path)
 
 
-@pytest.mark.small(case=[])
+@pytest.mark.full(case=["gptq, act order"])
 @pytest.mark.parametrize("case", ["gptq, act order", "gptq, uneven groups"])
 def test_groups_that_are_spread_over_the_inputs_become_others(case: str, tmp_path: Path) -> None:
     """A rank has some inputs of every group: what it has is rounded once more, to 8 bits."""
