@@ -96,33 +96,33 @@ def test_after_a_failed_step_nothing_that_was_computed_is_believed() -> None:
     }
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_a_running_sequence_computes_in_every_step_or_is_preempted(seed: int) -> None:
+def test_a_running_sequence_computes_in_every_step_or_is_preempted() -> None:
     """Chapter 6 says so, and why: the demand of those before it in `running` never grows."""
-    rng = random.Random(seed)
-    max_num_seqs, num_blocks = rng.randint(1, 6), rng.randint(6, 20)
-    config = EngineConfig(
-        "none",
-        block_size=4,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
-        long_prefill_token_threshold=rng.choice([0, 1, 3]),
-        scheduling_policy=rng.choice(["fcfs", "priority"]),
-    )
-    scheduler = Scheduler(config, num_blocks, max_model_len=24)
-    num_to_come, step = 12, 0
-    while num_to_come or scheduler.has_unfinished():
-        while num_to_come and rng.random() < 0.4:
-            num_to_come -= 1
-            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 23))]
-            params = SamplingParams(max_tokens=rng.choice([1, 3, None]))
-            settings = {"arrival": 12 - num_to_come, "priority": rng.randint(0, 2)}
-            scheduler.add(Sequence("r", prompt, params, max_model_len=24, **settings))
-        running = list(scheduler.running)
-        plan = scheduler.schedule()
-        left_in = {seq for seq in running if seq.status is SequenceStatus.RUNNING}
-        assert left_in <= {row.seq for row in plan.rows if row.n > 0}
-        scheduler.commit(plan)
-        scheduler.update(plan, [[rng.randrange(3)] for _ in plan.sampled])
-        step += 1
-        assert step < 5000
+    for seed in range(200):
+        rng = random.Random(seed)
+        max_num_seqs, num_blocks = rng.randint(1, 6), rng.randint(6, 20)
+        config = EngineConfig(
+            "none",
+            block_size=4,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
+            long_prefill_token_threshold=rng.choice([0, 1, 3]),
+            scheduling_policy=rng.choice(["fcfs", "priority"]),
+        )
+        scheduler = Scheduler(config, num_blocks, max_model_len=24)
+        num_to_come, step = 12, 0
+        while num_to_come or scheduler.has_unfinished():
+            while num_to_come and rng.random() < 0.4:
+                num_to_come -= 1
+                prompt = [rng.randrange(3) for _ in range(rng.randint(1, 23))]
+                params = SamplingParams(max_tokens=rng.choice([1, 3, None]))
+                settings = {"arrival": 12 - num_to_come, "priority": rng.randint(0, 2)}
+                scheduler.add(Sequence("r", prompt, params, max_model_len=24, **settings))
+            running = list(scheduler.running)
+            plan = scheduler.schedule()
+            left_in = {seq for seq in running if seq.status is SequenceStatus.RUNNING}
+            assert left_in <= {row.seq for row in plan.rows if row.n > 0}, seed
+            scheduler.commit(plan)
+            scheduler.update(plan, [[rng.randrange(3)] for _ in plan.sampled])
+            step += 1
+            assert step < 5000, seed

@@ -56,20 +56,21 @@ def test_a_small_batch() -> None:
     assert rows[0][3:5] == ["[1, 0, 3, 1]", "[2, 1, 4, 2]"]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_batch_is_what_merged_weights_give(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    weight = rng.normal(size=(5, 7))
-    adapters = {
-        n: worked.Adapter(rng.normal(size=(n, 7)), rng.normal(size=(5, n)), 0.5) for n in (1, 2, 3)
-    }
-    adapter_of = rng.integers(0, 4, size=12)
-    x = rng.normal(size=(12, 7))
-    y = worked.batched(x, weight, adapters, adapter_of)
-    own = [adapters[n].merged(weight) if n else weight for n in adapter_of]
-    expected = [each @ row for each, row in zip(own, x, strict=True)]
-    np.testing.assert_allclose(y, expected, err_msg=f"{adapter_of=}")
-    assert np.array_equal(y[adapter_of == 0], (x @ weight.T)[adapter_of == 0])
+def test_a_batch_is_what_merged_weights_give() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        weight = rng.normal(size=(5, 7))
+        adapters = {
+            n: worked.Adapter(rng.normal(size=(n, 7)), rng.normal(size=(5, n)), 0.5)
+            for n in (1, 2, 3)
+        }
+        adapter_of = rng.integers(0, 4, size=12)
+        x = rng.normal(size=(12, 7))
+        y = worked.batched(x, weight, adapters, adapter_of)
+        own = [adapters[n].merged(weight) if n else weight for n in adapter_of]
+        expected = [each @ row for each, row in zip(own, x, strict=True)]
+        np.testing.assert_allclose(y, expected, err_msg=f"{adapter_of=}")
+        assert np.array_equal(y[adapter_of == 0], (x @ weight.T)[adapter_of == 0])
 
 
 def test_rows_of_a_packed_batch() -> None:

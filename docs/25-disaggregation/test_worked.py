@@ -1,6 +1,7 @@
 """Chapter 25's numbers by hand, and the invariants of its simulation."""
 
 import random
+from functools import cache
 
 import pytest
 
@@ -54,6 +55,7 @@ def random_jobs(rng: random.Random) -> list[worked.Job]:
     ]
 
 
+@cache
 def one_and_two_pools(seed: int) -> tuple[worked.Run, worked.Run]:
     rng = random.Random(seed)
     size = rng.choice([2, 4, 16])
@@ -68,20 +70,20 @@ def one_and_two_pools(seed: int) -> tuple[worked.Run, worked.Run]:
     return one, two
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_two_pools_give_the_tokens_of_one_and_lose_none(seed: int) -> None:
-    one, two = one_and_two_pools(seed)
-    for a, b in zip(one.jobs, two.jobs, strict=True):
-        assert len(a.tokens) == len(b.tokens) == a.num_output, f"{seed=}: request {a.number}"
-        assert a.tokens == b.tokens, f"{seed=}: request {a.number}"
-        assert b.times == sorted(b.times) and b.times[0] >= b.arrival
-    for pool in [*one.setup.pools, *two.setup.pools]:
-        assert pool.num_wrong_reads == 0, f"{seed=}: K and V of another prefix were read"
-        manager = pool.manager
-        assert manager.num_free_blocks == manager.num_blocks, f"{seed=}: blocks are not free"
-        assert not pool.scheduler.has_unfinished()
-    setup = two.setup
-    assert not setup.pending and not setup.held and not setup.kept and not setup.under_way
+def test_two_pools_give_the_tokens_of_one_and_lose_none() -> None:
+    for seed in range(30):
+        one, two = one_and_two_pools(seed)
+        for a, b in zip(one.jobs, two.jobs, strict=True):
+            assert len(a.tokens) == len(b.tokens) == a.num_output, f"{seed=}: request {a.number}"
+            assert a.tokens == b.tokens, f"{seed=}: request {a.number}"
+            assert b.times == sorted(b.times) and b.times[0] >= b.arrival
+        for pool in [*one.setup.pools, *two.setup.pools]:
+            assert pool.num_wrong_reads == 0, f"{seed=}: K and V of another prefix were read"
+            manager = pool.manager
+            assert manager.num_free_blocks == manager.num_blocks, f"{seed=}: blocks are not free"
+            assert not pool.scheduler.has_unfinished()
+        setup = two.setup
+        assert not setup.pending and not setup.held and not setup.kept and not setup.under_way
 
 
 def test_these_runs_meet_what_they_should() -> None:
@@ -102,6 +104,7 @@ def test_without_preemption_only_full_blocks_are_sent_and_the_rest_is_computed()
     assert decode.scheduler.num_hit_tokens == sum(full)
 
 
+@pytest.mark.size("full")
 def test_the_pools_tell_apart_what_they_are_for() -> None:
     rate = 12
     whole, chunked, two = (worked.run(setup, "long prompts", rate) for setup in worked.SETUPS)
@@ -113,6 +116,7 @@ def test_the_pools_tell_apart_what_they_are_for() -> None:
     assert len(cells(worked.load_table("long prompts", [4, 12]))) == 6
 
 
+@pytest.mark.size("full")
 def test_layer_by_layer_hides_most_of_a_transfer() -> None:
     rows = {row[0]: row[1:] for row in cells(worked.link_table("long prompts", 4))}
     whole, by_layer = (float(rows["100 Gb/s"][i].split()[0]) for i in (0, 2))

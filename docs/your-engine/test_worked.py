@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from . import compare, worked
 
 FOLDER = Path(__file__).parent
@@ -37,6 +39,7 @@ def test_a_stage_has_a_test_and_a_chapter() -> None:
     assert worked.hours() == "8 hours"  # 485 minutes
 
 
+@pytest.mark.size("full")
 def test_the_comparison_is_of_a_run_with_preemptions_and_hits() -> None:
     requests = compare.workload()
     run = compare.by_nanoserve(requests)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,7 +235,10 @@ def test_what_cannot_be_run_is_told_in_one_line(
 
 @pytest.mark.parametrize(
     ("package", "extra", "arguments"),
-    [("fastapi", "serve", []), ("ray.data", "ray", ["--replicas", "2"])],
+    [
+        ("fastapi", "serve", []),
+        pytest.param("ray.data", "ray", ["--replicas", "2"], marks=pytest.mark.size("full")),
+    ],
 )
 def test_without_its_packages_it_says_what_to_install(
     package: str, extra: str, arguments: list[str], tmp_path: Path
@@ -253,12 +257,13 @@ def test_without_its_packages_it_says_what_to_install(
 # ---------------------------------------------------------------- stopping, and going on
 
 
+@pytest.mark.size("full")  # two starts of an engine
+@pytest.mark.full(number=[signal.SIGTERM])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.small(number=[signal.SIGTERM])
 def test_a_signal_lets_what_runs_end(number: int, tmp_path: Path) -> None:
     """And the same command goes on."""
     wishes = {"prompt": "A KV cache", "ignore_eos": True, "temperature": 0}
-    requests = [line(f"{n}", max_tokens=200, **wishes) for n in range(300)]
+    requests = [line(f"{n}", max_tokens=100, **wishes) for n in range(300)]
     source, out = write(tmp_path / "in", requests), tmp_path / "out"
     with start(source, out) as process:
         try:
@@ -329,14 +334,15 @@ def test_an_error_ends_it(where: str) -> None:
     assert len(list(lines)) > 30  # the others were not begun
 
 
-def test_who_is_killed_goes_on_where_it_was(tmp_path: Path, full_size: bool) -> None:
+@pytest.mark.size("full")
+def test_who_is_killed_goes_on_where_it_was(tmp_path: Path, by_size: Callable[..., Any]) -> None:
     """With -9, at random moments: every line is answered once, and as without."""
-    number = 5000 if full_size else 300
+    number, parts = by_size((300, [0.5]), (300, [0.3, 0.6]), (5000, [0.2, 0.5, 0.8]))
     requests = small_requests(number)
     source, out = write(tmp_path / "in", requests), tmp_path / "out"
     rng = random.Random(os.getpid())
     num_before = 0
-    for part in (0.2, 0.5, 0.8) if full_size else (0.3, 0.6):
+    for part in parts:
         aim = num_before + (part + rng.uniform(-0.15, 0.15)) * (number - num_before)
         with start(source, out) as process:
             wait_until(lambda: _num_lines(out) > num_before, 60)  # noqa: B023

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from batch_files import line, write
@@ -160,9 +162,9 @@ def test_the_input_may_grow(source: Path, out: Path) -> None:
     assert len(survey_of(source, out)[0].todo) == 10
 
 
-def test_memory_for_each_line(tmp_path: Path, out: Path, full_size: bool) -> None:
+def test_memory_for_each_line(tmp_path: Path, out: Path, by_size: Callable[..., Any]) -> None:
     """While it is looked at, and afterwards; the lines themselves take ten times as much."""
-    number = 200_000 if full_size else 20_000
+    number = by_size(20_000, 60_000, 200_000)
     source = tmp_path / "in"
     with source.open("w") as file:
         for n in range(number):

@@ -44,7 +44,7 @@ def places_of(source: Path) -> list[tuple[int, int]]:
         (1, 256, 4, 1),
         (100, 256, 2, 6),  # so that both have eight, and end together
         (20_000, 256, 2, 128),
-        (1_000_000, 8192, 2, 1024),
+        pytest.param(1_000_000, 8192, 2, 1024, marks=pytest.mark.size("full")),
         (20_000, 4, 2, 8),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_replica_answers_a_chunk(tmp_path: Path) -> None:
 
 def test_nobody_else_need_hold_what_a_replica_does(tmp_path: Path) -> None:
     """Ray does not, and of a task that waits the event loop knows only weakly."""
-    wishes = {"max_tokens": 200, "ignore_eos": True}
+    wishes = {"max_tokens": 50, "ignore_eos": True}
     source = write(tmp_path / "in", [line(f"{n}", prompt="A KV cache", **wishes) for n in range(8)])
     replica = Replica(source, source.stat().st_size, "", ANSWERER)
     places, done = json.dumps(places_of(source)), SimpleQueue()
@@ -172,10 +172,11 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.size("full")  # Ray takes its time to start
+@pytest.mark.full(killed=["replica"])
 @pytest.mark.parametrize("killed", ["job", "replica", "stopped"])
-@pytest.mark.small(killed=[])  # Ray takes its time to start: only with --full
 @pytest.mark.usefixtures("a_ray")
-def test_every_line_is_answered_once(killed: str, tmp_path: Path, full_size: bool) -> None:
+def test_every_line_is_answered_once(killed: str, tmp_path: Path) -> None:
     number = 2000 if killed == "job" else 600
     requests = small_requests(number)
     source, out = write(tmp_path / "in", requests), tmp_path / "out"
@@ -212,8 +213,8 @@ def test_every_line_is_answered_once(killed: str, tmp_path: Path, full_size: boo
     assert texts(out) == texts(alone)
 
 
+@pytest.mark.size("soak")
 @pytest.mark.parametrize("number", [100_000])
-@pytest.mark.small(number=[])
 @pytest.mark.usefixtures("a_ray")
 def test_what_no_replica_can_do_is_told_in_one_line(number: int, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [line("a", prompt="A KV cache")])

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import child
 import pytest
 import transformers
 from child import measure
@@ -26,12 +28,44 @@ BENCH = Path(__file__).parents[2] / "bench.py"
 HAS_CB = find_spec("psutil") is not None or int(transformers.__version__.split(".")[1]) >= 23
 PEERS = ["transformers", "transformers-cb"] if HAS_CB else ["transformers"]
 SMALL = ["--num-seqs", "4", "--input-len", "4-12", "--output-len", "2-6"]
+RUN_CHILD = compare.run_child
 PROMPTS, LENS = [[5] * 9, [6, 7], [8] * 4], [4, 2, 6]
 
 
 def run_bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCH), *SMALL, "--threads", "1", "--device", "cpu", *options]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def in_this_process(job: str, spec: dict[str, Any], python: str = sys.executable) -> dict[str, Any]:
+    """As `compare.run_child`, but for the process, and for a machine that needs no measuring."""
+    if python != sys.executable:
+        return RUN_CHILD(job, spec, python)
+    if job == "probe":
+        speeds = dict.fromkeys(("bandwidth", "matmul_rate", "integer_rate"), 1e9)
+        return {"device": "cpu", "hardware": "some CPU", "threads": 1, **speeds}
+    given = Namespace(**json.loads(json.dumps(spec)))
+    try:
+        return child.weights(given) if job == "weights" else child.measure(job, given)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+@pytest.fixture
+def bench(
+    full_size: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """The command's exit status and what it prints; with --full of processes, one an engine."""
+
+    def run(*options: str) -> tuple[int, str]:
+        if full_size:
+            done = run_bench(*options)
+            return done.returncode, done.stdout
+        monkeypatch.setattr(compare, "run_child", in_this_process)
+        status = compare.main([*SMALL, "--threads", "1", "--device", "cpu", *options])
+        return status, capsys.readouterr().out
+
+    return run
 
 
 def make_spec(model: Path, **others: Any) -> Namespace:
@@ -177,18 +211,20 @@ def test_ratios_are_of_runs_that_were_neighbours(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "a / b: 2.50 (2.00 to 3.00, pairs of runs: 2)\n"
 
 
-def test_all_engines_run_and_are_compared(tmp_path: Path, full_size: bool) -> None:
+def test_all_engines_run_and_are_compared(
+    tmp_path: Path, full_size: bool, bench: Callable[..., tuple[int, str]]
+) -> None:
     prompts, output_lens = draw_workload(4, (4, 12), (2, 6), vocab_size=2048)
     static, written = "nanoserve:batching=static", tmp_path / "report.json"
     ours = ["nanoserve", static] if full_size else ["nanoserve"]
     engines = [*ours, "transformers", "nanovllm"]
     options = ["--engine", ",".join(engines), "--hf-batch-size", "2"]
     options += ["--max-num-batched-tokens", "64", "--max-num-seqs", "3", "--max-model-len", "32"]
-    shown = run_bench("--shape", "tiny", "--json", str(written), *options)
-    assert shown.returncode == 0, shown.stdout + shown.stderr
+    status, shown = bench("--shape", "tiny", "--json", str(written), *options)
+    assert status == 0, shown
     num_in, num_out = sum(map(len, prompts)), sum(output_lens)
-    assert f"4 sequences, {num_in} prompt tokens, {num_out} output tokens" in shown.stdout
-    lines = [line.split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")]
+    assert f"4 sequences, {num_in} prompt tokens, {num_out} output tokens" in shown
+    lines = [line.split(" | ") for line in shown.splitlines() if line.startswith("| ")]
     rows = {cells[0].strip("| "): cells[1:] for cells in lines[1:]}
     assert rows.keys() == set(engines)
     assert rows.pop("nanovllm")[0] == "not installed: no package nanovllm"
@@ -198,11 +234,11 @@ def test_all_engines_run_and_are_compared(tmp_path: Path, full_size: bool) -> No
         ratio = float(total_speed) / float(output_speed)
         assert abs(ratio - (num_in + num_out) / num_out) < 0.05 * ratio
     for other in engines[1:-1]:
-        assert re.search(rf"^nanoserve / {other}: \d+\.\d\d \(", shown.stdout, re.MULTILINE)
-    assert "4 of 4 first tokens" in shown.stdout
-    assert "KV blocks" in shown.stdout and "preemptions 0" in shown.stdout
-    assert "max_model_len 32, max_num_batched_tokens 64, max_num_seqs 3" in shown.stdout
-    assert re.search(r"^roofline: .* GB/s and .* TFLOP/s, in \d+ steps$", shown.stdout, re.M)
+        assert re.search(rf"^nanoserve / {other}: \d+\.\d\d \(", shown, re.MULTILINE)
+    assert "4 of 4 first tokens" in shown
+    assert "KV blocks" in shown and "preemptions 0" in shown
+    assert "max_model_len 32, max_num_batched_tokens 64, max_num_seqs 3" in shown
+    assert re.search(r"^roofline: .* GB/s and .* TFLOP/s, in \d+ steps$", shown, re.M)
     report = json.loads(written.read_text())
     assert report["spec"]["model"] == "tiny" and report["spec"]["threads"] == 1
     assert str(tmp_path) not in written.read_text() and "scratch" not in report["spec"]
@@ -212,13 +248,15 @@ def test_all_engines_run_and_are_compared(tmp_path: Path, full_size: bool) -> No
     assert point["limit"]["seconds"] > 0
 
 
-def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_reported(
+    tmp_path: Path, bench: Callable[..., tuple[int, str]]
+) -> None:
     make_qwen3(tmp_path, dtype="bfloat16")
     edit_json(tmp_path / "config.json", hidden_act="gelu")  # which nanoserve refuses
     nowhere = ["--engine", "nanoserve,vllm", "--python", f"vllm={tmp_path / 'no-such-python'}"]
-    shown = run_bench("--model", str(tmp_path), *nowhere)
-    assert shown.returncode == 1
-    assert "no roofline: hidden_act='gelu'" in shown.stdout
-    assert "nanoserve FAILED: ValueError: hidden_act='gelu'" in shown.stdout
-    assert re.search("vllm FAILED: .*no-such-python", shown.stdout)
-    assert "| nanoserve | failed: ValueError: hidden_act='gelu'" in shown.stdout
+    status, shown = bench("--model", str(tmp_path), *nowhere)
+    assert status == 1
+    assert "no roofline: hidden_act='gelu'" in shown
+    assert "nanoserve FAILED: ValueError: hidden_act='gelu'" in shown
+    assert re.search("vllm FAILED: .*no-such-python", shown)
+    assert "| nanoserve | failed: ValueError: hidden_act='gelu'" in shown

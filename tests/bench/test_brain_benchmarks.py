@@ -35,6 +35,7 @@ def test_what_is_handed_over_is_a_decode_step() -> None:
     assert set(shapes.values()) == {(3,)}
 
 
+@pytest.mark.size("full")
 def test_a_worker_gets_a_step_either_way() -> None:
     """It answers with what it has seen, which `measure` compares."""
     shared, pickled = handover.measure(2, 20)
@@ -42,7 +43,8 @@ def test_a_worker_gets_a_step_either_way() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_takes_as_long_as_its_device(ahead: bool) -> None:
+def test_a_step_takes_as_long_as_its_device(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This device is far slower than the brain, whatever else the machine does."""
+    monkeypatch.setattr(overlap, "_STEPS", 15)
     step = overlap.median_step(2, seconds=0.02, ahead=ahead)
     assert 0.019 < step < 0.2

@@ -6,6 +6,8 @@ import os
 import select
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,22 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
-    stages = ["facts", "bench", "tp", "sweep"]
-    if full_size:  # what is left out runs whole programs, which have tests of their own
-        stages = ["facts", "smoke", "bench", "profile", "kernels", "guesses", "tp", "sweep"]
+def test_a_stage_runs_on_a_cpu(tmp_path: Path) -> None:
+    """In this process; some of the others need one of their own, and whole programs."""
+    job, file = Job("cpu", time.monotonic() + 1000, tmp_path, None), tmp_path / "result.json"
+    assert gpu_stage.run("facts", job, file)
+    result = json.loads(file.read_text())
+    assert result["copy GB/s"] > 0 and result["versions"]["torch"]
+    record = {"stage": "facts", "rc": 0, "seconds": 1.0, "result": result}
+    assert "GB/s" in "\n".join(table([record]))
+
+
+@pytest.mark.size("full")
+def test_the_stages_run_on_a_cpu(tmp_path: Path, by_size: Callable[..., Any]) -> None:
+    some = ["facts", "bench", "tp", "sweep"]
+    # What is left out even then runs whole programs, which have tests of their own.
+    most = ["facts", "smoke", "bench", "profile", "kernels", "guesses", "tp", "sweep"]
+    stages = by_size(some, some, most)
     out = tmp_path / "day"
     day = run("--out", str(out), "--device", "cpu", "--stages", ",".join(reversed(stages)))
     assert day.returncode == 0, day.stdout + (out / "log.txt").read_text()
@@ -45,7 +59,7 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
     result = {record["stage"]: record["result"] for record in records}
     assert result["facts"]["copy GB/s"] > 0
     assert len(result["bench"]["default"]["seconds"]) == 2
-    if full_size:  # graphs are for a GPU; the tests are only collected
+    if "guesses" in stages:  # graphs are for a GPU; the tests are only collected
         programs = {"tests of guesses", "tests of formats", "tests of sleep", "tests of fewer bits"}
         assert result["guesses"].keys() == programs | {"kernel by kernel"}
         assert result["guesses"]["tests of guesses"]["collected"] == 18
@@ -57,6 +71,7 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, full_size: bool) -> None:
     assert {file.name for file in out.iterdir()} == {"gpu_day.json", "log.txt"}
 
 
+@pytest.mark.size("full")
 def test_no_stage_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     day = gpu_day.Day(tmp_path, 1000, "cpu", fa3=tmp_path)
     failed = day.run("fa3", 100)
@@ -111,7 +126,7 @@ def test_what_a_stage_has_started_ends_with_it() -> None:
     """Else it would keep the memory of the GPU."""
     reader, writer = os.pipe()
     start = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    rc = gpu_day._run_in_group([sys.executable, "-c", start], 2.0, dict(os.environ), writer)
+    rc = gpu_day._run_in_group([sys.executable, "-c", start], 1.0, dict(os.environ), writer)
     assert rc == gpu_day.TIMED_OUT
     os.close(writer)
     is_closed, _, _ = select.select([reader], [], [], 20)  # by the last who could write

@@ -4,6 +4,7 @@ import pytest
 from routing import TRACES, KnowsEveryCache, LeastLoaded, Ours, OursExact, PureAffinity, simulate
 
 
+@pytest.mark.small(kind=[Ours])
 @pytest.mark.parametrize("kind", [Ours, OursExact])
 @pytest.mark.parametrize("trace", TRACES)
 def test_hits_are_near_what_there_is_and_nobody_is_overloaded(trace: str, kind: type[Ours]) -> None:

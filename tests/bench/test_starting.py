@@ -14,6 +14,7 @@ def test_every_scheme_is_one_of_the_engines() -> None:
         EngineConfig("none", **options)
 
 
+@pytest.mark.size("full")
 def test_a_start_is_told_part_by_part(tmp_path: Path) -> None:
     model = bundled_checkpoint("tiny-qwen3")
     assert model is not None

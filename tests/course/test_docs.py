@@ -35,10 +35,6 @@ def name(page: Path | facts.Chapter) -> str:
     return page.page if isinstance(page, facts.Chapter) else page.relative_to(facts.DOCS).as_posix()
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=name)
-every_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=name)
-
-
 @cache
 def written(page: Path) -> str:
     return page.read_text(encoding="utf-8")
@@ -68,12 +64,12 @@ def triples_of_the_source() -> set[tuple[str, ...]]:
     return set().union(*(triples(path.read_text(encoding="utf-8")) for path in files))
 
 
-@every_page
-def test_source_is_quoted_and_not_copied(page: Path) -> None:
-    by_hand = replace_regions(written(page), lambda region: "")
-    for fence in facts.FENCE.finditer(by_hand):
-        copied = triples(fence[3]) & triples_of_the_source()
-        assert not copied, f"quote it with ::: instead of {copied}"
+def test_source_is_quoted_and_not_copied() -> None:
+    for page in PAGES:
+        by_hand = replace_regions(written(page), lambda region: "")
+        for fence in facts.FENCE.finditer(by_hand):
+            copied = triples(fence[3]) & triples_of_the_source()
+            assert not copied, f"{name(page)}: quote it with ::: instead of {copied}"
 
 
 def prose(text: str) -> str:
@@ -91,15 +87,16 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@every_page
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in LINK.findall(prose(plain(page))):
+def test_every_link_leads_somewhere() -> None:
+    links = [(page, link) for page in PAGES for link in LINK.findall(prose(plain(page)))]
+    for page, link in links:
         if re.match(r"(https?|mailto):", link):
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
-        assert target.is_relative_to(facts.ROOT) and target.is_file(), link
-        assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+        told = f"{name(page)}: {link}"
+        assert target.is_relative_to(facts.ROOT) and target.is_file(), told
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), told
 
 
 class SiteConfig(yaml.SafeLoader):
@@ -116,16 +113,16 @@ def test_the_navigation_names_every_page() -> None:
     assert sorted(listed) == sorted(map(name, PAGES))
 
 
-@every_chapter
-def test_a_chapter_has_its_parts_in_order(chapter: facts.Chapter) -> None:
-    text = facts.without_fences(without_regions(chapter.text))
-    assert re.findall(r"^## (.+)$", text, re.M) == PARTS
-    parts = dict(zip(PARTS, re.split(r"^## .+$", chapter.text, flags=re.M)[1:], strict=True))
-    assert "{{" in parts["The problem, in numbers"]
-    assert "```mermaid" in parts["The idea"]
-    assert any(region.symbol for region in regions(parts["The source"]))
-    assert chapter.number in LACKING or '{{ trace("' in parts["See it happen"]
-    assert chapter.exercise and chapter.title and "explain" in chapter.promise
+def test_a_chapter_has_its_parts_in_order() -> None:
+    for chapter in CHAPTERS:
+        text, told = facts.without_fences(without_regions(chapter.text)), name(chapter)
+        assert re.findall(r"^## (.+)$", text, re.M) == PARTS, told
+        parts = dict(zip(PARTS, re.split(r"^## .+$", chapter.text, flags=re.M)[1:], strict=True))
+        assert "{{" in parts["The problem, in numbers"], told
+        assert "```mermaid" in parts["The idea"], told
+        assert any(region.symbol for region in regions(parts["The source"])), told
+        assert chapter.number in LACKING or '{{ trace("' in parts["See it happen"], told
+        assert chapter.exercise and chapter.title and "explain" in chapter.promise, told
 
 
 def reached(worked: Path, texts: list[str]) -> set[str]:
@@ -152,22 +149,22 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("topic", sorted(WORKED))
-def test_worked_examples_are_tested_and_used(topic: str) -> None:
-    file = WORKED[topic]
-    functions = set(facts.functions_of(file))
-    tests = file.with_name("test_worked.py").read_text(encoding="utf-8")
-    assert functions - reached(file, [tests]) == set()
-    calls = [region.said for page in PAGES for region in regions(written(page))]
-    calls = [call for call in calls if f"worked.{topic}." in call]
-    assert functions - reached(file, calls) == set()
+def test_worked_examples_are_tested_and_used() -> None:
+    said = [region.said for page in PAGES for region in regions(written(page))]
+    for topic, file in sorted(WORKED.items()):
+        functions = set(facts.functions_of(file))
+        tests = file.with_name("test_worked.py").read_text(encoding="utf-8")
+        assert functions - reached(file, [tests]) == set(), f"untested in {name(file)}"
+        calls = [call for call in said if f"worked.{topic}." in call]
+        assert functions - reached(file, calls) == set(), f"not used, of {name(file)}"
 
 
-@pytest.mark.parametrize(("chapter", "scenario"), SCENARIOS, ids=[name for _, name in SCENARIOS])
-def test_a_scenario_is_shown_once(chapter: Path, scenario: str) -> None:
+def test_a_scenario_is_shown_once() -> None:
     """By the chapter in whose folder it lies."""
-    shown_by = [page for page in PAGES for _ in range(written(page).count(f'trace("{scenario}")'))]
-    assert shown_by == [chapter]
+    for chapter, scenario in SCENARIOS:
+        shown = f'trace("{scenario}")'
+        shown_by = [page for page in PAGES for _ in range(written(page).count(shown))]
+        assert shown_by == [chapter], scenario
 
 
 def test_the_map_is_that_of_the_readme() -> None:

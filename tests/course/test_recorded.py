@@ -15,6 +15,8 @@ import site_hooks
 from trace_pages import run_file, scenarios
 
 PAGES = sorted(facts.DOCS.rglob("*.md"))
+# These simulate many requests, or quantize a model in all ways; their own tests look at some.
+LONG = {"20-quantization/index.md", "23-scaling-out/index.md", "25-disaggregation/index.md"}
 TO_DRAW = sorted(facts.DOCS.glob("*/figures.py"))
 
 
@@ -22,17 +24,23 @@ def name(path: Path) -> str:
     return path.relative_to(facts.DOCS).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.size("full")] * (name(page) in LONG))
+        for page in PAGES
+    ],
+)
 def test_a_page_says_what_is_so_today(page: Path) -> None:
     assert page.read_text("utf-8") == record.recorded(page), "run `python docs/record.py`"
 
 
-@pytest.mark.parametrize("file", TO_DRAW, ids=name)
-def test_figures_show_what_is_computed_today(file: Path) -> None:
-    drawn = dict(record.figures(file))
-    assert drawn
-    for path, text in drawn.items():
-        assert path.read_text("utf-8") == text, f"{path}: run `python docs/record.py`"
+def test_figures_show_what_is_computed_today() -> None:
+    for file in TO_DRAW:
+        drawn = dict(record.figures(file))
+        assert drawn, file
+        for path, text in drawn.items():
+            assert path.read_text("utf-8") == text, f"{path}: run `python docs/record.py`"
 
 
 def test_every_picture_of_a_chapter_is_drawn_by_code_and_shown() -> None:
@@ -46,6 +54,12 @@ def test_every_picture_of_a_chapter_is_drawn_by_code_and_shown() -> None:
         assert shown_by, path
 
 
+@pytest.mark.small(
+    scenario=[
+        *("chunked_prefill", "first_run", "guesses_from_the_conversation", "guided_run"),
+        *("preemption", "shared_prefix", "text_in_three_ways"),
+    ]
+)
 @pytest.mark.parametrize("scenario", sorted(scenarios()))
 def test_a_recorded_run_is_what_the_engine_decides_today(scenario: str) -> None:
     recorded = record.decisions(run_file(scenario).read_text("utf-8"))
@@ -68,14 +82,16 @@ def test_a_site_needs_neither_torch_nor_a_model() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_boxes_and_folded_answers_become_those_of_a_site(page: Path) -> None:
-    text = page.read_text("utf-8")
-    file = SimpleNamespace(src_uri=name(page), url=name(page).replace(".md", ".html"))
-    shown = site_hooks.on_page_markdown(text, SimpleNamespace(file=file), {}, None)
-    assert len(re.findall(r'^\?\?\? question "[^"\n]+"$', shown, re.M)) == text.count("<details ")
-    assert len(re.findall(r'^!!! \w+ "[^"\n]+"$', shown, re.M)) == text.count("> [!")
-    assert "<details" not in shown and "<!-- {{" not in shown
+def test_boxes_and_folded_answers_become_those_of_a_site() -> None:
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        file = SimpleNamespace(src_uri=name(page), url=name(page).replace(".md", ".html"))
+        shown = site_hooks.on_page_markdown(text, SimpleNamespace(file=file), {}, None)
+        folded = re.findall(r'^\?\?\? question "[^"\n]+"$', shown, re.M)
+        assert len(folded) == text.count("<details "), name(page)
+        boxes = re.findall(r'^!!! \w+ "[^"\n]+"$', shown, re.M)
+        assert len(boxes) == text.count("> [!"), name(page)
+        assert "<details" not in shown and "<!-- {{" not in shown, name(page)
 
 
 def test_values_are_put_beside_what_says_them() -> None:
@@ -99,12 +115,12 @@ def test_a_bar_may_not_end_a_cell() -> None:
         regions.with_values('| a | {{ "%.1f"|format(2) }} |', lambda region: "2.0")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_what_follows_a_folded_answer_is_markdown_again(page: Path) -> None:
-    assert not re.search(r"^</details>\n(?=\S)", page.read_text("utf-8"), re.M)
-    assert "`" not in "".join(
-        re.findall(r"<summary>(.*?)</summary>", page.read_text("utf-8"), re.S)
-    )
+def test_what_follows_a_folded_answer_is_markdown_again() -> None:
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert not re.search(r"^</details>\n(?=\S)", text, re.M), name(page)
+        summaries = re.findall(r"<summary>(.*?)</summary>", text, re.S)
+        assert "`" not in "".join(summaries), name(page)
 
 
 def test_a_quotation_is_the_source_with_a_link_to_its_file() -> None:

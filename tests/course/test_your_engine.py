@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import facts
 import pytest
+from inner_pytest import run_inner, run_script
 from reading import lines_of_code
 
 FOLDER = facts.DOCS / "your-engine"
@@ -21,50 +21,21 @@ MOST_LINES = 330
 every_stage = pytest.mark.parametrize("stage", [stage.number for stage in STAGES])
 
 
-def environment() -> dict[str, str]:
-    """As the reader has it: without what this suite's conftest sets for itself."""
-    own = ("PYTEST_", "TRITON_INTERPRET")
-    return {name: os.environ[name] for name in os.environ if not name.startswith(own)}
+def file_of(stage: int, folder: Path = FOLDER) -> Path:
+    return folder / f"test_stage_{stage}.py"
 
 
-def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=facts.ROOT, env=environment(), capture_output=True, text=True
-    )
-
-
-def said(folder: Path, report: Path, *arguments: str) -> dict[int, list[str]]:
-    """For each stage, what its tests said: "" if they passed."""
-    options = ["-q", "-n0", "--tb=line", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    tests = sorted(map(str, folder.glob("test_stage_*.py")))
-    done = python("-m", "pytest", *options, *tests, *arguments)
-    assert report.exists(), done.stdout + done.stderr
-    messages = defaultdict(list)
-    for case in ElementTree.parse(report).iter("testcase"):
-        number = int(re.search(r"test_stage_(\d+)", case.get("classname"))[1])
-        messages[number].append("".join(child.get("message", "") for child in case))
-    return messages
-
-
-@cache
-def of_the_stub(folder: Path) -> dict[int, list[str]]:
-    return said(FOLDER, folder / "undone.xml")
-
-
-@cache
-def of_the_solution(folder: Path) -> dict[int, list[str]]:
-    return said(FOLDER, folder / "solved.xml", "--solutions")
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reports")
+def said(stage: int, first_cases_only: bool, *options: str) -> list[str]:
+    """What the tests of a stage said: "" of those that passed."""
+    _, messages = run_inner([file_of(stage)], *options, first_cases_only=first_cases_only)
+    return messages[file_of(stage).stem]
 
 
 @every_stage
-def test_an_undone_stage_fails_and_says_what_to_do_first(stage: int, reports: Path) -> None:
-    messages = of_the_stub(reports)[stage]
+def test_an_undone_stage_fails_and_says_what_to_do_first(
+    stage: int, by_size: Callable[..., Any]
+) -> None:
+    messages = said(stage, by_size(True, False))
     assert messages and all("NotImplementedError" in message for message in messages), messages
     allowed = [f"finish stage {n} first: stage {stage} stands on it" for n in range(1, stage)]
     allowed.append(f"stage {stage}")
@@ -72,9 +43,10 @@ def test_an_undone_stage_fails_and_says_what_to_do_first(stage: int, reports: Pa
         assert message.removeprefix("NotImplementedError: ") in allowed, message
 
 
+@pytest.mark.small(stage=range(1, 9))  # of the others, a comparison below shows some
 @every_stage
-def test_the_solution_passes(stage: int, reports: Path) -> None:
-    messages = of_the_solution(reports)[stage]
+def test_the_solution_passes(stage: int, by_size: Callable[..., Any]) -> None:
+    messages = said(stage, by_size(True, False), "--solutions")
     assert messages and not any(messages), messages
 
 
@@ -106,19 +78,18 @@ def undone_after(stage: int) -> str:
     return ast.unparse(solution)
 
 
-def test_who_has_done_five_stages_passes_their_tests(tmp_path: Path) -> None:
+def test_who_has_done_five_stages_passes_their_tests(
+    tmp_path: Path, by_size: Callable[..., Any]
+) -> None:
     """No stage needs one that comes later."""
     folder = tmp_path / "your-engine"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "your_engine.py").write_text(undone_after(5), encoding="utf-8")
-    for file in folder.glob("test_stage_*.py"):
-        if file.stem not in ("test_stage_2", "test_stage_5", "test_stage_6"):
-            file.unlink()
-    where = ("-c", str(facts.ROOT / "pyproject.toml"), f"--rootdir={tmp_path}")
-    messages = said(folder, tmp_path / "report.xml", *where)
-    assert sorted(messages) == [2, 5, 6]
-    assert not any(messages[2] + messages[5]), messages
-    assert any("NotImplementedError: stage 6" in message for message in messages[6])
+    tests = [file_of(stage, folder) for stage in (2, 5, 6)]
+    _, messages = run_inner(tests, root=tmp_path, first_cases_only=by_size(True, False))
+    done, undone = messages["test_stage_2"] + messages["test_stage_5"], messages["test_stage_6"]
+    assert len(messages) == 3 and done and not any(done), messages
+    assert any("NotImplementedError: stage 6" in message for message in undone)
 
 
 def test_it_is_short_and_the_page_counts_it() -> None:
@@ -160,17 +131,27 @@ def test_the_page_has_a_command_and_three_hints_for_each_stage() -> None:
     assert [int(number) for number in sections[1::2]] == [stage.number for stage in STAGES]
 
 
-def test_our_engine_compares_and_serves() -> None:
-    done = python("docs/your-engine/compare.py", "--solution", "--requests", "12")
+def python(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A process, as the reader has it: without what this suite's conftest sets for itself."""
+    own = ("PYTEST_", "TRITON_INTERPRET")
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith(own)}
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, cwd=facts.ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_our_engine_compares_and_serves(full_size: bool) -> None:
+    run, number = (python, "12") if full_size else (run_script, "6")
+    done = run(FOLDER / "compare.py", "--solution", "--requests", number)
     assert done.returncode == 0, done.stdout + done.stderr
-    for what in ("greedy tokens: 12 of 12", "steps: ", "ratio", "lines of code"):
+    for what in (f"greedy tokens: {number} of {number}", "steps: ", "ratio", "lines of code"):
         assert what in done.stdout, done.stdout
     assert "max_model_len lowered" not in done.stdout + done.stderr
-    answer = python("docs/your-engine/serve.py", "What is a KV cache?", "--solution").stdout
+    answer = run(FOLDER / "serve.py", "What is a KV cache?", "--solution").stdout
     assert answer.startswith("The KV cache keeps the keys and values"), answer
 
 
-def test_the_unwritten_engine_says_that_it_is_unwritten() -> None:
-    done = python("docs/your-engine/serve.py", "What is a KV cache?")
+def test_the_unwritten_engine_says_that_it_is_unwritten(full_size: bool) -> None:
+    run = python if full_size else run_script
+    done = run(FOLDER / "serve.py", "What is a KV cache?")
     assert done.returncode != 0
     assert "NotImplementedError: stage" in done.stderr

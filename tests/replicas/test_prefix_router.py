@@ -175,6 +175,8 @@ def test_ties_fall_anywhere() -> None:
     assert min(counts.values()) > 60 and len(counts) == 4
 
 
+@pytest.mark.full(num_replicas=[2, 8])
+@pytest.mark.small(num_replicas=[2, 8], share=[0.9], backlog=[0.1, 20])
 @pytest.mark.parametrize("num_replicas", [2, 8, 32])
 @pytest.mark.parametrize("share", [0.5, 0.9])
 @pytest.mark.parametrize("backlog", [0.1, 1, 20])

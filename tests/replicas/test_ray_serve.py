@@ -4,28 +4,24 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("ray.serve", reason="needs the extra nanoserve[ray]")
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
-from ray_server import OPTIONS, RayServer, ray_server, read_streams, wait_for
+from ray_server import OPTIONS, RayServer, read_streams, wait_for
 
 from nanoserve.cli import main
 from nanoserve.server.async_llm import AsyncLLM
 
+needs_ray_to_start = pytest.mark.size("full")
 GREEDY = {"temperature": 0, "max_tokens": 30}
 
 
-@pytest.fixture(scope="module")
-def server(full_size: bool) -> Iterator[RayServer]:
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
-    with ray_server("-dp", "2", "--router", "exact", "--seed", "5") as server:
-        print(f"two replicas answer after {server.start_seconds:.1f} s")
-        yield server
+@pytest.fixture
+def server(two_replicas: RayServer) -> RayServer:
+    return two_replicas
 
 
 def completions_of_one(bodies: list[dict]) -> list[str]:
@@ -48,6 +44,7 @@ def completions_of_one(bodies: list[dict]) -> list[str]:
     return asyncio.run(ask_all())
 
 
+@pytest.mark.size("full")
 def test_without_replicas_nothing_of_ray_is_imported() -> None:
     code = (
         "import sys; from nanoserve.cli import main; import nanoserve.server.app;"
@@ -58,6 +55,7 @@ def test_without_replicas_nothing_of_ray_is_imported() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+@pytest.mark.size("full")
 def test_what_is_missing_is_named() -> None:
     code = (
         "import sys; sys.modules['ray'] = None; from nanoserve.cli import main;"
@@ -86,6 +84,7 @@ def test_what_cannot_be_served_is_told_before_ray_is_started(arguments, told, ca
     assert not ray.is_initialized()
 
 
+@needs_ray_to_start
 def test_the_tokens_are_those_of_one_engine(server: RayServer) -> None:
     """Seeds that are not given are drawn as one engine draws them, whoever computes."""
     bodies = [
@@ -104,6 +103,7 @@ def test_the_tokens_are_those_of_one_engine(server: RayServer) -> None:
     assert all(stream.is_done and stream.error is None for stream in streams)
 
 
+@needs_ray_to_start
 def test_a_shared_prefix_stays_at_one_replica_and_load_is_spread(server: RayServer) -> None:
     before, hits = server.metric("prompt_tokens_total"), server.metric("prefix_cache_hits_total")
     prefix = "The quick brown fox jumps over the lazy dog. " * 20
@@ -120,6 +120,7 @@ def test_a_shared_prefix_stays_at_one_replica_and_load_is_spread(server: RayServ
     assert all(spread[replica] > before[replica] for replica in spread)
 
 
+@needs_ray_to_start
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_goes_leaves_nothing_behind_within_a_second(server: RayServer, streams: bool) -> None:
     import socket
@@ -136,6 +137,7 @@ def test_who_goes_leaves_nothing_behind_within_a_second(server: RayServer, strea
     print(f"aborted after {seconds:.2f} s")
 
 
+@needs_ray_to_start
 def test_metrics_are_one_exposition_with_a_label(server: RayServer) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -147,6 +149,7 @@ def test_metrics_are_one_exposition_with_a_label(server: RayServer) -> None:
     )
 
 
+@needs_ray_to_start
 @pytest.mark.parametrize("replica", [0, 1])
 def test_the_page_shows_the_replica_that_was_chosen(server: RayServer, replica: int) -> None:
     with server.open_get(f"/live?replica={replica}") as events:
@@ -156,6 +159,7 @@ def test_the_page_shows_the_replica_that_was_chosen(server: RayServer, replica: 
     assert "choose-replica" in server.get("/")
 
 
+@needs_ray_to_start
 def test_what_needs_no_engine_is_answered_by_the_ingress(server: RayServer) -> None:
     tokens = server.post("/tokenize", prompt="A KV cache")["tokens"]
     assert server.post("/detokenize", tokens=tokens)["prompt"] == "A KV cache"

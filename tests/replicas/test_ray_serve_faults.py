@@ -24,6 +24,8 @@ from ray_server import (
     wait_for,
 )
 
+# With --full one replica is killed, and then the server; --soak kills the rest in all ways.
+pytestmark = pytest.mark.size("full")
 NUM_STREAMS = 64
 
 
@@ -52,23 +54,24 @@ def is_whole(server: RayServer) -> bool:
     return len(server.metric("num_requests_running")) == 2
 
 
-@pytest.fixture(scope="module")
-def server(full_size: bool):
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
-    with ray_server("-dp", "2") as server:
-        yield server
+@pytest.fixture
+def server(two_replicas: RayServer) -> RayServer:
+    return two_replicas
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: RayServer) -> list[Stream]:
-    return read_streams(server, bodies_of(NUM_STREAMS))
+def undisturbed(two_replicas: RayServer) -> list[Stream]:
+    return read_streams(two_replicas, bodies_of(NUM_STREAMS))
 
 
 # A killed replica is missed at once; one that hangs when it has not answered for 15 s, and Serve
 # replaces it after three health checks of 10 s.
 @pytest.mark.parametrize(
-    ("number", "over", "whole"), [(signal.SIGKILL, 20, 60), (signal.SIGSTOP, 40, 120)]
+    ("number", "over", "whole"),
+    [
+        (signal.SIGKILL, 20, 60),
+        pytest.param(signal.SIGSTOP, 40, 120, marks=pytest.mark.size("soak")),
+    ],
 )
 def test_a_replica_is_killed_or_hangs(
     server: RayServer, undisturbed: list[Stream], number: int, over: float, whole: float
@@ -91,6 +94,7 @@ def test_a_replica_is_killed_or_hangs(
     assert not any(server.metric("num_requests_running").values())
 
 
+@pytest.mark.size("soak")
 def test_what_has_not_begun_is_computed_elsewhere(server: RayServer) -> None:
     """More requests than a replica has slots for: those that wait have seen nothing yet."""
     bodies = bodies_of(2 * NUM_STREAMS + 40)
@@ -105,6 +109,7 @@ def test_what_has_not_begun_is_computed_elsewhere(server: RayServer) -> None:
     wait_for(lambda: is_whole(server), 60)
 
 
+@pytest.mark.size("soak")
 def test_the_controller_is_killed(server: RayServer, undisturbed: list[Stream]) -> None:
     """It is in no request's way; a replica that is killed afterwards is replaced as ever."""
     seen, at = streams_while(server, "ServeController", signal.SIGKILL)
@@ -115,23 +120,9 @@ def test_the_controller_is_killed(server: RayServer, undisturbed: list[Stream]) 
     print(f"whole {time.monotonic() - at:.1f} s after the controller was killed")
 
 
-def test_the_server_is_killed_and_nothing_of_ray_is_left(full_size: bool) -> None:
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
-    with ray_server("-dp", "2") as server:
-        # Two agents of Ray's look once a minute whether they are still wanted.
-        all_pids = descendants(server.process.pid)
-        pids = [pid for pid in all_pids if not command_of(pid).endswith("Agent")]
-        server.open("/v1/completions", prompt="a", max_tokens=1900, stream=True).readline()
-        server.process.kill()
-        seconds = wait_for(lambda: not any(map(command_of, pids)), 20)
-        print(f"{len(pids)} processes are gone after {seconds:.1f} s")
-
-
-def test_ctrl_c_in_a_terminal_lets_what_runs_end(full_size: bool) -> None:
+@pytest.mark.size("soak")
+def test_ctrl_c_in_a_terminal_lets_what_runs_end() -> None:
     """It is sent to all processes of the terminal's foreground, Ray's own among them."""
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
     with ray_server("-dp", "2") as server:
         pids = descendants(server.process.pid)
         answer = server.open(
@@ -147,10 +138,9 @@ def test_ctrl_c_in_a_terminal_lets_what_runs_end(full_size: bool) -> None:
         print(f"all is gone {time.monotonic() - sent:.1f} s after Ctrl-C")
 
 
-def test_a_server_takes_over_the_replicas_of_one_that_was_killed(full_size: bool) -> None:
+@pytest.mark.size("soak")
+def test_a_server_takes_over_the_replicas_of_one_that_was_killed() -> None:
     """On a cluster, which outlives it. What nobody waits for any more is aborted."""
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
     with ray_cluster() as cluster:
         options = ["-dp", "2", "--ray-address", cluster.address]
         with ray_server(*options, RAY_AUTH_MODE="token") as server:
@@ -169,3 +159,14 @@ def test_a_server_takes_over_the_replicas_of_one_that_was_killed(full_size: bool
         wait_for(
             lambda: not cluster.pids("ServeReplica"), 30
         )  # a server that ends takes them along
+
+
+def test_the_server_is_killed_and_nothing_of_ray_is_left(server: RayServer) -> None:
+    """The last of the tests of this server."""
+    # Two agents of Ray's look once a minute whether they are still wanted.
+    all_pids = descendants(server.process.pid)
+    pids = [pid for pid in all_pids if not command_of(pid).endswith("Agent")]
+    server.open("/v1/completions", prompt="a", max_tokens=1900, stream=True).readline()
+    server.process.kill()
+    seconds = wait_for(lambda: not any(map(command_of, pids)), 20)
+    print(f"{len(pids)} processes are gone after {seconds:.1f} s")

@@ -19,6 +19,7 @@ pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
 from ray_server import RayCluster, RayServer, ray_cluster, read_stream, read_streams, wait_for
 
+pytestmark = pytest.mark.size("full")
 SCALING = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 4}
 SCALING |= {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 2}
 LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -44,9 +45,7 @@ def serve_command(command: str, cluster: RayCluster, config: dict, folder: Path)
 
 
 @pytest.fixture(scope="module")
-def cluster(full_size: bool) -> Iterator[RayCluster]:
-    if not full_size:
-        pytest.skip("to start Ray takes 20 s: --full")
+def cluster() -> Iterator[RayCluster]:
     with ray_cluster() as cluster:
         yield cluster
 
@@ -92,6 +91,7 @@ def test_who_goes_aborts(server: RayServer) -> None:
     print(f"aborted after {wait_for(lambda: not num_running(server), 2):.2f} s")
 
 
+@pytest.mark.size("soak")
 def test_replicas_come_with_the_load_and_go_with_it(server: RayServer) -> None:
     """Nothing that a replica has begun is lost when it goes."""
     bodies, is_over, seen = [{"prompt": f"{i} is", **LONG} for i in range(12)], [], []
@@ -120,6 +120,7 @@ def test_replicas_come_with_the_load_and_go_with_it(server: RayServer) -> None:
     assert {stream.text for stream in trickle} <= {good}
 
 
+@pytest.mark.size("soak")
 def test_the_ingress_is_killed_and_comes_back(server: RayServer, cluster: RayCluster) -> None:
     answer = server.open("/v1/completions", prompt="a", stream=True, **LONG)
     answer.readline()
