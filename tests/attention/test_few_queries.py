@@ -32,6 +32,8 @@ KINDS = {
     "bfloat16 over int8": (BFLOAT, "int8"),
     "bfloat16 over fp8": (BFLOAT, "fp8"),
 }
+# What else the small suite compiles: numba takes seconds for each.
+FEW_KINDS = ["float32", "bfloat16", "float32 over int8", "bfloat16 over int8"]
 # (new tokens, context): rows of few tokens stand between chunks, and may be whole prompts.
 ROWS = [(1, 37), (1, 5), (2, 2), (34, 50), (5, 64), (40, 40), (3, 33), (33, 71), (9, 17), (20, 90)]
 # (window, soft cap, group, head_dim, block size)
@@ -116,6 +118,7 @@ class Batch:
         return torch.tensor([n <= FEW for n, _ in self.rows for _ in range(n)])
 
 
+@pytest.mark.small(codes=[None, "int8"], shape=SHAPES[1:4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("codes", [None, "int8", "fp8"])
 def test_mixed_batches_against_torch(codes: str | None, shape: tuple[Any, ...]) -> None:
@@ -124,6 +127,7 @@ def test_mixed_batches_against_torch(codes: str | None, shape: tuple[Any, ...]) 
     torch.testing.assert_close(batch.attend(), wanted, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.small(kind=FEW_KINDS, shape=SHAPES[1:4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_what_it_is_in_a_row_of_its_own(kind: str, shape: tuple[Any, ...]) -> None:
@@ -143,6 +147,7 @@ def test_threads_share_a_row(num_threads: int) -> None:
         NumbaAttention()
 
 
+@pytest.mark.small(kind=FEW_KINDS)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_touches_what_it_does_not_see(kind: str, window: int | None) -> None:

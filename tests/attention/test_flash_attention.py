@@ -181,22 +181,26 @@ MIXED = [(1, 300), (1, 2), (7, 7), (40, 600), (2, 256)]
 KINDS_OF_LAYERS = pytest.mark.parametrize(
     ("num_kv_heads", "window", "soft_cap"),
     [
-        *[(1, None, None), (2, None, None), (4, None, None)],
-        *[
-            (2, 1, None),
-            (2, 2, None),
-            (4, 257, None),
-            (2, 300, 1.5),
-            (1, None, 1.5),
-            (2, 800, None),
-        ],
+        (1, None, None),
+        pytest.param(2, None, None, marks=pytest.mark.size("full")),
+        (4, None, None),
+        (2, 1, None),
+        (2, 2, None),
+        pytest.param(4, 257, None, marks=pytest.mark.size("full")),
+        (2, 300, 1.5),
+        (1, None, 1.5),
+        pytest.param(2, 800, None, marks=pytest.mark.size("full")),
     ],
 )
 
 
 @pytest.mark.parametrize(
     ("rows", "functions"),
-    [(DECODES, ["kvcache"]), (CHUNKS, ["varlen"]), (MIXED, ["kvcache", "varlen"])],
+    [
+        pytest.param(DECODES, ["kvcache"], marks=pytest.mark.small(num_kv_heads=[4])),
+        pytest.param(CHUNKS, ["varlen"], marks=pytest.mark.small(num_kv_heads=[4])),
+        (MIXED, ["kvcache", "varlen"]),
+    ],
 )
 @KINDS_OF_LAYERS
 def test_the_batch_is_shared_between_the_two_functions(
@@ -224,6 +228,7 @@ def test_the_batch_is_shared_between_the_two_functions(
     assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
 
 
+@pytest.mark.small(rows=[MIXED], page=[3])
 @pytest.mark.parametrize("rows", [DECODES, CHUNKS, MIXED])
 @pytest.mark.parametrize("page", [1, 3, 16, 256])
 @KINDS_OF_LAYERS

@@ -27,6 +27,8 @@ from nanoserve.layers.rotary import RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# Where no model of the small suite runs what is compiled then: float32 weights, many threads.
+FULL_IN_16_BITS = pytest.mark.small(dtype=[torch.float32])
 
 
 def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionMetadata:
@@ -106,7 +108,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 7), (3, 64), (32, 1024), (40, 1100)])
+@pytest.mark.parametrize(
+    ("num_tokens", "size"),
+    [
+        pytest.param(1, 7, marks=FULL_IN_16_BITS),
+        (3, 64),
+        (32, 1024),
+        pytest.param(40, 1100, marks=FULL_IN_16_BITS),
+    ],
+)
 def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     """In float32 against torch; in bfloat16 against float32, rounded once."""
     torch.manual_seed(size)
@@ -125,6 +135,19 @@ def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
             actual = ours.act_and_mul(gate_up, activation)
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
             torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, though many rows are computed by other code, which shares them between threads.
+
+    tests/kernels_cpu/test_same_bits.py shows it of all operations, compiled and loaded.
+    """
+    torch.manual_seed(0)
+    x, weight, found = torch.randn(300, 192), torch.randn(192), []
+    for few in (2**30, 0):
+        monkeypatch.setattr("nanoserve.kernels_cpu.ops.FEW", few)
+        found.append(NumbaOps().rms_norm(x, weight, 1e-6))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,6 +32,8 @@ from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.worker.kv_dtypes import quantized_backend
 
 KINDS = ["int8", "fp8"]
+# At the small size, bfloat16 with int8 only: numba compiles each pair for seconds.
+SMALL_IN_16_BITS = pytest.mark.small(kind=["int8"])
 BACKENDS = [name for name in ("torch", "numba", "triton") if name == "torch" or find_spec(name)]
 # Every finite number of 8 bits, from its definition: 0 to 7 have no exponent of their own.
 E4M3 = np.array(
@@ -137,7 +139,9 @@ def random_step(dtype: torch.dtype, num_tokens: int, is_plain: bool, head_dim: i
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SMALL_IN_16_BITS)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_codes_are_the_same_bit_for_bit(backend: str, kind: str, dtype: torch.dtype) -> None:
@@ -195,6 +199,7 @@ def test_numba_knows_every_number_of_e4m3() -> None:
         np.testing.assert_array_equal(out, -E4M3 if sign else E4M3)
 
 
+@pytest.mark.small(num_tokens=[9])
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,7 +291,7 @@ def random_batch(
     return q, cache, metadata_of(rows, tables), expected
 
 
-@pytest.mark.small(case=range(3))
+@pytest.mark.small(case=[1])  # with a window, a soft cap, and heads that share a KV head
 @pytest.mark.parametrize("case", range(12))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -312,6 +317,7 @@ def test_attention(backend: str, kind: str, case: int) -> None:
     assert error < {"int8": 0.8, "fp8": 4.0}[kind]
 
 
+@pytest.mark.small(kind=["int8"], head_dim=[64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
@@ -353,6 +359,7 @@ def test_torch_takes_rows_of_one_token_together(
     torch.testing.assert_close(actual.double(), expected(is_coded=True), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.small(num_new=[2], dtype=[torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_new", [1, 2])
 @pytest.mark.parametrize("which", ["K", "V", "query"])

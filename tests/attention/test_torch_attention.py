@@ -26,6 +26,7 @@ def metadata_of(rows: list[tuple[int, int]], tables: torch.Tensor) -> AttentionM
     )
 
 
+@pytest.mark.small(slots_at_once=[1, 40], num_kv_heads=[2])
 @pytest.mark.parametrize("sliding_window", [None, 1, 6])
 @pytest.mark.parametrize("soft_cap", [None, 0.5])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -89,6 +90,7 @@ def test_nan_in_one_sequence_stays_there(
     assert torch.equal(actual[num_new:], expected[num_new:])
 
 
+@pytest.mark.small(length=[1, 2, 8, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_broken", ["q", "k", "v"])
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 15, 16, 17, 33])

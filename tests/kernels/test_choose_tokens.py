@@ -70,6 +70,7 @@ def assert_chosen_as_by_torch(
     assert differ.sum() <= 2
 
 
+@pytest.mark.small(vocab_size=[7, 3000])
 @pytest.mark.parametrize(
     ("vocab_size", "num_rows"), [(7, 500), (64, 400), (1000, 500), (2500, 300), (3000, 300)]
 )
@@ -85,6 +86,7 @@ def test_draws_are_those_of_the_race(vocab_size: int, num_rows: int, full_size: 
     )
 
 
+@pytest.mark.small(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_and_random_rows_share_a_step_of_several_parts(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
@@ -117,6 +119,7 @@ def test_random_rows_draw_nothing_below_their_border() -> None:
     assert chosen.tolist() == scores.masked_fill(is_below, -torch.inf).argmax(dim=1).tolist()
 
 
+@pytest.mark.small(key=KEYS[-1:])
 @pytest.mark.parametrize("key", KEYS)
 def test_noise_is_exact_to_a_millionth(key: int) -> None:
     assert_noise_is_exact(key, DEVICE)
@@ -138,7 +141,7 @@ def test_a_single_finite_logit_always_wins(temperature: float) -> None:
     assert choose(logits, temperature, position=100) == only
 
 
-@pytest.mark.small(dtype=[torch.float32])
+@pytest.mark.small(dtype=[torch.float32], vocab_size=[5, 9_000])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 5, 4_100, 9_000])

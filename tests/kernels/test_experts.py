@@ -108,7 +108,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.small(dtype=[torch.float32])
+@pytest.mark.small(dtype=[torch.float32], name=["one token", "off the tile", "many pairs"])
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
@@ -126,7 +126,8 @@ def test_the_shapes_meet_both_tile_configurations() -> None:
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("num_tokens", [20, 200])
+@pytest.mark.parametrize("num_tokens", [20, pytest.param(200, marks=pytest.mark.size("full"))])
+@pytest.mark.small(only=[[4], [2, 5]])
 @pytest.mark.parametrize("only", [[4], [0], [2, 5], [1, 2, 3]])
 def test_experts_that_nobody_chose(
     only: list[int], num_tokens: int, run: Callable[..., torch.Tensor]
@@ -138,7 +139,8 @@ def test_experts_that_nobody_chose(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("num_tokens", [3, 100])
+@pytest.mark.small(bounds=[(0, 2), (3, 5), (1, 4)])
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(100, marks=pytest.mark.size("full"))])
 @pytest.mark.parametrize("bounds", [(0, 2), (2, 3), (3, 5), (1, 4)])
 def test_experts_of_other_ranks_are_left_to_them(
     bounds: tuple[int, int], num_tokens: int, run: Callable[..., torch.Tensor]
@@ -164,6 +166,7 @@ def test_the_ranks_together_have_the_sum(run: Callable[..., torch.Tensor]) -> No
     step.assert_right(sum(parts))
 
 
+@pytest.mark.small(num_experts=[None, 1000])
 @pytest.mark.parametrize("num_experts", [None, 3, 1000])
 def test_how_many_experts_other_ranks_have_changes_tiles_only(num_experts: int | None) -> None:
     step = make_step(60, 40, 24, top_k=2, num_experts=3)
@@ -255,7 +258,7 @@ def in_codes(weight: torch.Tensor) -> tuple[ExpertCodes, torch.Tensor]:
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("num_tokens", [9, 150])
+@pytest.mark.parametrize("num_tokens", [9, pytest.param(150, marks=pytest.mark.size("full"))])
 def test_experts_of_codes(num_tokens: int, run: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(num_tokens)
     step = make_step(num_tokens, 70, 33, top_k=2, num_experts=3)

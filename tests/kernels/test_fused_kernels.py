@@ -54,7 +54,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-@pytest.mark.small(seed=range(4))
+@pytest.mark.small(seed=range(2))
+@pytest.mark.full(seed=range(16))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_add_rms_norm(seed: int, dtype: torch.dtype) -> None:
@@ -98,7 +99,7 @@ def test_it_is_the_rounded_sum_that_is_normalised() -> None:
     assert set(normed[0].tolist()) == {1.25}
 
 
-@pytest.mark.small(seed=range(4))
+@pytest.mark.small(seed=range(2))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(15))
@@ -189,7 +190,8 @@ def random_step(
     )
 
 
-@pytest.mark.small(seed=range(4))
+@pytest.mark.small(seed=range(2), dtype=DTYPES[:2])
+@pytest.mark.full(seed=range(16))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_store_kv_writes_these_slots_and_no_other(seed: int, dtype: torch.dtype) -> None:
@@ -204,6 +206,7 @@ def test_store_kv_writes_these_slots_and_no_other(seed: int, dtype: torch.dtype)
     assert_close(step.kv_cache, expected_cache)
 
 
+@pytest.mark.small(num_tokens=[9])
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(2, 2), (9, 5), (70, 20)])
 def test_padding_rows_share_slot_0(num_tokens: int, num_padding: int) -> None:
     torch.manual_seed(0)
@@ -216,6 +219,7 @@ def test_padding_rows_share_slot_0(num_tokens: int, num_padding: int) -> None:
     assert_close(cache, expected_cache)
 
 
+@pytest.mark.small(head_dim=[80])
 @pytest.mark.parametrize("head_dim", [16, 80, 128])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norms: bool) -> None:

@@ -1,5 +1,7 @@
 """What `interpreter.prepare` leaves out, nobody misses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,3 +50,25 @@ def test_types_of_arrays_are_those_that_the_interpreter_means() -> None:
             assert interpreter._get_np_dtype(kind) == original(kind)
         pointers = tl.block_type(tl.pointer_type(dtype), [4])
         assert interpreter._get_np_dtype(pointers) == original(pointers)
+
+
+@triton.jit
+def _sum_of_two(source, target):
+    total = tl.load(source) + tl.load(source + 1)
+    tl.device_assert(total > 0, "which nobody looks at")
+    tl.store(target, total)
+
+
+def test_sums_of_integers_overflow_as_they_did() -> None:
+    """With `debug` the interpreter would refuse them; without it, the check has no effect."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    source, results = torch.tensor([2**31 - 1, 2], dtype=torch.int32), []
+    for is_checked in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            options = replace(builder.options, sanitize_overflow=is_checked)
+            patch.setattr(builder, "options", options)
+            target = torch.zeros(1, dtype=torch.int32)
+            _sum_of_two[(1,)](source, target)
+            results.append(target.item())
+    assert results == [-(2**31) + 1] * 2

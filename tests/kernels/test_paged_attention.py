@@ -5,7 +5,7 @@ every unused column of a block table points far outside the cache: a kernel that
 not fails, whatever it does with it. Memory that a kernel should write holds NaN before it does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,8 @@ def ragged_rows(seed: int) -> list[tuple[int, int]]:
     return decodes + chunks
 
 
-@pytest.mark.small(seed=range(0, 80, 11))
+@pytest.mark.small(seed=[0, 11, 22, 33])  # of different groups, block sizes and head_dims
+@pytest.mark.full(seed=[*range(40), *range(44, 80, 11)])
 @pytest.mark.parametrize("seed", range(80))
 def test_ragged_mixed_batches(seed: int) -> None:
     group = seed % 8 + 1
@@ -171,7 +172,7 @@ def test_ragged_mixed_batches(seed: int) -> None:
     )
 
 
-@pytest.mark.small(dtype=[torch.bfloat16])
+@pytest.mark.small(dtype=[torch.bfloat16], head_dim=[24, 80, 256])
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
@@ -179,6 +180,7 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
     assert_right(make_batch(rows, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype))
 
 
+@pytest.mark.small(group=[1, 3, 16], num_kv_heads=[1])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 def test_query_heads_share_a_kv_head(group: int, num_kv_heads: int) -> None:
@@ -186,6 +188,7 @@ def test_query_heads_share_a_kv_head(group: int, num_kv_heads: int) -> None:
     assert_right(make_batch(rows, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads))
 
 
+@pytest.mark.small(block_size=[1, 3, 256])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16, 24, 32, 64, 128, 256])
 def test_block_sizes(block_size: int) -> None:
     assert_right(make_batch([(1, 50), (9, 9), (12, 45)], block_size=block_size))
@@ -196,7 +199,7 @@ BORDERS = sorted(
 )
 
 
-@pytest.mark.small(query_len=[1, 2, 17])
+@pytest.mark.small(query_len=[1, 17], context_len=[1, 2, 15, 16, 17, 33])
 @pytest.mark.parametrize("context_len", [1, 2, *BORDERS])
 @pytest.mark.parametrize("query_len", [1, 2, 15, 16, 17, 33])
 def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context_len: int) -> None:
@@ -204,7 +207,7 @@ def test_contexts_around_the_borders_of_blocks_and_tiles(query_len: int, context
     assert_right(make_batch([(query_len, context_len)], seed=100 * query_len + context_len))
 
 
-@pytest.mark.small(num_shares=[1, 3])
+@pytest.mark.small(num_shares=[3])
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize(
     "context_lens", [(1,), (15, 16, 17), (100, 1, 33), (TILE_N * 8 + 1, TILE_N * 8), (130,)]
@@ -241,16 +244,17 @@ def test_there_are_as_many_shares_as_programs_run_at_once(
     assert num_shares == [expected]
 
 
-def test_more_rows_and_more_parts_than_are_looked_at_at_once() -> None:
-    rows = [(1, 1 + 7 * i % (2 * TILE_N)) for i in range(300)]
-    assert_right(make_batch(rows), num_shares=5)
+def test_more_rows_and_more_parts_than_are_looked_at_at_once(by_size: Callable[..., Any]) -> None:
+    most = by_size(TILE_N, 2 * TILE_N)  # a tile or two of each of more than 256 rows
+    rows = [(1, 1 + 7 * i % most) for i in range(by_size(258, 300))]
+    assert_right(make_batch(rows, num_heads=by_size(1, 2)), num_shares=5)
     assert_right(make_batch([(1, 40 * TILE_N - 3), (1, 2)]), num_shares=41)
 
 
 WINDOWS = [1, 2, 3, 15, 16, 17, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N + 5, 1000]
 
 
-@pytest.mark.small(seed=range(0, 44, 4))
+@pytest.mark.small(seed=[9, 18, 27])  # of different windows, soft caps, groups and head_dims
 @pytest.mark.parametrize("seed", range(44))
 def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
     group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
@@ -269,7 +273,7 @@ def test_windows_and_soft_caps_in_ragged_mixed_batches(seed: int) -> None:
         assert_right(batch, num_shares=seed % 5 + 2)
 
 
-@pytest.mark.small(sliding_window=[5, 3 * TILE_N])
+@pytest.mark.small(sliding_window=[5, 3 * TILE_N], first_seen=[0, 16, TILE_N - 1])
 @pytest.mark.parametrize("first_seen", [0, 1, *BORDERS])
 @pytest.mark.parametrize("sliding_window", [1, 5, TILE_N, 3 * TILE_N])
 def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
@@ -280,7 +284,7 @@ def test_windows_that_begin_around_the_borders_of_blocks_and_tiles(
     assert_right(make_batch(rows, sliding_window=sliding_window))
 
 
-@pytest.mark.small(num_shares=[3])
+@pytest.mark.small(num_shares=[3], sliding_window=[1, TILE_N + 1, 1000])
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("sliding_window", [1, 2, TILE_N, TILE_N + 1, 5 * TILE_N - 1, 1000])
 def test_decode_rows_with_windows_cut_into_shares(num_shares: int, sliding_window: int) -> None:
@@ -314,6 +318,7 @@ def share_kernel(
     tl.store(found_ptr + 4 * share + 3, before)
 
 
+@pytest.mark.small(num_shares=[7], sliding_window=[None, 8])
 @pytest.mark.parametrize("num_shares", [1, 2, 7])
 @pytest.mark.parametrize("sliding_window", [None, 1, 8, 30])
 @pytest.mark.parametrize(
@@ -358,7 +363,8 @@ def test_rows_of_few_tokens_cut_into_shares(
     assert_right(batch, num_shares, max_query_len=max(query_lens))
 
 
-@pytest.mark.small(seed=range(0, 24, 8))
+@pytest.mark.small(seed=[8, 21])
+@pytest.mark.full(seed=[*range(0, 24, 2), 3, 9, 21])  # the interpreter takes seconds for some
 @pytest.mark.parametrize("seed", range(24))
 def test_ragged_rows_of_few_tokens_behind_decode_rows(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -392,6 +398,7 @@ def test_rows_of_many_tokens_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chunks == [(1, 1)]
 
 
+@pytest.mark.small(sliding_window=[None, 3])
 @pytest.mark.parametrize("sliding_window", [None, 1, 3])
 def test_padding_rows_share_the_dummy_block(sliding_window: int | None) -> None:
     rows = [(1, 20), (1, 5), (1, 1), (1, 1), (1, 1)]
@@ -411,6 +418,7 @@ def test_q_may_be_a_slice_of_the_fused_projection() -> None:
     assert_right(batch)
 
 
+@pytest.mark.small(order=[(2, 0, 3, 1, 4)])
 @pytest.mark.parametrize("order", [(0, 1, 3, 2, 4), (1, 0, 2, 3, 4), (2, 0, 3, 1, 4)])
 def test_kv_cache_may_be_laid_out_in_another_order(order: tuple[int, ...]) -> None:
     batch = make_batch([(1, 20), (1, 3), (10, 30)], num_heads=6, num_kv_heads=3)
@@ -450,6 +458,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert (out.double().cpu() - reference(batch)).abs().max() < 1e-2
 
 
+@pytest.mark.small(factor=[1, 1e30])
 @pytest.mark.parametrize("factor", [1e-3, 1, 100, 1e30])
 def test_soft_caps_hold_scores_of_any_size(factor: float) -> None:
     batch = make_batch([(1, 70), (9, 40)], soft_cap=3.0)

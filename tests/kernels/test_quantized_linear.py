@@ -100,7 +100,14 @@ def exact(x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: Any)
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 33, 300), (5, 70, 96), (17, 65, 130), (130, 129, 40)], ids=str
+    "shape",
+    [
+        (1, 33, 300),
+        pytest.param((5, 70, 96), marks=pytest.mark.size("full")),
+        (17, 65, 130),
+        pytest.param((130, 129, 40), marks=pytest.mark.small(code_dtype=[torch.int8])),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("code_dtype", CODE_DTYPES)
 def test_products_of_codes(code_dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
@@ -132,6 +139,7 @@ def test_sums_that_float32_could_not_hold_are_exact() -> None:
     assert scaled_product(x, one, weight, one, torch.float32).item() == 1
 
 
+@pytest.mark.small(num_rows=[20])
 @pytest.mark.parametrize("num_rows", [2, 20, 140])
 def test_a_row_of_integers_does_not_depend_on_its_neighbours(num_rows: int) -> None:
     """Bit for bit, whatever the tiles."""
@@ -194,12 +202,19 @@ def random_matrix(
     return QuantizedMatrix(codes, scale, offset, bits=bits)
 
 
-@pytest.mark.small(dtype=[torch.float32])
+@pytest.mark.small(dtype=[torch.float32], has_offset=[True], group=[16, 32, 128])
 @pytest.mark.parametrize("has_offset", [False, True])
 @pytest.mark.parametrize(
     ("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32), (8, 128), (4, 16)]
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.full(group=[32])),
+        pytest.param(torch.float16, marks=pytest.mark.full(group=[128])),
+    ],
+)
 def test_products_of_groups(dtype: torch.dtype, bits: int, group: int, has_offset: bool) -> None:
     for rows, outputs, num_groups in ((1, 33, 3), (18, 70, 2), (130, 65, 1)):
         matrix = random_matrix(outputs, num_groups * group, group, bits, has_offset)

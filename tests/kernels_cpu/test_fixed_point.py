@@ -10,7 +10,7 @@ from fixed_point import add_to, assert_scores, assert_values, random_codes, scor
 HEAD_DIMS = [8, 32, 40, 64, 96, 128, 160, 256]
 
 
-@pytest.mark.small(head_dim=[40, 96, 128])
+@pytest.mark.small(head_dim=[40, 96, 128], num_tokens=[7, 37])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("num_tokens", [1, 7, 16, 37, 64])
 @pytest.mark.parametrize("num_queries", [1, 2])

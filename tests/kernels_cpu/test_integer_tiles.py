@@ -7,6 +7,7 @@ The range is the point: where AVX2 multiplies unsigned by signed bytes, it cuts 
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,19 +33,32 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+def small_kinds() -> list[str]:
+    """The best of each number of bits, and another: each is compiled for seconds.
+
+    Short ones are half of the vectors of another kind.
+    """
+    of_bytes, of_nibbles = (
+        [name for name in kinds_here() if KINDS[name].bits == bits and not name.startswith("short")]
+        for bits in BITS
+    )
+    return [*of_bytes[:2], of_nibbles[0]]
+
+
 @pytest.fixture(scope="module")
 def compiled(full_size: bool) -> list[str]:
-    """Kinds for this processor; each is compiled for seconds."""
-    # Short ones are half of the vectors of another kind.
-    return [name for name in kinds_here() if full_size or not name.startswith("short")]
+    return kinds_here() if full_size else small_kinds()
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, compiled: list[str]) -> str:
+def sized(name: str) -> Any:
+    is_large = name in kinds_here() and name not in small_kinds()
+    return pytest.param(name, marks=[pytest.mark.size("full")] * is_large)
+
+
+@pytest.fixture(params=map(sized, KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
     if request.param not in kinds_here():
         pytest.skip("this processor has no instructions for it")
-    if request.param not in compiled:
-        pytest.skip("compiled with --full")
     return request.param
 
 
@@ -81,7 +95,7 @@ def test_products_are_those_of_the_definition(kind: str, has_offset: bool, full_
     assert_product(form(x), matrix, x)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.small(has_offset=[False])), 4])
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
     for group_size in GROUP_SIZES:
@@ -90,6 +104,7 @@ def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
         assert_product(IntegerPanels(matrix)(x), matrix, x)
 
 
+@pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_scales_that_are_numbers_of_16_bits_are_kept_in_16(bits: int) -> None:
     for group_size in GROUP_SIZES:
@@ -133,6 +148,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
         assert torch.equal(form(x[num_rows:64]), alone[num_rows:64]), num_rows
 
 
+@pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_inputs_become_the_nearest_of_255_integers(bits: int) -> None:
     """Of rows of any size: each has its own scale."""
@@ -169,6 +185,7 @@ def test_what_is_no_number_makes_its_own_row_none(bits: int) -> None:
         assert torch.equal(y[good], expected[good])
 
 
+@pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_of_zeros_gives_zeros(bits: int) -> None:
     matrix = random_matrix(bits, 65, 64, 32, has_offset=True)
@@ -178,6 +195,7 @@ def test_a_row_of_zeros_gives_zeros(bits: int) -> None:
     assert torch.equal(y[::2], torch.zeros(2, 65)) and (y[1] != 0).all()
 
 
+@pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_parts_of_a_row_that_share_its_largest_value_add_up_to_the_row(bits: int) -> None:
     """Which is what ranks do that each have some of the inputs. 96 cuts a group of 64 in two."""

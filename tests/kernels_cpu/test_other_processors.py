@@ -20,7 +20,7 @@ PROCESSORS = {
     "no vectors to speak of": ("x86-64", "+sse2", ["bytes", "nibbles"]),
 }
 SCRIPT = """
-import sys, torch
+import torch
 from fixed_point import assert_scores, assert_values
 from integer_weights import assert_product, random_codes, random_matrix
 from nanoserve.kernels_cpu.float_choice import forms
@@ -30,18 +30,15 @@ from nanoserve.kernels_cpu.integer_linear import IntegerPanels
 from nanoserve.kernels_cpu.processor import converts_float16, has
 
 print(",".join(kinds_here()), has("avx2"), has("avx512f"))
-kinds = kinds_here() if "all" in sys.argv else kinds_here()[:1]
-for kind in kinds:
+for kind in kinds_here():
     bits = KINDS[kind].bits
     for group_size in (128, 32):
         matrix = random_matrix(bits, 65, 128, group_size, has_offset=False)
         x = random_codes(13, 128)
         assert_product(IntegerPanels(matrix, kind)(x), matrix, x)
 # Whatever the float16 of the inputs takes here, the process lives on.
-if "all" in sys.argv:
-    assert_product(IntegerPanels(matrix, kind)(x.half()), matrix, x)
-dtypes = (torch.bfloat16, torch.float32, torch.float16)
-for dtype in dtypes if "all" in sys.argv else dtypes[:1]:
+assert_product(IntegerPanels(matrix, kind)(x.half()), matrix, x)
+for dtype in (torch.bfloat16, torch.float32, torch.float16):
     form = next(iter(forms(dtype).values()))
     assert (form is FloatPanels) is (dtype != torch.float16 or converts_float16())
     assert best_kind(dtype).startswith("widened")
@@ -59,9 +56,9 @@ for head_dim in (40, 96, 128):
 
 
 @needs_x86
-@pytest.mark.small(processor=["AVX2"])
+@pytest.mark.size("full")  # compiles all anew; test_integer_tiles.py runs AVX2's products here
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_products_are_right_there(processor: str, full_size: bool) -> None:
+def test_products_are_right_there(processor: str) -> None:
     name, features, kinds = PROCESSORS[processor]
     path = os.pathsep.join([str(SUPPORT), *filter(None, sys.path)])
     environment = os.environ | {
@@ -69,7 +66,7 @@ def test_products_are_right_there(processor: str, full_size: bool) -> None:
         "NUMBA_CPU_FEATURES": features,
         "PYTHONPATH": path,
     }
-    command = [sys.executable, "-c", SCRIPT, *(["all"] if full_size else [])]
+    command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     here, has_avx2, has_avx512 = ended.stdout.strip().rsplit(" ", 2)
@@ -77,7 +74,7 @@ def test_products_are_right_there(processor: str, full_size: bool) -> None:
     assert (has_avx2, has_avx512) == (str("avx2" in features), "False")
 
 
-@pytest.mark.small(product=[])
+@pytest.mark.size("full")
 @pytest.mark.parametrize("product", ["float", "integer"])
 def test_a_second_process_compiles_nothing_again(product: str, tmp_path: Path) -> None:
     """A cache that grew with each process would hold the same product thousands of times."""

@@ -64,6 +64,7 @@ def assert_near(y: Tensor, x: Tensor, weight: Tensor) -> None:
     assert ((y.double() - wide @ wide_weight.T).abs() <= bound).all()
 
 
+@pytest.mark.small(num_rows=[5])
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
 @pytest.mark.parametrize("has_bias", [False, True])
 @torch.inference_mode()

@@ -40,7 +40,8 @@ for alone, together in zip(*found, strict=True):
 """
 
 
-@pytest.mark.small(dtype=["bfloat16"])
+@pytest.mark.size("full")  # compiles all for seconds; test_numba.py shows one without a process
+@pytest.mark.full(dtype=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_alone_or_among_many_compiled_or_loaded(dtype: str, tmp_path: Path) -> None:
     """Numba links what it loads otherwise than what it compiles: another copy of an inner function

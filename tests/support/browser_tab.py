@@ -8,7 +8,7 @@ from serving import Served
 
 from nanoserve.engine.llm_engine import LLMEngine
 
-TIMEOUT = 15_000  # milliseconds that something may take
+TIMEOUT = 60_000  # milliseconds that something may take
 
 
 class Tab:

@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU that is not there, and says what ptxas thinks of them.
 
     python tests/support/compile_kernels.py 90 ["regular expression for the cases that are wanted"
-        ["and for those of which the instructions are counted"]]
+        ["and for those of which the instructions are counted"]] [89 ...]
 
 Calls the public launchers with small CPU tensors, under a driver that claims to be a GPU of that
 compute capability. A launch then ends after compilation, so what is compiled is what would run:
@@ -203,6 +203,9 @@ CASES: list[tuple[str, Callable[[], None]]] = [
 ]
 
 
+_LAUNCH = JITFunction.run
+
+
 class _AbsentGPU(DriverBase):
     """Just enough of a driver to compile for a GPU."""
 
@@ -217,7 +220,8 @@ class _AbsentGPU(DriverBase):
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        """Each target is a device of its own: Triton keeps what it has compiled by device."""
+        return self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -233,14 +237,14 @@ class _AbsentGPU(DriverBase):
 
 
 def compile_cases(capability: int, wanted: str, disassembled: str | None = None) -> None:
-    launch, compiled = JITFunction.run, []
+    compiled: list[Any] = []
     logs: dict[int, str] = {}  # kernel -> what ptxas said; cases may share a kernel
     codes: dict[int, Any] = {}  # kernel -> its instructions
 
     def compile_only(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            kernel = launch(self, *args, **{**kwargs, "warmup": True})
+            kernel = _LAUNCH(self, *args, **{**kwargs, "warmup": True})
         logs.setdefault(id(kernel), said.getvalue())
         compiled.append(kernel)
         return kernel
@@ -298,4 +302,6 @@ if __name__ == "__main__":
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
     with tempfile.TemporaryDirectory() as cache:  # a stale cache must not pass for a compilation
         triton.knobs.cache.dir = cache
-        compile_cases(int(sys.argv[1]), *(sys.argv[2:] or [""]))
+        starts = [at for at, word in enumerate(sys.argv) if word.isdigit()]
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            compile_cases(int(sys.argv[start]), *(sys.argv[start + 1 : end] or [""]))

@@ -1,11 +1,12 @@
 """Grammars to ask for, and what llguidance itself says of an output: parsed from its beginning."""
 
+from functools import cache
 from typing import Any
 
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 PERSON = {
     "type": "object",
@@ -31,6 +32,11 @@ GRAMMARS: list[dict[str, Any]] = [
 ]
 
 
+@cache
+def _of_library(tokenizer: Any) -> LLTokenizer:
+    return llguidance.hf.from_tokenizer(tokenizer, eos_token=tokenizer.eos_token_id)
+
+
 class FromScratch:
     """A logits processor that forbids what the library does, which it asks about the whole output.
 
@@ -39,10 +45,9 @@ class FromScratch:
 
     def __init__(self, tokenizer: Any, grammar: str, stop_token_ids: list[int]) -> None:
         """tokenizer: transformers'. grammar: in llguidance's language."""
-        eos = tokenizer.eos_token_id
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos)
-        self._grammar, self._eos = grammar, eos
-        self._stops = {eos, *stop_token_ids}
+        self._tokenizer, self._eos = _of_library(tokenizer), tokenizer.eos_token_id
+        self._grammar = grammar
+        self._stops = {self._eos, *stop_token_ids}
 
     def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         matcher = LLMatcher(self._tokenizer, self._grammar, log_level=0)

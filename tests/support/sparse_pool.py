@@ -1,21 +1,25 @@
 """K and V of more than 2^31 values, with Triton's interpreter on memory that is hardly there.
 
-    python tests/support/sparse_pool.py ["decode_attention", "paged_attention" or "store_kv"]
+    python tests/support/sparse_pool.py ["decode_attention", "paged_attention" or "store_kv"]...
 
 The pool is mapped and not reserved: Linux gives memory to the few pages that are touched. The last
-blocks are written and read, and the exit status says whether these were the right ones. With a
-name, the kernels of the files so named compute in 32 bits, which must not go unseen.
+blocks are written and read, and the exit status says whether these were the right ones. With names,
+the kernels of the files so named compute in 32 bits, one after the other ("" is none), which must
+not go unseen: prints a line of JSON for each, with its exit status and standard error.
 """
 
+import json
 import mmap
 import os
 import shutil
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import interpreter
 import torch
 from triton.runtime.interpreter import GridExecutor
 
@@ -86,13 +90,14 @@ def check_attention(pool: torch.Tensor, table: list[int]) -> None:
         assert error < 2e-3, f"query {query} is off by {error:.3f}"
 
 
-def main() -> None:
+def check(planted: str = "") -> None:
+    """In a process that has imported none of these kernels yet."""
     # The interpreter copies all arguments back from where it thinks they were brought from.
     GridExecutor._restore_args_dev = lambda self, *args: None
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
-        if sys.argv[1:]:
-            plant(sys.argv[1], Path(directory))
+        if planted:
+            plant(planted, Path(directory))
         try:
             pool = make_pool()
         except OSError as error:
@@ -102,5 +107,27 @@ def main() -> None:
         check_attention(pool, table=[NUM_BLOCKS - 2, NUM_BLOCKS - 9])
 
 
+def check_in_a_child(planted: str) -> None:
+    """What computes in 32 bits may not survive it. A fork has torch imported already."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        if (pid := os.fork()) == 0:
+            os.dup2(stderr.fileno(), sys.stderr.fileno())
+            try:
+                check(planted)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        stderr.seek(0)
+        code = os.waitstatus_to_exitcode(status)
+        print(json.dumps({"planted": planted, "status": code, "stderr": stderr.read()}), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    interpreter.prepare()
+    for name in sys.argv[1:]:
+        check_in_a_child(name)
+    if not sys.argv[1:]:
+        check()
