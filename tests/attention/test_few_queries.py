@@ -33,7 +33,7 @@ KINDS = {
     "bfloat16 over fp8": (BFLOAT, "fp8"),
 }
 # What else the small suite compiles: numba takes seconds for each.
-FEW_KINDS = ["float32", "bfloat16", "float32 over int8", "bfloat16 over int8"]
+FEW_KINDS = ["float32", "bfloat16", "float32 over int8"]
 # (new tokens, context): rows of few tokens stand between chunks, and may be whole prompts.
 ROWS = [(1, 37), (1, 5), (2, 2), (34, 50), (5, 64), (40, 40), (3, 33), (33, 71), (9, 17), (20, 90)]
 # (window, soft cap, group, head_dim, block size)

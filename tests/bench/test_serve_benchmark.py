@@ -71,6 +71,7 @@ def test_times_are_those_of_the_server(measure: Measure) -> None:
     assert run["seconds"] >= e2e.max()
 
 
+@pytest.mark.size("full")
 def test_each_request_has_its_own_times(measure: Measure) -> None:
     """One at a time, the n-th after 40 n ms: the median of six is that of 3.5."""
 
@@ -132,6 +133,7 @@ def test_goodput_counts_who_met_both_objectives(measure: Measure) -> None:
     assert run["latencies"]["goodput"] == pytest.approx(3 / run["seconds"])
 
 
+@pytest.mark.size("full")
 def test_requests_come_when_they_are_due(measure: Measure) -> None:
     """However long the server takes; and TTFT counts from then."""
     with StandIn(lambda body, number: talk(body, ttft=0.2)) as server:
@@ -149,6 +151,7 @@ def test_requests_come_when_they_are_due(measure: Measure) -> None:
     )
 
 
+@pytest.mark.size("full")
 def test_clients_that_wait_are_so_many_at_a_time(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +464,7 @@ def test_completions_are_read_too(measure: Measure) -> None:
     assert run["output_tokens"] == sum(draw_workload(6, (20, 40), (4, 8), 105)[1])
 
 
+@pytest.mark.size("full")
 def test_a_connection_that_has_idled_is_not_used_again(
     measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

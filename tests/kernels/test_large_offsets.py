@@ -32,6 +32,7 @@ def ended(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return {record["planted"]: record for record in found}
 
 
+@pytest.mark.size("full")
 def test_the_last_blocks_of_a_large_pool_are_written_and_read(
     ended: dict[str, dict[str, Any]],
 ) -> None:

@@ -301,6 +301,7 @@ def test_the_v4_and_v5_forms_mean_the_same(name: str, written: dict) -> None:
     assert ModelConfig.from_hf(v4, {}) == ModelConfig.from_hf(v5, {})
 
 
+@pytest.mark.small(name=["gemma3"], form=["v5"])
 @pytest.mark.parametrize(("name", "form", "change", "outcome"), CASES)
 @torch.inference_mode()
 def test_every_field_is_as_in_transformers_or_refused(

@@ -175,6 +175,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
 @pytest.mark.small(case=["mixtral"])
 @pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
 # Mixtral: three experts on two ranks.
+@pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [

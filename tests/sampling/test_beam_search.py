@@ -1,6 +1,7 @@
 """Beam search against transformers' `generate(num_beams=...)`: the same tokens, the same scores."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,6 +131,7 @@ def compare(path: Path, model: PreTrainedModel, eos: list[int], all_params: list
     return ends
 
 
+@pytest.mark.small(reference=["ends often"], num_eos=[2])
 @pytest.mark.parametrize("num_eos", [1, 2])
 @pytest.mark.parametrize("early_stopping", [False, True])
 def test_tokens_and_scores_equal_transformers(
@@ -151,6 +153,7 @@ def test_tokens_and_scores_equal_transformers(
     assert reasons == {"stop", "length"} or len(lengths) >= 3  # else the comparison is too easy
 
 
+@pytest.mark.small(reference=["tied, GQA 4"])
 @pytest.mark.parametrize("beam_width", [1, 2, 3, 5])
 def test_any_beam_width_equals_transformers(reference, beam_width: int) -> None:
     """A width of 1 is greedy search for transformers, which has no scores."""
@@ -173,14 +176,17 @@ def test_any_beam_width_equals_transformers(reference, beam_width: int) -> None:
             assert [sequence.tokens for sequence in output.sequences] == greedy.tolist()
 
 
-def test_enough_beams_run_on_even_if_many_eos_are_the_most_likely(tmp_path: Path) -> None:
+def test_enough_beams_run_on_even_if_many_eos_are_the_most_likely(
+    tmp_path: Path, by_size: Callable[..., int]
+) -> None:
     """With 4 EOS of 20 tokens, 2 candidates per beam would often all be at their end."""
-    for seed in range(4):
+    for seed in range(by_size(2, 4)):
         model = make_qwen3(tmp_path, vocab_size=20, seed=seed)
         eos = frequent_tokens(model)[:4]
         assert compare(tmp_path, model, eos, [BeamSearchParams(4, 8, length_penalty=2.0)])
 
 
+@pytest.mark.small(reference=["large vocabulary"])
 def test_ignoring_eos_and_having_none_equal_transformers_without_it(reference) -> None:
     path, model, frequent = reference
     eos = frequent[0]
@@ -189,6 +195,7 @@ def test_ignoring_eos_and_having_none_equal_transformers_without_it(reference) -
     assert ignoring == having_none == {("length", 6): 4 * len(PROMPTS)}
 
 
+@pytest.mark.small(reference=["ends often"])
 def test_one_token_and_negative_or_no_length_penalty_equal_transformers(reference) -> None:
     path, model, frequent = reference
     eos = frequent[:1]
@@ -197,6 +204,7 @@ def test_one_token_and_negative_or_no_length_penalty_equal_transformers(referenc
     assert ends["length", 1] > 0
 
 
+@pytest.mark.small(reference=["large vocabulary"])
 def test_prompts_do_not_disturb_each_other_even_if_beams_must_queue(reference) -> None:
     """Three sequences at a time, and a pool in which beams are preempted."""
     path, model, frequent = reference
@@ -285,6 +293,7 @@ def test_a_beam_has_the_candidates_that_it_was_chosen_from(small: LLM) -> None:
         assert sequence.stop_reason == (chosen[-1] if is_stopped else None)
 
 
+@pytest.mark.small(reference=["ends often"])
 def test_without_its_eos_a_beam_is_as_vllm_has_it(reference) -> None:
     path, _, frequent = reference
     params = BeamSearchParams(4, 8, length_penalty=-1.0)

@@ -210,6 +210,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], int, list[str]]] = [
 ]
 
 
+@pytest.mark.small(async_scheduling=[True])
 @AHEAD
 @pytest.mark.parametrize(("settings", "num_tokens", "said"), CONTRADICTIONS, ids=lambda case: "")
 @pytest.mark.parametrize("kind", [greedy, seeded])
@@ -228,6 +229,7 @@ def test_a_request_that_leaves_itself_no_token_ends_with_an_error_that_says_so(
     assert len(str(error)) < 400
 
 
+@pytest.mark.small(async_scheduling=[False])
 @AHEAD
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize(
@@ -321,6 +323,7 @@ def test_a_temperature_that_takes_logits_beyond_float32_is_told_from_a_broken_mo
 # ---------------------------------------------------------------- log-probabilities, and beams
 
 
+@pytest.mark.small(async_scheduling=[True], chunk=[4, 64], place=[1, 7])
 @AHEAD
 @pytest.mark.parametrize("chunk", [4, 7, 64])
 @pytest.mark.parametrize("place", [1, 6, 7])

@@ -1,5 +1,7 @@
 """The CPU's sampler of one pass, against the one of torch's operators."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -36,13 +38,15 @@ def sample(sampler: Sampler, logits: torch.Tensor, kinds: list[int], position: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [4, 255, 2048, 32001])
-def test_it_draws_the_same_tokens(dtype: torch.dtype, vocab_size: int) -> None:
+def test_it_draws_the_same_tokens(
+    dtype: torch.dtype, vocab_size: int, by_size: Callable[..., int]
+) -> None:
     """In every mixture of settings, few rows and so many that threads share them."""
     rng = np.random.default_rng(vocab_size)
     torch.manual_seed(vocab_size)
     device = torch.device("cpu")
     samplers = [kind(64, vocab_size, device) for kind in (Sampler, NumbaSampler)]
-    for position in range(60):
+    for position in range(by_size(20, 60, 300)):
         num_rows = int(rng.choice([1, 2, 5, 16, 40]))
         kinds = [int(kind) for kind in rng.integers(len(KINDS), size=num_rows)]
         scale = float(rng.choice([0, 1, 5, 200]))

@@ -1,6 +1,7 @@
 """Same seed, same tokens; draws with the right probabilities; n completions that share a prompt."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_completions_differ_and_the_first_is_that_of_n_1(checkpoint: Path, promp
     assert all(len(set(completion)) > 4 for completion in four)
 
 
+# With others, and each option in one of these.
+@pytest.mark.small(
+    expected=[4],
+    num_others=[64],
+    name=["plain", "chunks of 7, no prefix cache", "one step ahead, chunks of 7"],
+)
 @pytest.mark.parametrize("num_others", [0, 64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_seeded_request_gives_the_same_tokens(
@@ -103,6 +110,7 @@ def test_a_seeded_request_gives_the_same_tokens(
         assert (output.metrics.num_cached_prompt_tokens > 0) == ("no prefix" not in name)
 
 
+@pytest.mark.small(expected=[4], caching=[True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_steps", [3, 14], ids=["in its prompt", "in its output"])
@@ -138,6 +146,7 @@ def test_a_seeded_request_that_is_preempted_gives_the_same_tokens(
     assert tokens_of(finished["watched"]) == expected
 
 
+@pytest.mark.small(expected=[4])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_seeded_request_survives_a_pool_that_is_too_small(
     ahead: bool, checkpoint: Path, prompts, expected
@@ -196,17 +205,19 @@ def assert_drawn_from(drawn: np.ndarray, probs: np.ndarray) -> None:
 
 @pytest.mark.parametrize("along", ["positions", "seeds"])
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
-def test_draws_follow_the_renormalised_distribution(settings: dict[str, float], along: str) -> None:
-    probs = renormalised(**settings)
+def test_draws_follow_the_renormalised_distribution(
+    settings: dict[str, float], along: str, by_size: Callable[..., int]
+) -> None:
+    probs, num_draws = renormalised(**settings), by_size(4_000, NUM_DRAWS, 100_000)
     params = SamplingParams(**settings)
     # The tokens in another order, so that a place in the vocabulary is no rank.
     order = np.random.default_rng(0).permutation(len(probs))
     logits = np.log(PROBABILITIES[order]).astype(np.float32) + 3
-    rows = torch.from_numpy(logits).repeat(NUM_DRAWS, 1)
-    count, constant = np.arange(NUM_DRAWS), np.full(NUM_DRAWS, 9)
-    sampler = Sampler(NUM_DRAWS if along == "seeds" else 1, len(probs), torch.device("cpu"))
+    rows = torch.from_numpy(logits).repeat(num_draws, 1)
+    count, constant = np.arange(num_draws), np.full(num_draws, 9)
+    sampler = Sampler(num_draws if along == "seeds" else 1, len(probs), torch.device("cpu"))
     if along == "seeds":
-        for seed in range(NUM_DRAWS):
+        for seed in range(num_draws):
             sampler.set_slot(SlotChange(seed, params, seed))
         drawn = sampler.sample(rows, count, constant).token_ids
     else:
@@ -531,12 +542,12 @@ def test_a_step_that_raises_costs_a_group_nothing_but_time(
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_kv_blocks", [8, 64], ids="{} blocks".format)
 def test_abort_after_any_number_of_steps_leaves_nothing(
-    num_kv_blocks: int, caching: bool, ahead: bool
+    num_kv_blocks: int, caching: bool, ahead: bool, by_size: Callable[..., int]
 ) -> None:
     """A pool of 8 blocks preempts siblings on the way, one of 64 does not."""
     options = {"enable_prefix_caching": caching, "async_scheduling": ahead}
     options |= {"long_prefill_token_threshold": 16, "max_model_len": 96}
-    for num_steps in range(60):
+    for num_steps in range(0, 60, by_size(4, 1)):
         engine = make_engine(num_kv_blocks=num_kv_blocks, **options)
         engine.add_request("a", list(range(40)), SamplingParams(n=4, max_tokens=40))
         engine.add_request("b", [7], SamplingParams(max_tokens=2))

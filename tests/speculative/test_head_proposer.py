@@ -52,9 +52,9 @@ def test_it_is_given_the_state_that_the_last_token_came_of(monkeypatch: pytest.M
 def test_its_answers_are_those_without_it(head: Path) -> None:
     messages = [[{"role": "user", "content": text}] for text in QUESTIONS]
     params = [
-        SamplingParams(temperature=0, max_tokens=50),
-        SamplingParams(temperature=1, seed=5, max_tokens=50, repetition_penalty=1.2, logprobs=1),
-        SamplingParams(temperature=0.7, seed=6, max_tokens=50, top_p=0.9, min_tokens=20),
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(temperature=1, seed=5, max_tokens=30, repetition_penalty=1.2, logprobs=1),
+        SamplingParams(temperature=0.7, seed=6, max_tokens=30, top_p=0.9, min_tokens=20),
     ]
     with LLM("tiny-qwen3", dtype="float32") as llm:
         expected = [o.outputs[0] for o in llm.chat(messages, params, use_tqdm=False)]

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,15 @@ def guessing_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun
 
 
 def test_every_request_gets_what_it_gets_without_guesses(
-    path: Path, other: Path, reference: LLM, full_size: bool, caplog: pytest.LogCaptureFixture
+    path: Path,
+    other: Path,
+    reference: LLM,
+    by_size: Callable[..., range],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="nanoserve")  # requests are made to fail
     counts: Counter[str] = Counter()
-    for seed in range(100 if full_size else 8):
+    for seed in by_size(range(3, 8), range(50), range(300)):
         try:
             run = guessing_run(seed, path, other, reference)
             run.run()

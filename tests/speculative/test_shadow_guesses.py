@@ -87,7 +87,8 @@ class GuessingRun(ShadowRun):
 
 def test_no_run_reads_what_was_guessed_wrong(fuzz_runs: int) -> None:
     right = wrong = hit = preempted = 0
-    for seed in range(fuzz_runs):
+    num_runs = -(-fuzz_runs // 2)  # most of what goes on is that of an engine without guesses
+    for seed in range(num_runs):
         run = GuessingRun(seed)
         try:
             run.run()
@@ -97,8 +98,8 @@ def test_no_run_reads_what_was_guessed_wrong(fuzz_runs: int) -> None:
         wrong += run.num_wrong
         hit += run.scheduler.num_hit_tokens > 0
         preempted += run.scheduler.num_preemptions > 0
-    assert min(right, wrong) > fuzz_runs, (right, wrong)
-    assert min(hit, preempted) > 0.1 * fuzz_runs, (hit, preempted)
+    assert min(right, wrong) > num_runs, (right, wrong)
+    assert min(hit, preempted) > 0.1 * num_runs, (hit, preempted)
 
 
 def guesses_published(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,27 @@ def first_differences(plain: list[RequestOutput], guessed: list[RequestOutput]) 
     return gaps
 
 
+@pytest.fixture(scope="module")
+def plain(by_size: Callable[..., int]) -> list[RequestOutput]:
+    return answers(by_size(12, 100, 200), None)[0]
+
+
 @pytest.mark.parametrize(
     "method",
     [
-        {"method": "suffix"},
-        {"method": "draft_model", "model": "tiny-qwen3-draft"},
+        # It guesses what it has seen, which takes more answers than a few.
+        pytest.param({"method": "suffix"}, marks=pytest.mark.size("full")),
+        pytest.param(
+            {"method": "draft_model", "model": "tiny-qwen3-draft"}, marks=pytest.mark.size("full")
+        ),
         {"method": "hidden_head", "model": "tiny-qwen3"},
     ],
     ids=lambda method: method["method"],
 )
-def test_where_tokens_differ_they_nearly_tied(method: dict[str, Any], full_size: bool) -> None:
-    count = 200 if full_size else 24
-    plain, _ = answers(count, None)
+def test_where_tokens_differ_they_nearly_tied(
+    method: dict[str, Any], plain: list[RequestOutput]
+) -> None:
+    count = len(plain)
     guessed, num_right = answers(count, method | {"adaptive": False, "num_speculative_tokens": 5})
     gaps = first_differences(plain, guessed)
     print(f"{method['method']}: {num_right} right guesses, {len(gaps)} of {count} answers differ")
@@ -68,10 +78,10 @@ def test_where_tokens_differ_they_nearly_tied(method: dict[str, Any], full_size:
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 def test_a_model_that_is_sure_of_nothing_differs_in_near_ties_alone(
-    backend: str, tmp_path: Path, full_size: bool
+    backend: str, tmp_path: Path, by_size: Callable[..., int]
 ) -> None:
     """Random weights in bfloat16, whose logits are 1/16 or 1/8 apart where they are large."""
-    count, rng = 200 if full_size else 40, random.Random(0)
+    count, rng = by_size(8, 100, 200), random.Random(0)
     make_qwen3(tmp_path, vocab_size=2048, dtype="bfloat16", hidden_size=128, num_hidden_layers=4)
     prompts = [[rng.randrange(2048) for _ in range(20)] for _ in range(count)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from proposers import Oracle, Wrong
+from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
@@ -23,23 +24,30 @@ def answer_of(llm: LLM, params: SamplingParams = GREEDY) -> tuple[list[int], str
     return completion.token_ids, completion.text, completion.finish_reason
 
 
+OPTIONS: dict[str, Any] = {"tokenizer": "tiny-qwen3", "attention_backend": "torch"}
+
+
 @pytest.fixture(scope="module")
-def plain() -> Any:
-    with LLM("tiny-qwen3", dtype="float32", attention_backend="torch") as llm:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    make_qwen3(path, vocab_size=2048)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> Any:
+    with LLM(path, **OPTIONS) as llm:
         yield llm
 
 
-def guessing(**options: Any) -> LLM:
-    return LLM(
-        "tiny-qwen3",
-        dtype="float32",
-        attention_backend="torch",
-        speculative_config=ALWAYS | options,
-    )
+def guessing(path: Path) -> LLM:
+    return LLM(path, speculative_config=ALWAYS, **OPTIONS)
 
 
-def test_an_answer_that_was_given_before_takes_a_fraction_of_the_steps(plain: LLM) -> None:
-    with guessing() as llm:
+def test_an_answer_that_was_given_before_takes_a_fraction_of_the_steps(
+    plain: LLM, path: Path
+) -> None:
+    with guessing(path) as llm:
         expected = answer_of(plain)
         assert answer_of(llm) == expected
         before = llm.stats
@@ -56,37 +64,37 @@ def test_an_answer_that_was_given_before_takes_a_fraction_of_the_steps(plain: LL
     assert len(at) == 4 and all(a >= b for a, b in pairwise(at))
 
 
-def test_perfect_guesses_leave_a_step_for_every_five_tokens(plain: LLM) -> None:
-    params = SamplingParams(temperature=0.9, seed=7, max_tokens=41, ignore_eos=True)
+def test_perfect_guesses_leave_a_step_for_every_five_tokens(plain: LLM, path: Path) -> None:
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=21, ignore_eos=True)
     expected = answer_of(plain, params)
-    with guessing() as llm:
+    with guessing(path) as llm:
         llm.engine.scheduler.proposer = Oracle(plain)
         assert answer_of(llm, params) == expected
         # The first token comes with the prompt, the others in runs of five.
-        assert llm.stats.num_steps == 1 + 40 / 5
-        assert llm.stats.num_accepted_tokens == 40 * 4 / 5
+        assert llm.stats.num_steps == 1 + 20 / 5
+        assert llm.stats.num_accepted_tokens == 20 * 4 / 5
 
 
-def test_a_request_may_ask_for_fewer_guesses_or_none(plain: LLM) -> None:
-    with guessing() as llm:
+def test_a_request_may_ask_for_fewer_guesses_or_none(plain: LLM, path: Path) -> None:
+    with guessing(path) as llm:
         llm.engine.scheduler.proposer = Oracle(plain)
-        for asked, num_steps in ((0, 41), (1, 1 + 20), (3, 1 + 10), (9, 1 + 8)):
+        for asked, num_steps in ((0, 21), (1, 1 + 10), (3, 1 + 5), (9, 1 + 4)):
             before = llm.stats.num_steps
             params = SamplingParams(
-                temperature=0, max_tokens=41, ignore_eos=True, num_speculative_tokens=asked
+                temperature=0, max_tokens=21, ignore_eos=True, num_speculative_tokens=asked
             )
             answer_of(llm, params)
             assert llm.stats.num_steps - before == num_steps, asked
 
 
-def test_a_processor_of_its_own_keeps_a_request_from_guessing(plain: LLM) -> None:
+def test_a_processor_of_its_own_keeps_a_request_from_guessing(plain: LLM, path: Path) -> None:
     calls: list[int] = []
 
     def processor(output_token_ids: list[int], logits: Any) -> Any:
         calls.append(len(output_token_ids))
         return logits
 
-    with guessing() as llm:
+    with guessing(path) as llm:
         llm.engine.scheduler.proposer = Oracle(plain)
         params = SamplingParams(temperature=0, max_tokens=10, logits_processors=[processor])
         answer_of(llm, params)
@@ -104,17 +112,18 @@ def test_wrong_guesses_are_given_up_where_they_do_not_pay() -> None:
     assert stats.num_draft_tokens < 40  # of some 1600 that could be had
 
 
-def test_a_stream_gets_its_tokens_one_by_one(plain: LLM) -> None:
-    prompt = plain.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt
+def test_a_stream_gets_its_tokens_one_by_one(plain: LLM, path: Path) -> None:
+    one_token = SamplingParams(temperature=0, max_tokens=1)
+    prompt = plain.chat(QUESTION, one_token, use_tqdm=False)[0].prompt
     pieces = [(o.outputs[0].text, o.outputs[0].token_ids) for o in plain.stream(prompt, GREEDY)]
-    with guessing() as llm:
+    with guessing(path) as llm:
         llm.engine.scheduler.proposer = Oracle(plain)
         found = [(o.outputs[0].text, o.outputs[0].token_ids) for o in llm.stream(prompt, GREEDY)]
         assert llm.stats.num_accepted_tokens > 20
     assert found == pieces
 
 
-def test_a_trace_tells_right_guesses_from_wrong_ones(plain: LLM, tmp_path: Path) -> None:
+def test_a_trace_tells_right_guesses_from_wrong_ones(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     options = {"dtype": "float32", "speculative_config": ALWAYS, "trace": path}
     with LLM("tiny-qwen3", **options) as llm:

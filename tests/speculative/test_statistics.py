@@ -5,7 +5,7 @@ same p. The proposer draws from a q of its own, with the noise of the position o
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from nanoserve.speculative.proposer import TextProposer
 
 VOCAB_SIZE = 64
 TOKENS = 8  # that have any probability
-NUM_DRAWN = 8_000
-# The value that chi-square of 7 degrees of freedom exceeds once in a million times.
+MAX_TOKENS = 100  # of a request
+# The value that chi-square of 7 degrees of freedom exceeds once in a million times. It holds where
+# each token is expected some ten times or more: from 1,000 draws on.
 CHI_SQUARE_7 = 40.5
 
 SHARP = [0.6, 0.2, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01]
@@ -38,13 +39,19 @@ class Drawn(TextProposer):
         self._logits = torch.full((1, VOCAB_SIZE), -torch.inf)
         self._logits[0, :TOKENS] = torch.tensor(q).log()
         self._noise, self._further = Noise(VOCAB_SIZE, torch.device("cpu")), further
+        self._drawn: dict[int, list[int]] = {}
 
     def guess(self, seq: Sequence, most: int) -> list[int]:
-        positions = np.arange(len(seq.token_ids), len(seq.token_ids) + most)
-        seeds = np.full(most, seq.seed + self._further, dtype=np.uint64)
-        logits = self._logits.repeat(most, 1)
-        keys = row_keys(seeds, positions, np.zeros(most, dtype=np.uint32))
-        self._noise.subtract_log_exponential(logits, keys)
+        if seq.seed not in self._drawn:
+            self._drawn[seq.seed] = self._draw(seq.seed, 2 * MAX_TOKENS)
+        return self._drawn[seq.seed][len(seq.token_ids) :][:most]
+
+    def _draw(self, seed: int, num_positions: int) -> list[int]:
+        """Draw one for each position: the noise of a position does not depend on the others."""
+        seeds = np.full(num_positions, seed + self._further, dtype=np.uint64)
+        logits = self._logits.repeat(num_positions, 1)
+        positions, completions = np.arange(num_positions), np.zeros(num_positions, dtype=np.uint32)
+        self._noise.subtract_log_exponential(logits, row_keys(seeds, positions, completions))
         return logits.argmax(dim=1).tolist()
 
 
@@ -59,8 +66,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def draw(llm: LLM, p: list[float], proposer: Any) -> tuple[Counter[int], float]:
-    """What was generated, and the share of guesses that were right of those that counted."""
+@pytest.fixture(scope="module")
+def num_drawn(by_size: Callable[..., int]) -> int:
+    return by_size(1_000, 8_000, 40_000)
+
+
+def draw(
+    llm: LLM, p: list[float], proposer: Any, num_drawn: int
+) -> tuple[Counter[int], float, int]:
+    """What was generated, the share of guesses that were right, and how many were judged."""
     llm.engine.scheduler.proposer = proposer
     judged: Counter[bool] = Counter()
 
@@ -74,19 +88,19 @@ def draw(llm: LLM, p: list[float], proposer: Any) -> tuple[Counter[int], float]:
         SamplingParams(
             temperature=1,
             seed=seed,
-            max_tokens=100,
+            max_tokens=MAX_TOKENS,
             ignore_eos=True,
             logit_bias=bias,
             allowed_token_ids=list(bias),
         )
-        for seed in range(NUM_DRAWN // 100)
+        for seed in range(num_drawn // MAX_TOKENS)
     ]
     prompts = [[seed % VOCAB_SIZE] for seed in range(len(params))]
     llm.engine.observers.append(judge)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.engine.observers.remove(judge)
     drawn = Counter(token_id for output in outputs for token_id in output.outputs[0].token_ids)
-    return drawn, judged[True] / judged.total()
+    return drawn, judged[True] / judged.total(), judged.total()
 
 
 def total_variation(p: list[float], q: list[float]) -> float:
@@ -99,10 +113,10 @@ def total_variation(p: list[float], q: list[float]) -> float:
     ids=["itself", "near", "flat", "sharp", "turned"],
 )
 def test_what_is_drawn_follows_the_target_and_guesses_are_right_as_often_as_they_can(
-    llm: LLM, p: list[float], q: list[float]
+    llm: LLM, p: list[float], q: list[float], num_drawn: int
 ) -> None:
-    drawn, coupled = draw(llm, p, Drawn(q))
-    _, apart = draw(llm, p, Drawn(q, further=12345))
+    drawn, coupled, num_judged = draw(llm, p, Drawn(q), num_drawn)
+    _, apart, num_judged_apart = draw(llm, p, Drawn(q, further=12345), num_drawn)
     tv, independent = total_variation(p, q), float(np.dot(p, q))
     print(
         f"TV {tv:.3f}: the optimum is {1 - tv:.3f}, same noise {coupled:.3f} (at least "
@@ -111,18 +125,19 @@ def test_what_is_drawn_follows_the_target_and_guesses_are_right_as_often_as_they
     total = drawn.total()
     chi_square = sum((drawn[i] - total * p[i]) ** 2 / (total * p[i]) for i in range(TOKENS))
     assert chi_square < CHI_SQUARE_7, drawn
-    spread = 4 * (0.25 / (NUM_DRAWN / 4)) ** 0.5  # four standard deviations of the least certain
+    # Four standard deviations of the least certain share, 1/2.
+    spread = 4 * (0.25 / min(num_judged, num_judged_apart)) ** 0.5
     assert (1 - tv) / (1 + tv) - spread < coupled < 1 - tv + spread
     assert abs(apart - independent) < spread
     assert coupled >= apart - spread
 
 
-def test_a_chi_square_sees_the_bias_of_a_rule_that_reuses_noise(llm: LLM) -> None:
+def test_a_chi_square_sees_the_bias_of_a_rule_that_reuses_noise() -> None:
     """A guess that is kept because it is likely enough, and not because it was drawn, shifts p."""
-    rng = np.random.default_rng(0)
+    rng, num_drawn = np.random.default_rng(0), 8_000
     p, q = np.array(SHARP), np.array(FLAT)
-    noise = rng.exponential(size=(NUM_DRAWN, TOKENS))
+    noise = rng.exponential(size=(num_drawn, TOKENS))
     guessed, sampled = (noise / q).argmin(axis=1), (noise / p).argmin(axis=1)
-    is_kept = rng.random(NUM_DRAWN) < p[guessed] / q[guessed]
+    is_kept = rng.random(num_drawn) < p[guessed] / q[guessed]
     drawn = np.bincount(np.where(is_kept, guessed, sampled), minlength=TOKENS)
-    assert ((drawn - NUM_DRAWN * p) ** 2 / (NUM_DRAWN * p)).sum() > 10 * CHI_SQUARE_7
+    assert ((drawn - num_drawn * p) ** 2 / (num_drawn * p)).sum() > 10 * CHI_SQUARE_7

@@ -229,11 +229,11 @@ def test_who_waits_for_a_grammar_can_be_aborted(llm: LLM) -> None:
 
 
 def test_there_is_a_time_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    Late(llm)  # which compiles one, in whatever time it takes
     monkeypatch.setattr(structured_engine, "_TIME_LIMIT", 0.05)
-    Late(llm)
     began = time.monotonic()
     (output,) = llm.generate([PROMPT], guided(regex="[0-9]{3}"), use_tqdm=False)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # and not the 20 s that it is by default
     assert "within 0.05 seconds" in str(output.error) and isinstance(output.error, ValueError)
 
 
@@ -268,7 +268,7 @@ class Backend:
         self.may_go.set()
 
     def compile(self, source: Source) -> Any:
-        assert self.may_go.wait(10)
+        assert self.may_go.wait(60)
         self.compiled.append(source)
         if source.text == "bad":
             raise ValueError("bad")
@@ -284,15 +284,15 @@ def test_equal_grammars_are_compiled_once_and_the_latest_are_kept() -> None:
     backend.may_go.clear()
     one, same = compiler.compile(first), compiler.compile(first)
     backend.may_go.set()
-    assert one.result(10) is same.result(10) is backend
+    assert one.result(60) is same.result(60) is backend
     for source in (second, first, third, first):  # the second goes: there is room for two
-        compiler.compile(source).result(10)
+        compiler.compile(source).result(60)
     assert backend.compiled == [first, second, third]
-    compiler.compile(second).result(10)
+    compiler.compile(second).result(60)
     assert backend.compiled == [first, second, third, second]
     bad = Source("regex", "bad")
     for _ in range(2):  # what has failed is tried again
         with pytest.raises(ValueError, match="bad"):
-            compiler.compile(bad).result(10)
+            compiler.compile(bad).result(60)
     assert backend.compiled.count(bad) == 2
     compiler.close()

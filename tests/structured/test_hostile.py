@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tiny_checkpoints import make_qwen3
@@ -23,11 +23,16 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def test_hostile_grammars_are_refused_or_answered(llm: LLM) -> None:
+def test_hostile_grammars_are_refused_or_answered(
+    llm: LLM, by_size: Callable[..., set[str]]
+) -> None:
     plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (alone,) = llm.generate([[3, 4]], plain, use_tqdm=False)
     outcomes: Counter[str] = Counter()
+    slowest = by_size({"3,000 optional properties"}, set())
     for name, guide in hostile_grammars().items():
+        if name in slowest:
+            continue
         began = time.monotonic()
         try:
             params = SamplingParams(

@@ -1,12 +1,13 @@
 """What may be asked for, and what is told when it may not."""
 
+import importlib
 import json
 import pickle
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+from fresh_modules import fresh_modules
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.config import EngineConfig
@@ -147,11 +148,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_engine_without_a_grammar_loads_nothing_of_it() -> None:
-    code = (
-        "import sys; from nanoserve import LLM, SamplingParams;"
-        "LLM('tiny-qwen3', num_kv_blocks=8).generate('a', SamplingParams(max_tokens=2));"
-        "print([name for name in sys.modules if name.startswith('nanoserve.structured') or name in "
-        "('llguidance', 'xgrammar', 'nanoserve.sampling.limits', 'nanoserve.sampling.masks')])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
+    with fresh_modules("nanoserve", "llguidance", "xgrammar"):
+        anew = importlib.import_module("nanoserve")
+        with anew.LLM("tiny-qwen3", num_kv_blocks=8) as llm:
+            llm.generate("a", anew.SamplingParams(max_tokens=2), use_tqdm=False)
+        loaded = {*sys.modules}
+    assert "nanoserve.engine.llm_engine" in loaded  # else it would have been another engine
+    guiding = {"llguidance", "xgrammar", "nanoserve.sampling.limits", "nanoserve.sampling.masks"}
+    assert not guiding & loaded
+    assert not [name for name in loaded if name.startswith("nanoserve.structured")]

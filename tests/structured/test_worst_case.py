@@ -4,7 +4,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -68,8 +68,8 @@ def finished(llm: LLM, guides: list[dict[str, Any]]) -> tuple[list[tuple[int, st
     return texts, counts
 
 
-def test_json_validates(llm: LLM, full_size: bool) -> None:
-    schemas = [RandomSchema(seed).schema for seed in range(500 if full_size else 60)]
+def test_json_validates(llm: LLM, by_size: Callable[..., int]) -> None:
+    schemas = [RandomSchema(seed).schema for seed in range(by_size(20, 300, 2000))]
     texts, counts = finished(llm, [{"json": schema} for schema in schemas])
     # A date may be the 29th of any February: calendars are not asked.
     checker = jsonschema.FormatChecker(["uuid", "ipv4"])
@@ -80,8 +80,8 @@ def test_json_validates(llm: LLM, full_size: bool) -> None:
     assert len({number for number, _ in texts}) > 0.9 * len(schemas), counts
 
 
-def test_texts_match(llm: LLM, full_size: bool) -> None:
-    regexes = [random_regex(seed) for seed in range(300 if full_size else 60)]
+def test_texts_match(llm: LLM, by_size: Callable[..., int]) -> None:
+    regexes = [random_regex(seed) for seed in range(by_size(30, 200, 1000))]
     texts, counts = finished(llm, [{"regex": regex} for regex in regexes])
     for number, text in texts:
         with warnings.catch_warnings():

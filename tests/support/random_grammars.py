@@ -124,7 +124,9 @@ class RandomSchema:
 
     def _number(self, depth: int) -> dict[str, Any]:
         low = round(self._rng.uniform(-10, 10), 2)
-        return {"type": "number", "minimum": low, "maximum": low + self._rng.choice([0.5, 1, 100])}
+        # Rounded too: -4.32 + 0.5 is less than -3.82, by less than llguidance looks at.
+        high = round(low + self._rng.choice([0.5, 1, 100]), 2)
+        return {"type": "number", "minimum": low, "maximum": high}
 
     def _constant(self, depth: int) -> dict[str, Any]:
         values = [*_WORDS, 0, 1.5, True, None, [1, "a"], {"k": [None]}]

@@ -134,6 +134,7 @@ def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> tor
     return logits
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(options=[TINY_POOL])
 @pytest.mark.parametrize("options", [{}, TINY_POOL], ids=["ample", "tiny"])
 def test_one_step_ahead_two_ranks_answer_as_they_do_without(
@@ -200,6 +201,7 @@ def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
     assert_same(again, outputs[::2])
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_first(
