@@ -197,6 +197,7 @@ def test_every_bfloat16_comes_back_and_halves_round_to_even() -> None:
     assert added[0].tolist() == [256.0, 260.0, 1.0, 1.0]
 
 
+@pytest.mark.small(dtype=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_what_a_cpu_runs_by_default(tmp_path, dtype: str) -> None:
     make_qwen3(tmp_path, dtype=dtype)
@@ -227,6 +228,7 @@ def test_16_bit_floats_run_on_torch(tmp_path) -> None:
         LLM(tmp_path, skip_tokenizer_init=True, device="cpu", attention_backend="numba")
 
 
+@pytest.mark.size("full")
 def test_torch_keeps_its_number_of_threads() -> None:
     """Several processes share a machine only if each has the threads that it was given."""
     code = """

@@ -23,6 +23,7 @@ def greedy_tokens(
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(overrides=[{"num_attention_heads": 6, "head_dim": 8}])
 @pytest.mark.parametrize(
     ("overrides", "options"),

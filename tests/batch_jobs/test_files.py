@@ -162,6 +162,7 @@ def test_the_input_may_grow(source: Path, out: Path) -> None:
     assert len(survey_of(source, out)[0].todo) == 10
 
 
+@pytest.mark.size("full")
 def test_memory_for_each_line(tmp_path: Path, out: Path, by_size: Callable[..., Any]) -> None:
     """While it is looked at, and afterwards; the lines themselves take ten times as much."""
     number = by_size(20_000, 60_000, 200_000)

@@ -42,6 +42,7 @@ def test_a_worker_gets_a_step_either_way() -> None:
     assert shared > 0 and pickled > 0
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_takes_as_long_as_its_device(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This device is far slower than the brain, whatever else the machine does."""

@@ -122,6 +122,7 @@ def test_gpu_tests_with_an_engine_run_in_the_half_of_the_engines() -> None:
     assert chosen == with_engine.intersection(tests) != set()
 
 
+@pytest.mark.size("full")
 def test_what_a_stage_has_started_ends_with_it() -> None:
     """Else it would keep the memory of the GPU."""
     reader, writer = os.pipe()

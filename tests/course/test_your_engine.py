@@ -139,6 +139,7 @@ def python(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=facts.ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.size("full")
 def test_our_engine_compares_and_serves(full_size: bool) -> None:
     run, number = (python, "12") if full_size else (run_script, "6")
     done = run(FOLDER / "compare.py", "--solution", "--requests", number)

@@ -39,6 +39,7 @@ def test_the_last_blocks_of_a_large_pool_are_written_and_read(
     assert ended[""]["status"] == 0, ended[""]["stderr"]
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(kernel=KERNELS[:1])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_that_computes_in_32_bits_would_be_seen(

@@ -95,6 +95,7 @@ def test_products_are_those_of_the_definition(kind: str, has_offset: bool, full_
     assert_product(form(x), matrix, x)
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.small(has_offset=[False])), 4])
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
@@ -104,6 +105,7 @@ def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
         assert_product(IntegerPanels(matrix)(x), matrix, x)
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_scales_that_are_numbers_of_16_bits_are_kept_in_16(bits: int) -> None:
@@ -160,6 +162,7 @@ def test_inputs_become_the_nearest_of_255_integers(bits: int) -> None:
     assert_product(IntegerPanels(matrix)(x) / largest * 127, matrix, codes)
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(dtype=[torch.bfloat16], bits=[8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BITS)
@@ -223,6 +226,7 @@ def test_inputs_of_any_shape() -> None:
     assert form(wide[:0, :32]).shape == (0, 65)
 
 
+@pytest.mark.size("full")
 def test_groups_that_no_kind_of_4_bits_takes_are_those_of_8() -> None:
     assert KINDS[best_kind(4, 32)].bits == 4
     assert KINDS[best_kind(4, 3)].bits == 8

@@ -23,6 +23,7 @@ def answers(llm: LLM, count: int) -> list[Any]:
     return [[(c.token_ids, c.text, c.finish_reason) for c in output.outputs] for output in outputs]
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(method=["ngram"])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_two_ranks_answer_as_one_that_does_not_guess(

@@ -360,6 +360,7 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() 
     assert run({0: 3, 3: 5}, length=16)[:, :4].tolist() == full[[0, 3], :4].tolist()  # no graph
 
 
+@pytest.mark.size("full")
 @pytest.mark.usefixtures("no_worst_case")
 def test_two_engines_do_not_touch_each_other(
     checkpoint: Path,

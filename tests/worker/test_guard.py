@@ -107,6 +107,7 @@ MODEL = {"rms_norm", "add_rms_norm", "act_and_mul", "attend"}
 SAMPLER = {"choose_tokens", "filter_borders"}
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(options=[{}])
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 50}], ids=["profiled", "explicit"])
 def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(

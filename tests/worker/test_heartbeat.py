@@ -84,6 +84,7 @@ def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) ->
     assert told == [1]
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize(
     "body", [BUSY, pytest.param(BEATING + IDLE, marks=pytest.mark.size("full"))]
 )

@@ -300,6 +300,7 @@ def test_steps_are_shared_out(path: Path, three_stages: Callable[[], LLM]) -> No
     assert torch.get_num_threads() >= 1
 
 
+@pytest.mark.size("full")
 def test_a_trace_tells_how_busy_the_stages_were(three_stages: Callable[[], LLM]) -> None:
     asked = [[7, 8, 9 + i] * 5 for i in range(20)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

@@ -284,6 +284,7 @@ def test_an_engine_that_nobody_holds_ends_its_workers(checkpoint: Path, device: 
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.size("full")
 def test_a_layer_costs_two_all_reduces(
     path: Path, shared: SharedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,6 +259,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[tuple[L
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.size("full")
 @pytest.mark.small(engine=[True])
 @pytest.mark.parametrize("engine", [False, True], indirect=True)
 def test_an_exception_in_sampling_is_not_the_end(engine: tuple[LLM, Failing]) -> None:
