@@ -343,10 +343,11 @@ def _prompts() -> list[Tensor]:
     return found
 
 
-@torch.inference_mode()
 def _log_probabilities() -> Tensor:
     """float64 [positions, vocabulary], of the token after each one, with the weights in place."""
-    rows = torch.cat([_model()(prompt).logits[0, :-1] for prompt in _prompts()])
+    model, prompts = _model(), _prompts()  # made in inference mode, it would take no other weights
+    with torch.inference_mode():
+        rows = torch.cat([model(prompt).logits[0, :-1] for prompt in prompts])
     return rows[:_POSITIONS].double().log_softmax(dim=-1)
 
 

@@ -42,12 +42,14 @@ def test_skips_are_summed_up_in_five_lines() -> None:
         "Skipped: pip install mypy",
         "Skipped: could not import 'matplotlib': No module named 'matplotlib'",
         "Skipped: needs oneDNN to pack as we do",
+        "Skipped: numba's kernels have no float16",
     ]
     assert sizes.summary_of_skips(reasons) == [
         "    9  an NVIDIA GPU",
         "    2  pip install 'nanoserve[guided]'",
         "    2  pip install 'nanoserve[ray]'",
         "    1  pip install of what they compare with",
-        "    2  pip install 'nanoserve[bench]'; needs oneDNN to pack as we do",
+        "    3  pip install 'nanoserve[bench]'; needs oneDNN to pack as we do; "
+        "numba's kernels have no float16",
     ]
     assert sizes.summary_of_skips([]) == []

@@ -192,6 +192,8 @@ BRINGS = {
 def lacking(reason: str) -> str:
     """Return what a test lacked by the reason for which it was skipped, or the reason itself."""
     reason = reason.removeprefix("Skipped: ")
+    if not re.search(r"needs?\b|pip install|import|not installed", reason):
+        return reason
     words = set(re.findall(r"[a-z_]+", reason.lower()))
     return next((what for what, names in BRINGS.items() if not words.isdisjoint(names)), reason)
 
