@@ -32,9 +32,8 @@ from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.worker.kv_dtypes import quantized_backend
 
 KINDS = ["int8", "fp8"]
-# At the small size, bfloat16 with int8 only: numba compiles each pair for seconds.
-SMALL_IN_16_BITS = pytest.mark.small(kind=["int8"])
 BACKENDS = [name for name in ("torch", "numba", "triton") if name == "torch" or find_spec(name)]
+# At the small size, numba's float32 with int8 only: each pair is compiled for seconds.
 BACKENDS_AND_KINDS = [
     pytest.param(
         backend, kind, marks=[pytest.mark.size("full")] * (backend == "numba" and kind == "fp8")
@@ -146,11 +145,9 @@ def random_step(dtype: torch.dtype, num_tokens: int, is_plain: bool, head_dim: i
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=SMALL_IN_16_BITS)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.small(dtype=[torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_AND_KINDS)
 def test_codes_are_the_same_bit_for_bit(backend: str, kind: str, dtype: torch.dtype) -> None:
     """Of heads that nothing is done to before they are stored; NaN and infinities as well."""
     step = random_step(dtype, 9, is_plain=True)
@@ -167,8 +164,7 @@ def test_codes_are_the_same_bit_for_bit(backend: str, kind: str, dtype: torch.dt
     assert (~cache.scales.isnan()).sum() == 9 * 2 * 2 - 2  # and no other slot was written to
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_AND_KINDS)
 def test_what_lies_between_two_codes_goes_to_the_even_one(backend: str, kind: str) -> None:
     numbers = torch.arange(128.0) if kind == "int8" else torch.from_numpy(E4M3).float()
     halves = (numbers[1:] + numbers[:-1]) / 2
@@ -208,8 +204,7 @@ def test_numba_knows_every_number_of_e4m3() -> None:
 
 @pytest.mark.small(num_tokens=[9])
 @pytest.mark.parametrize("num_tokens", [1, 9])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_AND_KINDS)
 def test_keys_are_stored_normalised_and_rotated(backend: str, kind: str, num_tokens: int) -> None:
     """Float sums differ in their last bits, so here and there a code is the next one."""
     step = random_step(torch.float32, num_tokens, is_plain=False)

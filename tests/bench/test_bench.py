@@ -211,6 +211,7 @@ def test_ratios_are_of_runs_that_were_neighbours(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "a / b: 2.50 (2.00 to 3.00, pairs of runs: 2)\n"
 
 
+@pytest.mark.size("full")
 def test_all_engines_run_and_are_compared(
     tmp_path: Path, full_size: bool, bench: Callable[..., tuple[int, str]]
 ) -> None:
