@@ -209,12 +209,21 @@ def test_a_worker_that_fails_while_it_starts(
 
 def test_workers_that_cannot_be_started(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError, match="/nowhere/python") as caught:
-        make_llm(checkpoint)
-    del caught  # its frames hold the store
-    gc.collect()
-    assert within(SOON, lambda: len(os.listdir("/proc/self/fd")) <= num_open)
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def fail() -> None:
+        with pytest.raises(FileNotFoundError, match="/nowhere/python") as caught:
+            make_llm(checkpoint)
+        del caught  # its frames hold the store
+        gc.collect()
+
+    fail()  # a process's first engine opens what its libraries keep
+    num_open = open_files()
+    for _ in range(3):
+        fail()
+    assert within(SOON, lambda: open_files() <= num_open)
 
 
 # ---------------------------------------------------------------- rank 0 fails
