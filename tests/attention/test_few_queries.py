@@ -32,8 +32,8 @@ KINDS = {
     "bfloat16 over int8": (BFLOAT, "int8"),
     "bfloat16 over fp8": (BFLOAT, "fp8"),
 }
-# The small suite's: numba compiles each for ten seconds of a core.
-FEW_KINDS = ["float32", "float32 over int8"]
+# What else the small suite and `example.py` compile: numba takes ten seconds of a core for each.
+FEW_KINDS = ["float32", "bfloat16", "float32 over int8"]
 # (new tokens, context): rows of few tokens stand between chunks, and may be whole prompts.
 ROWS = [(1, 37), (1, 5), (2, 2), (34, 50), (5, 64), (40, 40), (3, 33), (33, 71), (9, 17), (20, 90)]
 # (window, soft cap, group, head_dim, block size)
