@@ -68,7 +68,8 @@ FEW = "|".join(
         r"choose_tokens bfloat16 vocab=151936 filtered=False",
     ]
 )
-SMALL, FULL = {90: FEW}, {89: LARGEST, 90: EACH}
+# The larger GPU first: tiles that were chosen for it and kept would not fit the smaller one.
+SMALL, FULL = {90: FEW}, {90: EACH, 89: LARGEST}
 
 # What the machine code for an H100 must be, of the cases in EACH, or of FEW. All loads of K and V
 # are as wide as can be; what else is loaded in their loops, block tables, is a small part of the
