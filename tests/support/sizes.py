@@ -23,13 +23,13 @@ SIZES = ("small", "full", "soak")
 SMALL, FULL, SOAK = range(3)
 ABOUT = {
     SMALL: (
-        "Small size: every behaviour once; about 2 minutes on two fast cores, 4 on two slow ones.\n"
+        "Small size: every behaviour once; about 3 minutes on two cores.\n"
         "Left out: further cases, real processes that are killed, most planted bugs (--full);\n"
         "long fuzzing, every bytecode, many draws, every kernel for every GPU (--soak).\n"
         "See docs/testing.md."
     ),
     FULL: (
-        "Full size: every case; about 10 minutes on two fast cores, 25 on two slow ones.\n"
+        "Full size: every case; about 20 minutes on two cores.\n"
         "Left out: long fuzzing, every bytecode, many draws, every kernel for every GPU (--soak)."
     ),
     SOAK: "Soak: every case, with long fuzzing and many draws; an hour or more.",
