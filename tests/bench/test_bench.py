@@ -213,12 +213,11 @@ def test_ratios_are_of_runs_that_were_neighbours(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.size("full")
 def test_all_engines_run_and_are_compared(
-    tmp_path: Path, full_size: bool, bench: Callable[..., tuple[int, str]]
+    tmp_path: Path, bench: Callable[..., tuple[int, str]]
 ) -> None:
     prompts, output_lens = draw_workload(4, (4, 12), (2, 6), vocab_size=2048)
     static, written = "nanoserve:batching=static", tmp_path / "report.json"
-    ours = ["nanoserve", static] if full_size else ["nanoserve"]
-    engines = [*ours, "transformers", "nanovllm"]
+    engines = ["nanoserve", static, "transformers", "nanovllm"]
     options = ["--engine", ",".join(engines), "--hf-batch-size", "2"]
     options += ["--max-num-batched-tokens", "64", "--max-num-seqs", "3", "--max-model-len", "32"]
     status, shown = bench("--shape", "tiny", "--json", str(written), *options)

@@ -40,7 +40,6 @@ def test_the_last_blocks_of_a_large_pool_are_written_and_read(
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(kernel=KERNELS[:1])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_that_computes_in_32_bits_would_be_seen(
     ended: dict[str, dict[str, Any]], kernel: str

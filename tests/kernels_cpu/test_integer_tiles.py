@@ -96,7 +96,7 @@ def test_products_are_those_of_the_definition(kind: str, has_offset: bool, full_
 
 
 @pytest.mark.size("full")
-@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.small(has_offset=[False])), 4])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
     for group_size in GROUP_SIZES:
@@ -106,7 +106,6 @@ def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(bits=[4])
 @pytest.mark.parametrize("bits", BITS)
 def test_scales_that_are_numbers_of_16_bits_are_kept_in_16(bits: int) -> None:
     for group_size in GROUP_SIZES:
@@ -163,7 +162,6 @@ def test_inputs_become_the_nearest_of_255_integers(bits: int) -> None:
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(dtype=[torch.bfloat16], bits=[8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BITS)
 def test_results_have_the_dtype_of_the_inputs(bits: int, dtype: torch.dtype) -> None:

@@ -172,7 +172,6 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.small(case=["mixtral"])
 @pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")

@@ -18,22 +18,18 @@ PARAMS = [
 ]
 
 
-def answers(llm: LLM, count: int) -> list[Any]:
-    outputs = llm.generate(PROMPTS[:count], (PARAMS * 2)[:count], use_tqdm=False)
+def answers(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, PARAMS * 2, use_tqdm=False)
     return [[(c.token_ids, c.text, c.finish_reason) for c in output.outputs] for output in outputs]
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(method=["ngram"])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_two_ranks_answer_as_one_that_does_not_guess(
-    method: str, tmp_path: Path, full_size: bool
-) -> None:
-    count = 10 if full_size else 5
+def test_two_ranks_answer_as_one_that_does_not_guess(method: str, tmp_path: Path) -> None:
     make_qwen3(tmp_path, vocab_size=2048)
     options: dict[str, Any] = {"tokenizer": "tiny-qwen3", "num_kv_blocks": 40, "block_size": 4}
     with LLM(tmp_path, **options) as llm:
-        expected = answers(llm, count)
+        expected = answers(llm)
     guesses: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}
     if method == "ngram":
         guesses |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -42,11 +38,11 @@ def test_two_ranks_answer_as_one_that_does_not_guess(
     with LLM(
         tmp_path,
         tensor_parallel_size=2,
-        async_scheduling=full_size,
+        async_scheduling=True,
         speculative_config=guesses,
         **options,
     ) as llm:
-        assert answers(llm, count) == expected
+        assert answers(llm) == expected
         stats = llm.stats
     assert stats.num_draft_tokens > 50
     assert method == "ngram" or stats.num_accepted_tokens > 100

@@ -250,7 +250,7 @@ def compile_cases(capability: int, wanted: str, disassembled: str | None = None)
         return kernel
 
     triton.runtime.driver.set_active(_AbsentGPU(capability))
-    # What the launchers ask a GPU for, they take from here for one that is not there.
+    # What the launchers ask a GPU for, and keep, they take from here for one that is not there.
     nanoserve.kernels.paged_attention.SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
     nanoserve.kernels.paged_attention._shared_memory.cache_clear()
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout

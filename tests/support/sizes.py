@@ -1,8 +1,8 @@
 """The three sizes of the suite: which cases run at each, and what a run says about the others.
 
-`pytest` shows every behaviour once, `pytest --full` runs every case, and `pytest --soak` what takes
-long: fuzzing, injection at every bytecode, statistics of many draws. See docs/testing.md. Marks and
-fixtures assign a test to a size:
+`pytest` shows nearly every behaviour once, `pytest --full` runs every case, and `pytest --soak`
+what takes long: fuzzing, injection at every bytecode, statistics of many draws. See
+docs/testing.md. Marks and fixtures assign a test to a size:
 
 - `@pytest.mark.size("full")` on a function or a `pytest.param`: it runs from that size on.
 - `@pytest.mark.small(seed=[0, 1])`: without --full, only the cases with one of these values.
@@ -23,7 +23,7 @@ SIZES = ("small", "full", "soak")
 SMALL, FULL, SOAK = range(3)
 ABOUT = {
     SMALL: (
-        "Small size: every behaviour once; about 3 minutes on two cores.\n"
+        "Small size: nearly every behaviour once; about 3 minutes on two cores.\n"
         "Left out: further cases, real processes that are killed, most planted bugs (--full);\n"
         "long fuzzing, every bytecode, many draws, every kernel for every GPU (--soak).\n"
         "See docs/testing.md."
@@ -190,7 +190,10 @@ BRINGS = {
 
 
 def lacking(reason: str) -> str:
-    """Return what a test lacked by the reason for which it was skipped, or the reason itself."""
+    """Return what a test lacked by the reason for which it was skipped, or the reason itself.
+
+    A reason that asks for nothing names a package only in passing: it is returned as it is.
+    """
     reason = reason.removeprefix("Skipped: ")
     if not re.search(r"needs?\b|pip install|import|not installed", reason):
         return reason

@@ -251,6 +251,6 @@ def test_what_its_graphs_record(
 
 
 def test_settings_travel_when_a_slot_changes(runner: ModelRunner) -> None:
-    step(runner, 16, changes(16))
+    step(runner, 16, changes(16))  # each slot has its settings, before one of them changes
     watch = step(runner, 16, changes(1))
     assert watch.copied_in[1:] == [MAX_ROWS * 32]

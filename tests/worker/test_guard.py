@@ -108,7 +108,6 @@ SAMPLER = {"choose_tokens", "filter_borders"}
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(options=[{}])
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 50}], ids=["profiled", "explicit"])
 def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(
     checkpoint: Path, cuda: TwoGPUs, options: dict[str, Any]

@@ -85,9 +85,7 @@ def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) ->
 
 
 @pytest.mark.size("full")
-@pytest.mark.parametrize(
-    "body", [BUSY, pytest.param(BEATING + IDLE, marks=pytest.mark.size("full"))]
-)
+@pytest.mark.parametrize("body", [BUSY, BEATING + IDLE])
 def test_a_busy_worker_or_one_that_beats_is_not(start: Callable[..., Workers], body: str) -> None:
     workers = start(body)
     assert not within(TIMEOUT + SHORT_BEAT, lambda: workers.failure)

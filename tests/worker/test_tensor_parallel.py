@@ -135,19 +135,11 @@ def raise_at_the_third(output_token_ids: list[int], logits: torch.Tensor) -> tor
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(options=[TINY_POOL])
 @pytest.mark.parametrize("options", [{}, TINY_POOL], ids=["ample", "tiny"])
 def test_one_step_ahead_two_ranks_answer_as_they_do_without(
-    path: Path,
-    shared: SharedEngine,
-    device: str,
-    options: dict[str, Any],
-    by_size: Callable[..., Any],
+    path: Path, shared: SharedEngine, device: str, options: dict[str, Any]
 ) -> None:
-    """Tokens that only rank 0 has are the other's input, and one request's processor fails.
-
-    In the small size, what they do without is what one rank does.
-    """
+    """Tokens that only rank 0 has are the other's input, and one request's processor fails."""
     asked = prompts(14, 300)
     failing = SamplingParams(temperature=0, logits_processors=[raise_at_the_third], **COMMON)
     stopping = SamplingParams(temperature=0, stop_token_ids=[*range(0, 300, 5)], max_tokens=20)
@@ -155,9 +147,9 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
     params = [kinds[i % len(kinds)] for i in range(len(asked))]
     answers: dict[bool, list[RequestOutput]] = {}
     for async_scheduling in (False, True):
-        make, size = (shared, 2) if async_scheduling else (make_llm, by_size(1, 2))
+        make = shared if async_scheduling else make_llm
         ahead = {"async_scheduling": async_scheduling, "max_num_seqs": 5}
-        llm = make(path, size, device, **ahead, **options)
+        llm = make(path, 2, device, **ahead, **options)
         before, pending = llm.stats.num_preemptions, []
         llm.engine.observers.append(
             lambda plan, batch, times, pending=pending: pending.append(batch.header.num_pending)
@@ -202,7 +194,6 @@ def test_a_model_that_computes_nan_ends_whom_it_concerns_and_no_rank(
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(async_scheduling=[True])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_log_probabilities_of_prompts_are_made_by_all_ranks_and_read_on_the_first(
     path: Path, shared: SharedEngine, device: str, async_scheduling: bool

@@ -269,7 +269,6 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[tuple[L
 
 
 @pytest.mark.size("full")
-@pytest.mark.small(engine=[True])
 @pytest.mark.parametrize("engine", [False, True], indirect=True)
 def test_an_exception_in_sampling_is_not_the_end(engine: tuple[LLM, Failing]) -> None:
     """Whichever step it strikes, and whatever is under way beside it."""
