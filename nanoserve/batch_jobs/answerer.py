@@ -58,7 +58,7 @@ class Answerer:
         error = json.loads(body)["error"]
         told = f"custom_id={line.custom_id!r:.200}: {error['message']}"
         if status >= 500:  # not the line's fault
-            if not self.llm.is_running:
+            if error["code"] == "engine_dead" or not self.llm.is_running:
                 raise EngineDeadError from self.llm.owner.error
             return Answered(line.number, b"", told)
         named = {"code": error["code"] or error["type"], "message": error["message"]}
@@ -87,6 +87,14 @@ class Answerer:
     def _seed_of(self, custom_id: str) -> int:
         text = f"{self._seed} {custom_id}".encode("utf-8", "surrogatepass")
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def error_answer(line: BatchLine, message: str) -> Answered:
+    """Make the answer to a line that no engine can answer."""
+    error = ApiError(500, message, code="engine_ended")
+    named = json.dumps({"code": "engine_ended", "message": message})
+    content = _written(line, 500, error.response().body, named)
+    return Answered(line.number, content, f"custom_id={line.custom_id!r:.200}: {message}")
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:

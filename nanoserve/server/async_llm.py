@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MOST_CHECKED = 32  # grammars at a time: most wait for one of a `Checker`'s four processes
+
 
 class AsyncLLM:
     """A model that any number of tasks ask at once; `model` and `options` are those of `LLM`.
@@ -68,7 +70,7 @@ class AsyncLLM:
         self._stream_interval = check_int("stream_interval", stream_interval, 1)
         self._request_ids = map("request-{}".format, count())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
-        self._checking = ThreadPoolExecutor(1, thread_name_prefix="nanoserve checks")
+        self._checking = ThreadPoolExecutor(_MOST_CHECKED, thread_name_prefix="nanoserve checks")
         # By request. Who reads holds the reader; here it must not stay when it is dropped.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
@@ -216,8 +218,8 @@ class AsyncLLM:
     async def check_guide(self, guide: "StructuredOutputsParams | None") -> None:
         """Raise `ValueError` for what no output can be made to obey.
 
-        To find that out may take as long as a hundred texts take to tokenise, so it has a thread of
-        its own; afterwards it is known.
+        To find that out may take as long as a hundred texts take to tokenise, so it has threads of
+        its own, in which one slow grammar keeps no other waiting; afterwards it is known.
         """
         if guide is not None:
             processor = self.engine.input_processor

@@ -27,16 +27,24 @@ def guide_of(body: Any) -> StructuredOutputsParams | None:
         return None
     (name,) = asked
     try:
-        if name == "response_format":
-            return StructuredOutputsParams(**_from_format(given[name]))
-        if name == "structured_outputs":
-            return StructuredOutputsParams.of(given[name])
-        more = {}
-        if body.guided_whitespace_pattern is not None:
-            more["whitespace_pattern"] = body.guided_whitespace_pattern
-        return StructuredOutputsParams(**{_ALIASES[name]: given[name]}, **more)
+        guide = _guide_of(body, name, given[name])
     except ValueError as error:
         raise ApiError(400, f"{name}: {error}", name) from error
+    if guide.grammar is not None and "%llguidance" in guide.grammar:
+        # It sets the library's own options, and what the server makes of tools is one.
+        raise ApiError(400, f"{name}: %llguidance is not for a client to give", name, "unsupported")
+    return guide
+
+
+def _guide_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
+    if name == "response_format":
+        return StructuredOutputsParams(**_from_format(value))
+    if name == "structured_outputs":
+        return StructuredOutputsParams.of(value)
+    more = {}
+    if body.guided_whitespace_pattern is not None:
+        more["whitespace_pattern"] = body.guided_whitespace_pattern
+    return StructuredOutputsParams(**{_ALIASES[name]: value}, **more)
 
 
 def _from_format(asked: dict[str, Any]) -> dict[str, Any]:

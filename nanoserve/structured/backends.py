@@ -1,28 +1,53 @@
 """Who knows grammars, by name; each is imported when the first request asks for it."""
 
+import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from xxhash import xxh3_128_digest
 
+from nanoserve.structured.checker import Checker
 from nanoserve.structured.compiler import Compiler
 from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.structured.limits import check_bounds
 from nanoserve.structured.source import Source
+
+_Key = tuple[str, str, str, bytes]
 
 _MOST_KNOWN = 1024
 # By library and source, why it cannot be compiled, or None: the last ones that were asked for.
-_known: "OrderedDict[tuple[str, str, str, bytes], str | None]" = OrderedDict()
+_known: "OrderedDict[_Key, Future[str | None]]" = OrderedDict()
+_checkers: dict[str, Checker] = {}
+_lock = threading.Lock()
 
 
 def check(library: str, source: Source) -> None:
-    """Raise `ValueError` for what cannot be compiled; without a tokenizer, which takes longer."""
+    """Check a grammar without a tokenizer, which takes longer to be read.
+
+    Raises `ValueError` for one that cannot be compiled: it is too deep or too wide, the library
+    refuses it, or compiling it takes too long or crashes.
+    """
     key = (library, source.kind, source.whitespace, xxh3_128_digest(source.text.encode()))
-    if key not in _known:
-        _known[key] = _fault(library, source)
-        while len(_known) > _MOST_KNOWN:
-            _known.popitem(last=False)
-    fault = _known.get(key)
+    with _lock:
+        known = _known.get(key)
+        if known is not None:
+            _known.move_to_end(key)
+        else:
+            mine = _known[key] = Future()
+            while len(_known) > _MOST_KNOWN:
+                _known.popitem(last=False)
+    if known is None:
+        known = mine
+        try:
+            mine.set_result(_fault(library, source))
+        except BaseException as error:  # no verdict on the grammar: the next one asks again
+            with _lock:
+                if _known.get(key) is mine:
+                    del _known[key]
+            mine.set_exception(error)
+    fault = known.result()
     if fault is not None:
         raise ValueError(f"structured_outputs: {source.kind}: {fault}")
 
@@ -38,12 +63,12 @@ def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: i
 
 
 def _fault(library: str, source: Source) -> str | None:
-    if library == "xgrammar":
-        from nanoserve.structured.xgrammar import check
-    else:
-        from nanoserve.structured.guidance import check
     try:
-        check(source)
+        check_bounds(source, library)
     except ValueError as error:
         return str(error)
-    return None
+    with _lock:
+        if library not in _checkers:
+            _checkers[library] = Checker(library)
+        checker = _checkers[library]
+    return checker.check(source)

@@ -8,6 +8,7 @@ as the model has learned it.
 
 import json
 import secrets
+from functools import cache
 from typing import Any
 
 import llguidance
@@ -139,10 +140,16 @@ def _secret_name() -> str:
 
 def check(source: Source) -> None:
     """Raise `ValueError` for what cannot be compiled; no tokenizer is needed for that."""
-    grammar = to_llguidance(source)
-    is_error, told = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
-    if is_error:
-        raise ValueError(_first_lines(told[0]))
+    matcher = LLMatcher(_bytes(), to_llguidance(source), log_level=0, limits=_LIMITS)
+    _check(matcher)
+    # As `Guidance.compile` does, so that a crash shows here. That too much would be computed shows
+    # there, where the tokens are.
+    matcher.deep_copy().compute_bitmask()
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
 
 
 def to_llguidance(source: Source) -> str:
@@ -181,5 +188,6 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _first_lines(error: str) -> str:
-    """Behind these, the library describes its own state."""
-    return " ".join(error.partition("\n<state>")[0].split())[:_MOST_TOLD]
+    """Leave out the library's own state, and where in its source it has panicked."""
+    error = error.partition("\n<state>")[0].partition("<backtrace>")[0]
+    return " ".join(error.split())[:_MOST_TOLD]

@@ -1,6 +1,7 @@
 """Grammars by xgrammar: a pushdown automaton, with masks computed when a grammar is compiled."""
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,16 @@ class MatchedByXGrammar:
 def check(source: Source) -> None:
     """Raise `ValueError` for what cannot be compiled, or would not be obeyed."""
     try:
-        _grammar_of(source)
+        _compiler_of_letters().compile_grammar(_grammar_of(source))
     except RuntimeError as error:
         raise ValueError(_first_line(error)) from None
+
+
+@cache
+def _compiler_of_letters() -> GrammarCompiler:
+    """A compiler for a vocabulary of a few tokens, which takes a fraction of the time."""
+    info = TokenizerInfo([*"ab01{", ""], VocabType.RAW, vocab_size=6, stop_token_ids=[5])
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
 def _grammar_of(source: Source) -> xgrammar.Grammar:
