@@ -42,5 +42,5 @@ def test_odd_grammars_are_refused_or_compiled(
                 else:
                     outcomes[f"{kind} compiled"] += 1
     print(outcomes, ends)
-    assert set(ends) <= {-24}, "only the time limit may end a process"
+    assert set(ends) <= {-24, -9}, "only the limits of time may end a process"
     assert min(outcomes.values()) > sum(outcomes.values()) / 20
