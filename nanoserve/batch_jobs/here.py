@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 from nanoserve.batch_jobs.answerer import Answered, Answerer
 from nanoserve.batch_jobs.lines import BatchLine
+from nanoserve.batch_jobs.restarts import RestartingAnswerer
 
 _LINES_PER_SLOT = 2  # under way: those that run, and as many that wait for their turn
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def answer_here(
-    answerer: Answerer,
+    answerer: "Answerer | RestartingAnswerer",
     lines: Iterator[BatchLine],
     take: Callable[[Answered], None],
     grace_period: float,

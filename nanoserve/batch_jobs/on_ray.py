@@ -12,6 +12,7 @@ import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 
 from nanoserve.batch_jobs.answerer import Answered, Answerer
 from nanoserve.batch_jobs.lines import Todo
+from nanoserve.batch_jobs.restarts import RestartingAnswerer
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.server.output_reader import EngineDeadError
@@ -43,7 +45,7 @@ class Replica:
         try:
             is_there = path.is_file() and path.stat().st_size == num_bytes
             require(is_there, f"{path}, as it is where the job began, must be on every machine")
-            self._answerer = Answerer(**answerer)
+            self._answerer = RestartingAnswerer(partial(Answerer, **answerer))
         except (ValueError, OSError) as error:
             self._failure = str(error)
 

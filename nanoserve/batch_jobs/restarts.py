@@ -2,111 +2,143 @@
 
 Requests run side by side, so it may have been any of those under way. They are answered once more,
 all of them together; if the engine ends again, each half by itself, and so on. What ends an engine
-when it is alone gets an error for an answer, and the job goes on without it.
+when it is alone gets an error for an answer, and the others go on without it.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanoserve.batch_jobs.answerer import Answered, Answerer, error_answer
-from nanoserve.batch_jobs.here import answer_here
 from nanoserve.batch_jobs.lines import BatchLine
 from nanoserve.server.output_reader import EngineDeadError
 
+if TYPE_CHECKING:
+    from nanoserve.server.async_llm import AsyncLLM
+
 logger = logging.getLogger(__name__)
 
-# Lines in succession that have ended an engine, with no answer in between: then it is not the
-# lines, and none of them gets an error.
-_MOST_BLAMED = 3
+# A new engine answers this first. One that ends even of this is itself at fault, and no line is.
+_SMALLEST = BatchLine(
+    0,
+    "smallest",
+    {
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": [0], "max_tokens": 1, "temperature": 0},
+    },
+    "",
+)
 
 
-def answer_with_restarts(
-    make_answerer: Callable[[], Answerer],
-    lines: Iterator[BatchLine],
-    take: Callable[[Answered], None],
-    grace_period: float,
-) -> int:
-    """Answer all lines; see `answer_here`, whose result this returns.
+class RestartingAnswerer:
+    """An `Answerer` that starts another engine when one has ended.
 
-    Raises `EngineDeadError` if engines end while there is no line to answer, or whatever line they
-    answer, and what `make_answerer` raises.
+    All methods belong to one event loop. Raises what `make_answerer` raises.
     """
-    job = _Job(lines, take)
-    answerer = make_answerer()
-    try:
+
+    def __init__(self, make_answerer: Callable[[], Answerer]) -> None:
+        self._make = make_answerer
+        self._answerer = make_answerer()
+        self._changed = asyncio.Condition()
+        self._running: set[int] = set()  # lines that the engine has
+        self._suspects: set[int] = set()  # lines that it had when it ended
+        self._group: set[int] | None = None  # lines that may run now; None: all
+        self._is_single = False  # whether the group was made of one line
+        self._groups: deque[list[int]] = deque()  # that come next
+        self._is_restarting = False
+        self._failure: Exception | None = None  # why there is no engine any more
+        self._restart: asyncio.Task[None] | None = None
+
+    @property
+    def llm(self) -> "AsyncLLM":
+        return self._answerer.llm
+
+    async def answer(self, line: BatchLine) -> Answered:
+        """Answer a line; see `Answerer.answer`.
+
+        Raises `EngineDeadError` if engines end without a line, and what starting one raises.
+        """
+        number = line.number
         while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._may_run(number))
+            if self._failure is not None:
+                raise self._failure
+            self._running.add(number)
             try:
-                stopped_by = asyncio.run(answer_here(answerer, job.lines(), job.take, grace_period))
+                answered = await self._answerer.answer(line)
             except EngineDeadError as error:
-                job.split(error)
-                logger.warning("the engine has ended (%s): another one is started", error)
-                answerer.close()
-                answerer = make_answerer()
+                is_to_blame = self._is_single
+                if not is_to_blame:
+                    self._suspects.add(number)
+                self._leave(number, error)
+                if is_to_blame:
+                    told = f"the engine ends when it answers this line, also by itself: {error}"
+                    return error_answer(line, told)
+            except BaseException:
+                self._leave(number)
+                raise
             else:
-                if stopped_by or job.is_over():
-                    return stopped_by
-    finally:
-        answerer.close()
+                self._leave(number)
+                return answered
 
+    def close(self) -> None:
+        """Abort what runs, and release everything. No other engine is started."""
+        if self._failure is None:
+            self._failure = EngineDeadError()
+        self._answerer.close()
 
-class _Job:
-    """The lines that are left, in groups: those that may have ended an engine come first."""
+    def _may_run(self, number: int) -> bool:
+        if self._failure is not None:
+            return True  # to raise it
+        is_its_turn = self._group is None or number in self._group
+        return is_its_turn and not self._is_restarting and not self._suspects
 
-    def __init__(self, lines: Iterator[BatchLine], take: Callable[[Answered], None]) -> None:
-        self._others, self._take = lines, take
-        self._suspects: deque[list[BatchLine]] = deque()
-        self._group: list[BatchLine] | None = None  # None: of lines that nobody suspects
-        self._under_way: dict[int, BatchLine] = {}
-        self._blamed: list[Answered] = []
+    def _leave(self, number: int, error: EngineDeadError | None = None) -> None:
+        """Note that the engine has this line no more; with an `error`, because it has ended."""
+        self._running.discard(number)
+        has_ended = error is not None or bool(self._suspects)
+        if self._group is not None and number not in self._suspects:
+            self._group.discard(number)
+        if has_ended and not self._running:
+            self._split()
+            self._is_restarting = True
+            self._restart = asyncio.ensure_future(self._start_another(error))
+        elif not has_ended and self._group is not None and not self._group:
+            self._next_group()
+            self._restart = asyncio.ensure_future(self._wake())
 
-    def lines(self) -> Iterator[BatchLine]:
-        """Yield the next group, or if there is none, all other lines."""
-        self._group = self._suspects.popleft() if self._suspects else None
-        self._under_way = {line.number: line for line in self._group or ()}
-        if self._group is not None:
-            yield from self._group
-            return
-        for line in self._others:
-            self._under_way[line.number] = line
-            yield line
-
-    def take(self, answered: Answered) -> None:
-        self._flush()
-        del self._under_way[answered.number]
-        self._take(answered)
-
-    def is_over(self) -> bool:
-        """Tell whether nothing is left after a group that was answered to its end."""
-        if self._group is not None:
-            return False
-        self._flush()
-        return True
-
-    def split(self, error: EngineDeadError) -> None:
-        """Note that an engine has ended. Raises `error` if no line is to blame."""
-        left = [*self._under_way.values()]
-        if not left:
-            raise error
+    def _split(self) -> None:
+        """Make groups of the lines that may have ended the engine."""
         if self._group is None:
-            self._suspects.append(left)
-        elif len(self._group) > 1:
-            half = (len(left) + 1) // 2
-            self._suspects.extendleft(
-                reversed([part for part in (left[:half], left[half:]) if part])
-            )
+            groups = [sorted(self._suspects)]
         else:
-            told = f"the engine ends when it answers this line, also by itself: {_cause(error)}"
-            self._blamed.append(error_answer(left[0], told))
-            if len(self._blamed) >= _MOST_BLAMED:
-                raise error
+            left = sorted(self._group)
+            half = (len(left) + 1) // 2
+            groups = [left[:half], left[half:]]
+        self._groups.extendleft(group for group in reversed(groups) if group)
+        self._suspects.clear()
+        self._next_group()
 
-    def _flush(self) -> None:
-        for answered in self._blamed:
-            self._take(answered)
-        self._blamed = []
+    def _next_group(self) -> None:
+        group = self._groups.popleft() if self._groups else None
+        self._group = None if group is None else set(group)
+        self._is_single = group is not None and len(group) == 1
 
+    async def _start_another(self, error: EngineDeadError | None) -> None:
+        logger.warning("the engine has ended (%s): another one is started", error)
+        try:
+            self._answerer.close()
+            self._answerer = self._make()
+            await self._answerer.answer(_SMALLEST)
+        except Exception as failure:
+            self._failure = failure
+        self._is_restarting = False
+        await self._wake()
 
-def _cause(error: EngineDeadError) -> str:
-    return str(error.__cause__ or error)
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

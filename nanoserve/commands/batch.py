@@ -1,5 +1,6 @@
 """`nanoserve batch IN OUT`: answer a file of requests, and go on where an earlier run ended."""
 
+import asyncio
 import os
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -80,11 +81,15 @@ def _answer(
         where = args.replicas, args.ray_address
         return answer_on_ray(path, salt, todo, answerer, job.take, *where)
     from nanoserve.batch_jobs.answerer import Answerer
-    from nanoserve.batch_jobs.restarts import answer_with_restarts
+    from nanoserve.batch_jobs.here import answer_here
+    from nanoserve.batch_jobs.restarts import RestartingAnswerer
 
-    lines = todo.lines(path, salt)
-    make = partial(Answerer, **answerer)
-    return answer_with_restarts(make, lines, job.take, args.grace_period)
+    one = RestartingAnswerer(partial(Answerer, **answerer))
+    try:
+        lines = todo.lines(path, salt)
+        return asyncio.run(answer_here(one, lines, job.take, args.grace_period))
+    finally:
+        one.close()
 
 
 def _check_packages(args: Namespace) -> None:

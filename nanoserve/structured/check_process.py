@@ -38,6 +38,7 @@ def main(file_descriptor: int, library: str) -> None:
         return
     _limit_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash as often as somebody likes
+    os.nice(5)  # what runs goes first
     pipe.send(READY)
     thread = start_thread(_answer, (pipe, check, SECONDS[library]), _STACK, "check")
     thread.join()

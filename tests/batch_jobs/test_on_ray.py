@@ -173,8 +173,8 @@ def num_lines(path: Path) -> int:
 
 
 @pytest.mark.size("full")  # Ray takes its time to start
-@pytest.mark.full(killed=["replica"])
-@pytest.mark.parametrize("killed", ["job", "replica", "stopped"])
+@pytest.mark.full(killed=["replica", "engine"])
+@pytest.mark.parametrize("killed", ["job", "replica", "engine", "stopped"])
 @pytest.mark.usefixtures("a_ray")
 def test_every_line_is_answered_once(killed: str, tmp_path: Path) -> None:
     number = 2000 if killed == "job" else 600
@@ -199,7 +199,8 @@ def test_every_line_is_answered_once(killed: str, tmp_path: Path) -> None:
                 wait_until(lambda: not any(map(is_there, started)), 30)  # noqa: B023
             else:
                 replicas = [pid for pid, command in started.items() if "Replica" in command]
-                os.kill(replicas[0], signal.SIGKILL)
+                victims = replicas if killed == "replica" else engines
+                os.kill(victims[0], signal.SIGKILL)
                 _, told = process.communicate(timeout=300)
                 assert process.returncode == 0, told
         finally:
