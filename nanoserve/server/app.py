@@ -21,6 +21,7 @@ from nanoserve.server.completions import (
 )
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guard import Guard, read_body
+from nanoserve.server.guides import refusal
 from nanoserve.server.live import LiveView, add_live
 from nanoserve.server.metrics import exposition, start_metrics
 from nanoserve.server.output_reader import EngineDeadError
@@ -38,7 +39,7 @@ from nanoserve.server.settings import ServerSettings
 from nanoserve.server.tools.answer import ToolAnswer
 from nanoserve.server.tools.asked import tool_use_of
 from nanoserve.server.tools.formats import FORMATS, detect
-from nanoserve.server.tools.grammar import guide_of_tools
+from nanoserve.server.tools.grammar import guide_of_tools, schemas_of_tools
 from nanoserve.server.tools.reasoning import CLOSE, OPEN
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -141,11 +142,13 @@ class ApiServer:
         special_id = self.llm.engine.tokenizer.special_tokens.id_of
         if use is not None:
             specials += use.format.special_tokens
-            guide = guide_of_tools(use, special_id)
+            config = self.llm.engine.config.structured_outputs_config
+            guide = await self._prepare(lambda: guide_of_tools(use, special_id, config))
             if guide is not None and body.guide is not None:
                 told = "tools that are forced or strict leave no room for another format"
                 raise ApiError(400, told, "response_format", "unsupported")
-            body.guide = guide or body.guide
+            if guide is not None:
+                body.guide, body.guide_parts = guide, schemas_of_tools(use)
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
@@ -190,10 +193,7 @@ class ApiServer:
         arrived = self.llm.engine.clock()
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
-        try:
-            await self.llm.check_guide(body.guide)
-        except ValueError as error:
-            raise ApiError.of(error) from None
+        await self._check_guide(body)
         requests = await self._prepare(lambda: make(body, engine, new_id))
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
@@ -203,6 +203,18 @@ class ApiServer:
         if body.stream:
             return EventStream(answer, reader, self.settings.heartbeat_interval)
         return await whole_response(answer, reader, request.receive)
+
+    async def _check_guide(self, body: GenerationBody) -> None:
+        """Raise `ApiError` that names the field of a guide which cannot be obeyed."""
+        try:
+            await self.llm.check_guide(body.guide)
+        except ValueError as error:
+            for field, part in body.guide_parts:
+                try:
+                    await self.llm.check_guide(part)
+                except ValueError as of_part:
+                    raise refusal(of_part, field) from None
+            raise refusal(error, body.guide_field) from None
 
     def _admit(self, body: GenerationBody) -> None:
         """Refuse what would not be begun anyway, before it costs anything."""

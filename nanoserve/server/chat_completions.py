@@ -13,7 +13,7 @@ from nanoserve.server.answers import Answer
 from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import ChatBody
 from nanoserve.server.tools.grammar import behind_reasoning
-from nanoserve.server.tools.reasoning import starts_inside
+from nanoserve.server.tools.reasoning import thought_at_end
 
 
 def chat_requests(
@@ -36,8 +36,9 @@ def chat_requests(
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.guide is not None:
-        is_inside = starts_inside(prompt["prompt"], reasoning_parser)
-        body.guide = behind_reasoning(body.guide, is_inside, special_id)
+        thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
+        config, field = engine.config.structured_outputs_config, body.guide_field
+        body.guide = behind_reasoning(body.guide, thought, special_id, config, field)
     newer, older = body.max_completion_tokens, body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling

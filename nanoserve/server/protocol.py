@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from nanoserve.chat import text_of
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
-from nanoserve.server.guides import guide_of
+from nanoserve.server.guides import field_of_guide, guide_of
 from nanoserve.server.tools.asked import with_parsed_arguments
 from nanoserve.structured.params import StructuredOutputsParams
 
@@ -128,6 +128,17 @@ class GenerationBody(Body):
         """What the answer must look like."""
         return guide_of(self)
 
+    @cached_property  # tools set others
+    def guide_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
+        """Return what the guide is made of, by the fields that hold it."""
+        return [] if self.guide is None else [(field_of_guide(self), self.guide)]
+
+    @property
+    def guide_field(self) -> str:
+        """Return the field that is to blame for the guide as a whole."""
+        parts = self.guide_parts
+        return parts[0][0] if len(parts) == 1 else "tools"
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -185,6 +196,13 @@ class ChatBody(GenerationBody):
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as templates know them: every content is a text, every role one of theirs."""
         return [_as_template_has_it(message) for message in self.messages]
+
+    @property
+    def continued(self) -> str:
+        """Return the text at the end of the prompt that the answer goes on with."""
+        if not self.continue_final_message or not self.messages:
+            return ""
+        return _text_of(self.messages[-1].get("content"))
 
     def template_arguments(self) -> dict[str, Any]:
         names = ("add_generation_prompt", "continue_final_message", "documents")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from nanoserve.checks import check_choice, check_int, check_list, check_number, is_text
 from nanoserve.server.tools.formats import FORMATS
-from nanoserve.server.tools.reasoning import STARTS_INSIDE
+from nanoserve.server.tools.reasoning import STARTS
 
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
 
@@ -41,6 +41,6 @@ class ServerSettings:
         if self.tool_call_parser is not None:
             check_choice("tool_call_parser", self.tool_call_parser, tuple(FORMATS))
         if self.reasoning_parser is not None:
-            check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS_INSIDE))
+            check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
         for name in ("served_model_name", "api_key", "allowed_origins"):
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")

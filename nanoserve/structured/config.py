@@ -17,7 +17,10 @@ class StructuredOutputsConfig:
 
     backend: "auto" is "guidance" (llguidance); "xgrammar" knows fewer schemas, and refuses others.
     disable_any_whitespace: JSON is set out in one way, with a space behind each comma and colon.
-    disable_additional_properties: objects of schemas have no other properties than those named.
+    disable_additional_properties: objects of schemas have no other properties than those named,
+        unless a schema says so itself, as with vLLM's default backend.
+    lenient: keywords of schemas that no output can be made to obey are ignored, and named in the
+        log; otherwise they are a `ValueError`.
     jump_forward: tokens that a grammar leaves no choice of are computed together in one step. None
         is on a CPU; nobody has run it on a GPU yet.
 
@@ -26,7 +29,8 @@ class StructuredOutputsConfig:
 
     backend: str = "auto"
     disable_any_whitespace: bool = True
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool = True
+    lenient: bool = False
     jump_forward: bool | None = None
 
     @classmethod
@@ -51,6 +55,7 @@ class StructuredOutputsConfig:
         check_choice("backend", self.backend, ("auto", *_PACKAGES))
         check_bool("disable_any_whitespace", self.disable_any_whitespace)
         check_bool("disable_additional_properties", self.disable_additional_properties)
+        check_bool("lenient", self.lenient)
         if self.jump_forward is not None:
             check_bool("jump_forward", self.jump_forward)
 

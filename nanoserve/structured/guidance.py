@@ -17,7 +17,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerBackend
 
+from nanoserve.structured.lark import COMPACT, json_rule
 from nanoserve.structured.regex import portable
+from nanoserve.structured.schema_numbers import spelled
 from nanoserve.structured.source import Source
 
 # What a token would need beyond these takes more than 10 ms, and ends its request.
@@ -25,6 +27,7 @@ _LIMITS = LLParserLimits(step_lexer_fuel=300_000, step_max_items=25_000)
 # Measured: a list of choices takes 80 times its text, a schema less.
 _BYTES_OF_ANY, _BYTES_OF_CHARACTER = 2**16, 100
 _MOST_TOLD = 600  # characters of a message
+_ABOUT_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
 class Guidance:
@@ -167,9 +170,12 @@ def to_llguidance(source: Source) -> str:
         return LLMatcher.grammar_from_lark(text)
     if kind == "grammar":
         return llguidance.grammar_from("grammar", text)
-    options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    options: dict[str, Any] = dict(COMPACT)
     if source.whitespace:
         options = {"whitespace_pattern": source.whitespace}
+    in_its_spelling = spelled(text)
+    if in_its_spelling != text:  # the other way numbers are read twice
+        return LLMatcher.grammar_from_lark(f"start: {json_rule(in_its_spelling, options)}")
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
 
@@ -178,6 +184,7 @@ def _from_structural_tag(tag: dict[str, Any]) -> str:
     for structure in tag["structures"]:
         begin, schema, end = structure["begin"], structure["schema"], structure["end"]
         trigger = next(trigger for trigger in tag["triggers"] if begin.startswith(trigger))
+        schema = spelled(json.dumps(schema))
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 
@@ -190,4 +197,5 @@ def _check(matcher: LLMatcher) -> None:
 def _first_lines(error: str) -> str:
     """Leave out the library's own state, and where in its source it has panicked."""
     error = error.partition("\n<state>")[0].partition("<backtrace>")[0]
+    error = error.replace(_ABOUT_ONE_OF, "say anyOf, or lenient=True")
     return " ".join(error.split())[:_MOST_TOLD]

@@ -6,9 +6,11 @@ from typing import Any
 
 from nanoserve.checks import check_bool, check_list, is_text, require, shown
 from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.structured.schema_numbers import float_of
+from nanoserve.structured.schemas import rewritten
 from nanoserve.structured.source import Source
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Characters, far above what is of use. What is larger costs nothing.
 _MOST_CHARACTERS = {
     "json": 2**19,
@@ -23,9 +25,6 @@ _MOST_CHOICES = 10_000
 _MOST_STRUCTURES = 128
 _WHITESPACE = r"[ \n\r\t]*"
 _DEEPEST = 100  # lists and dictionaries within each other
-# Of a schema, what holds schemas by names of anybody's choice, and what holds none.
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_DATA = ("const", "enum", "default", "examples")
 
 
 @dataclass
@@ -43,7 +42,11 @@ class StructuredOutputsParams:
 
     disable_any_whitespace: False lets JSON be set out with spaces and line ends, which some models
         then never stop writing. None: as the engine's `structured_outputs_config` says.
-    disable_additional_properties: objects of a schema have no other properties than those it names.
+    disable_additional_properties: objects of a schema have no other properties than those it names,
+        unless it says so itself (`"additionalProperties": true`). None: as the engine's
+        `structured_outputs_config` says.
+    lenient: keywords of a schema that no output can be made to obey (`uniqueItems`, a look-ahead)
+        are ignored, and named in the log. None: as the engine's `structured_outputs_config` says.
     whitespace_pattern: a regular expression for what may stand between the parts of JSON.
 
     Raises `ValueError` unless exactly one is given, and for what is too large. What a backend does
@@ -57,7 +60,8 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool = False
+    disable_additional_properties: bool | None = None
+    lenient: bool | None = None
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,13 +71,13 @@ class StructuredOutputsParams:
         """Called on construction, and again when a request is made: fields can be assigned to."""
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
-        if self.disable_any_whitespace is not None:
-            check_bool("disable_any_whitespace", self.disable_any_whitespace)
-        check_bool("disable_additional_properties", self.disable_additional_properties)
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         require(
             len(given) == 1,
-            f"structured_outputs must have exactly one of {_KINDS}; it has {given}",
+            f"structured_outputs must have exactly one of {KINDS}; it has {given}",
         )
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern)
@@ -101,16 +105,32 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             text, tag = _dumped("structural_tag", self.structural_tag)
             _check_tag(tag)
-            return Source("structural_tag", text)
+            return Source("structural_tag", self._rewritten_tag(tag, config))
         text = '{"type": "object"}'
         if self.json is not None:
-            text, schema = _dumped("json", self.json)
-            if config.disable_additional_properties or self.disable_additional_properties:
-                text = json.dumps(_closed(schema))
+            text = self._rewritten(_dumped("json", self.json)[0], config)
         is_compact = self.disable_any_whitespace
         if is_compact is None:
             is_compact = config.disable_any_whitespace
         return Source("json", text, self.whitespace_pattern or ("" if is_compact else _WHITESPACE))
+
+    def _rewritten(self, schema: str, config: StructuredOutputsConfig) -> str:
+        """Return a schema in the words that the libraries know."""
+        own = self.disable_additional_properties, self.lenient
+        closes, is_lenient = (
+            theirs if mine is None else mine
+            for mine, theirs in zip(
+                own, (config.disable_additional_properties, config.lenient), strict=True
+            )
+        )
+        return rewritten(schema, closes, is_lenient)
+
+    def _rewritten_tag(self, tag: dict[str, Any], config: StructuredOutputsConfig) -> str:
+        made = []
+        for structure in tag["structures"]:
+            schema = self._rewritten(json.dumps(structure["schema"]), config)
+            made.append(structure | {"schema": json.loads(schema)})
+        return json.dumps(tag | {"structures": made})
 
     def check(self, config: StructuredOutputsConfig | None, tokenizer: Any) -> None:
         """Raise `ValueError` for what no output can be made to obey: it names the construct.
@@ -163,7 +183,7 @@ def _dumped(name: str, value: Any) -> tuple[str, Any]:
     elif not isinstance(value, dict):
         raise ValueError(f"{name}={shown(value)} must be a dictionary, or JSON as text")
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = json.loads(value, parse_float=float_of) if isinstance(value, str) else value
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
@@ -212,21 +232,3 @@ def _depth(text: str) -> int:
         elif character in "]}":
             depth -= 1
     return deepest
-
-
-def _closed(schema: Any) -> Any:
-    """With all objects that have properties closed to others."""
-    if isinstance(schema, list):
-        return [_closed(inner) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {}
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            value = {key: _closed(inner) for key, inner in value.items()}
-        elif name not in _DATA:
-            value = _closed(value)
-        closed[name] = value
-    if "properties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed

@@ -20,6 +20,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.server.tools.asked import Function, ToolUse
 from nanoserve.server.tools.formats import FORMATS
 from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
+from nanoserve.server.tools.reasoning import STARTS, Thought
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import count_legal
 from nanoserve.structured.guidance import Guidance
@@ -161,7 +162,7 @@ def test_what_is_no_tool_is_refused_by_name(client) -> None:
     assert "tools[0]" in refused(client, tools=[{"type": "web_search"}], **required)
     many = [function(name=f"f{number}")[0] for number in range(129)]
     assert "129" in refused(client, tools=many, **required)
-    unknown = function(name="f", parameters={"type": "object", "not": {}})
+    unknown = function(name="f", parameters={"type": "object", "not": {"type": "null"}})
     assert "not" in refused(client, tools=unknown, **required)
     told = refused(client, tools=TOOLS, response_format={"type": "json_object"}, **required)
     assert "response_format" in told
@@ -317,9 +318,9 @@ def bias_to(text: str) -> dict[str, float]:
 def test_behind_a_thought_the_format_holds(
     name: str, guide: dict[str, Any], right: str, wrong: str, backend: TokenizerBackend
 ) -> None:
-    whole = behind_reasoning(
-        StructuredOutputsParams(**guide), name == "deepseek_r1", lambda text: None
-    )
+    params = StructuredOutputsParams(**guide)
+    assert behind_reasoning(params, Thought.CLOSED, lambda text: None) is params
+    whole = behind_reasoning(params, STARTS[name], lambda text: None)
     compiled = Guidance(backend, 2048).compile(whole.source(StructuredOutputsConfig()))
     thoughts = ["<think>Is it { or yes?\n</think>\n\n", "Well. </think>"]
     thoughts = thoughts if name == "deepseek_r1" else [thoughts[0], ""]

@@ -73,7 +73,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"type": "object", "minProperties": 2}, "minProperties"),
     ({"type": "object", "patternProperties": {"^a": {}}}, "patternProperties"),
-    ({"type": "object", "properties": {"a": {"type": "null"}}}, "additionalProperties"),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "null"}},
+            "additionalProperties": {"type": "null"},
+        },
+        "additionalProperties",
+    ),
     ({"type": "object", "properties": {}, "required": ["z"]}, "z"),
     ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "minimum": 5}, "minimum"),
     ({"$ref": "http://example.org/s"}, "example.org"),

@@ -10,7 +10,7 @@ from nanoserve.outputs import CompletionOutput
 from nanoserve.server.chat_completions import ChatAnswer
 from nanoserve.server.tools.asked import ToolUse
 from nanoserve.server.tools.parsed import Parsed
-from nanoserve.server.tools.reasoning import starts_inside
+from nanoserve.server.tools.reasoning import Thought, thought_at_end
 from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
 
 
@@ -22,7 +22,9 @@ class ToolAnswer(ChatAnswer):
         self._use = use
         self._is_inside: bool | None = None
         if reasoning_parser is not None:
-            self._is_inside = starts_inside(self.requests[0].prompt, reasoning_parser)
+            prompt, continued = self.requests[0].prompt, self._body.continued
+            thought = thought_at_end(prompt, reasoning_parser, continued)
+            self._is_inside = thought is Thought.OPEN
         self._texts: dict[int, str] = {}  # by choice, as those below
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[int, list[str]] = {}

@@ -16,11 +16,17 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class Function:
-    """What a model may call. parameters: a JSON schema of its arguments."""
+    """What a model may call. parameters: a JSON schema of its arguments. number: among `tools`."""
 
     name: str
     parameters: dict[str, Any]
     is_strict: bool
+    number: int = 0
+
+    @property
+    def field(self) -> str:
+        """Where a client has written `parameters`."""
+        return f"tools[{self.number}].function.parameters"
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,10 @@ def _function_of(tool: dict[str, Any], number: int) -> Function:
         told = f"tools[{number}]: name={name!r:.80} must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
         raise ApiError(400, told, "tools")
     if parameters is not None and not isinstance(parameters, dict):
-        raise ApiError(400, f"tools[{number}]: parameters must be a JSON schema", "tools")
+        field = f"tools[{number}].function.parameters"
+        raise ApiError(400, f"{field} must be a JSON schema", field)
     is_strict = function.get("strict") is True
-    return Function(name, parameters or _NO_ARGUMENTS, is_strict)
+    return Function(name, parameters or _NO_ARGUMENTS, is_strict, number)
 
 
 def _name_in(choice: str | dict[str, Any] | None) -> str | None:

@@ -5,26 +5,34 @@ import re
 from collections.abc import Callable
 
 from nanoserve.server.errors import ApiError
+from nanoserve.server.guides import refusal
 from nanoserve.server.tools.asked import Function, ToolUse
-from nanoserve.server.tools.reasoning import CLOSE, OPEN
+from nanoserve.server.tools.reasoning import CLOSE, OPEN, Thought
 from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.structured.lark import COMPACT, json_rule
 from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.structured.regex import portable
+from nanoserve.structured.schema_numbers import spelled
 
 _MOST_CALLS = 16
-# JSON in one way, with a space behind each comma and colon.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_ARGUMENTS = '{"type": "object"}'
 
 # The id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
 
 
-def guide_of_tools(use: ToolUse, special_id: SpecialId) -> StructuredOutputsParams | None:
-    """What the answer must look like; None if it may say anything."""
+def guide_of_tools(
+    use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
+) -> StructuredOutputsParams | None:
+    """What the answer must look like; None if it may say anything.
+
+    config: the engine's, which says how schemas are read. Raises `ApiError` that names the function
+    whose schema cannot be obeyed.
+    """
     is_strict = any(function.is_strict for function in use.functions)
     if not use.must_call and not is_strict:
         return None
-    form, writer = use.format, _Writer(special_id)
+    form, writer = use.format, _Writer(special_id, config or StructuredOutputsConfig())
     trigger = form.trigger or ""
     before, separator, after = map(writer.literal, (form.before, form.separator, form.after))
     more = f"({separator} call){{0,{_MOST_CALLS - 1}}}" if use.allows_several else ""
@@ -51,64 +59,102 @@ def guide_of_tools(use: ToolUse, special_id: SpecialId) -> StructuredOutputsPara
             f"trigger[lazy]: /(.|\\n)*{_escaped(trigger)}/",
             r"TEXT: /(.|\n)*/",
         ]
-    rules += writer.calls(use.functions, begin, form.end)
+    rules += writer.calls(use, begin, form.end)
     return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules]))
 
 
+def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
+    """Return the schemas that `guide_of_tools` enforces, by the fields that hold them."""
+    return [(one.field, _arguments(one)) for one in use.functions if use.must_call or one.is_strict]
+
+
 def behind_reasoning(
-    guide: StructuredOutputsParams, is_inside: bool, special_id: SpecialId
+    guide: StructuredOutputsParams,
+    thought: Thought,
+    special_id: SpecialId,
+    config: StructuredOutputsConfig | None = None,
+    field: str = "structured_outputs",
 ) -> StructuredOutputsParams:
     """The same for a model that thinks first: its thoughts are free.
 
-    is_inside: whether the answer begins within one; else it may open one, or not.
+    thought: where the prompt leaves it. An open one is closed first; a closed one is not opened
+    again, so the format begins at once; and if there is none, the answer may open one. field: of
+    the request, which an `ApiError` names for a format that cannot come behind a thought.
     """
-    writer, rules = _Writer(special_id), _rules_of(guide)
+    if thought is Thought.CLOSED:
+        return guide
+    config = config or StructuredOutputsConfig()
+    writer, rules = _Writer(special_id, config), _rules_of(guide, config, field)
     close = special_id(CLOSE)
-    thought = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
+    rule = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
     if close is not None:
-        thought = rf"thought: /(.|\n)*/ <[{close}]>"
+        rule = rf"thought: /(.|\n)*/ <[{close}]>"
     opened = f"{writer.literal(OPEN)} thought SPACE content"
-    other = "thought SPACE content" if is_inside else "content"
+    other = "thought SPACE content" if thought is Thought.OPEN else "content"
     start = f"start: {opened} | {other}"
-    lines = ["%llguidance {}", start, thought, r"SPACE: /[ \n]*/", *rules]
+    lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
     return StructuredOutputsParams(grammar="\n".join(lines))
 
 
-def _rules_of(guide: StructuredOutputsParams) -> list[str]:
+def _rules_of(
+    guide: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
+) -> list[str]:
     """The rule `content`, and those that it needs."""
     if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # of tools
         lines = guide.grammar.split("\n")[1:]
         return [re.sub("^start:", "content:", line) for line in lines]
-    source = guide.source(StructuredOutputsConfig())
+    source = guide.source(config)
     if source.kind == "regex":
         regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
         return [f"content: /{regex}/"]
     if source.kind == "choice":
         return ["content: CHOICE", "CHOICE: " + " | ".join(map(json.dumps, guide.choice or ()))]
     if source.kind == "json" and not source.whitespace:
-        return [f"content: %json {json.dumps(json.loads(source.text) | {'x-guidance': _COMPACT})}"]
-    told = (
-        "with a --reasoning-parser, formats are JSON in one line, regular expressions and choices"
+        return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
+    raise ApiError(
+        400,
+        f"{field}: with a --reasoning-parser, formats are JSON in one line, regular expressions "
+        f"and choices",
+        field,
+        "unsupported",
     )
-    raise ApiError(400, told, "structured_outputs", "unsupported")
+
+
+def _arguments(function: Function) -> StructuredOutputsParams:
+    """Return what the arguments of a function must look like: an object in any case."""
+    schema = function.parameters
+    if "type" not in schema and "properties" in schema:
+        schema = {"type": "object"} | schema
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
 
 class _Writer:
     """Writes rules of Lark's."""
 
-    def __init__(self, special_id: SpecialId) -> None:
-        self._special_id = special_id
+    def __init__(self, special_id: SpecialId, config: StructuredOutputsConfig) -> None:
+        self._special_id, self._config = special_id, config
 
-    def calls(self, functions: list[Function], begin: Callable[[str], str], end: str) -> list[str]:
-        """The rule `call`: one of these functions, with arguments by its schema."""
+    def calls(self, use: ToolUse, begin: Callable[[str], str], end: str) -> list[str]:
+        """The rule `call`: one of the functions, with arguments by its schema.
+
+        Nothing holds a function to its schema that is not strict and need not be called.
+        """
+        functions = use.functions
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
         for number, function in enumerate(functions):
-            name, schema = function.name, function.parameters | {"x-guidance": _COMPACT}
-            rules.append(
-                f"call_{number}: {self.literal(begin(name))} args_{number} {self.literal(end)}"
-            )
-            rules.append(f"args_{number}: %json {json.dumps(schema)}")
+            before, after = self.literal(begin(function.name)), self.literal(end)
+            rules.append(f"call_{number}: {before} args_{number} {after}")
+            schema = _ANY_ARGUMENTS
+            if use.must_call or function.is_strict:
+                schema = self._schema_of(function)
+            rules.append(f"args_{number}: {json_rule(schema, COMPACT)}")
         return rules
+
+    def _schema_of(self, function: Function) -> str:
+        try:
+            return spelled(_arguments(function).source(self._config).text)
+        except ValueError as error:
+            raise refusal(error, function.field) from error
 
     def literal(self, text: str) -> str:
         """A text, whose special tokens are themselves and not their letters."""

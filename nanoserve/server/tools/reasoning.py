@@ -1,18 +1,37 @@
 """What a model thinks before it answers, between `<think>` and `</think>`."""
 
+from enum import Enum
+
 from nanoserve.server.tools.parsed import without_beginning_of
 
 OPEN, CLOSE = "<think>", "</think>"
-# By the name of a parser: whether the template has opened the thought already.
-STARTS_INSIDE = {"qwen3": False, "deepseek_r1": True}
 
 
-def starts_inside(prompt: str | None, parser: str) -> bool:
-    """Whether an answer to this prompt begins within a thought: its end may tell."""
+class Thought(Enum):
+    """Where a prompt leaves the thought of an answer to it."""
+
+    OPEN = "open"  # the answer goes on with it
+    CLOSED = "closed"  # the answer begins, without another one
+    NONE = "none"  # the answer may open one
+
+
+# By the name of a parser: what its models do where the prompt does not end in a tag.
+STARTS = {"qwen3": Thought.NONE, "deepseek_r1": Thought.OPEN}
+
+
+def thought_at_end(prompt: str | None, parser: str, continued: str = "") -> Thought:
+    """Return where a prompt leaves a thought; its end may tell.
+
+    continued: the message at the end of the prompt that the answer goes on with, if it does. Its
+    last tag tells.
+    """
     end = (prompt or "").rstrip()
     if end.endswith((OPEN, CLOSE)):
-        return end.endswith(OPEN)
-    return STARTS_INSIDE[parser]
+        return Thought.OPEN if end.endswith(OPEN) else Thought.CLOSED
+    opened, closed = continued.rfind(OPEN), continued.rfind(CLOSE)
+    if opened != closed:  # one of them is there
+        return Thought.OPEN if opened > closed else Thought.CLOSED
+    return STARTS[parser]
 
 
 def split(text: str, is_final: bool, is_inside: bool) -> tuple[str, str]:

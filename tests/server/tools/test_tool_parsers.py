@@ -11,7 +11,7 @@ import pytest
 from nanoserve.server.tools.formats import FORMATS, detect
 from nanoserve.server.tools.json_so_far import read_object
 from nanoserve.server.tools.parsed import Parsed, ToolCall
-from nanoserve.server.tools.reasoning import STARTS_INSIDE, starts_inside
+from nanoserve.server.tools.reasoning import STARTS, Thought, thought_at_end
 from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
 
 ARGUMENTS = [
@@ -234,7 +234,7 @@ def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
 )
 def test_reasoning_is_split_off(parser_name: str, text: str, reasoning: str, answer: str) -> None:
     def parse(text: str, is_final: bool) -> Parsed:
-        return parse_answer(text, is_final, None, STARTS_INSIDE[parser_name])
+        return parse_answer(text, is_final, None, STARTS[parser_name] is Thought.OPEN)
 
     assert parse(text, True) == Parsed(reasoning, answer, [])
     check_growth(parse, text)
@@ -270,10 +270,14 @@ def test_depth_and_length_are_no_danger() -> None:
 
 
 def test_the_end_of_a_prompt_tells_whether_a_thought_is_open() -> None:
-    for name, usual in STARTS_INSIDE.items():
-        assert starts_inside("...assistant\n<think>\n", name)
-        assert not starts_inside("...assistant\n<think>\n\n</think>\n\n", name)
-        assert starts_inside("...assistant\n", name) is starts_inside(None, name) is usual
+    for name, usual in STARTS.items():
+        assert thought_at_end("...assistant\n<think>\n", name) is Thought.OPEN
+        closed = "...assistant\n<think>\n\n</think>\n\n"
+        assert thought_at_end(closed, name) is Thought.CLOSED
+        assert thought_at_end("...assistant\n", name) is thought_at_end(None, name) is usual
+        for text, state in (("<think>a", Thought.OPEN), ("<think>a</think> {", Thought.CLOSED)):
+            assert thought_at_end("...assistant\n" + text, name, text) is state
+        assert thought_at_end("...assistant\nYes", name, "Yes") is usual
 
 
 def test_a_template_tells_the_format() -> None:

@@ -1,0 +1,118 @@
+"""References within a JSON schema: where each of them leads, whichever way it is written."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from nanoserve.checks import shown
+
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def walk(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield each object within a schema, without recursion."""
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            yield value
+            stack.extend(value.values())
+        elif isinstance(value, list):
+            stack.extend(value)
+
+
+def reference_of(schema: dict[str, Any]) -> Any:
+    """Return the reference of a schema, None if it has none.
+
+    A schema is one document here, so a dynamic reference has one target, as a plain one has.
+    """
+    return next((schema[name] for name in REFERENCES if schema.get(name) is not None), None)
+
+
+class References:
+    """Where the references of `root` lead.
+
+    Each target gets a name among the definitions that are kept: two, if it is closed at one place
+    and open at another.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._id = root.get("$id") or root.get("id")
+        self._named: dict[str, Any] | None = None  # by anchor and $id
+        self._targets: dict[str, tuple[str, Any]] = {}  # at the end of a chain of references
+        self._names: dict[tuple[str, bool], str] = {}
+        self._taken: set[str] = set()
+        self.waiting: deque[tuple[str, str, Any, bool]] = deque()  # name, reference, target, closes
+
+    def target(self, reference: Any, is_alias: Any) -> tuple[str, Any]:
+        """Return where a reference leads, followed through definitions that only name another one.
+
+        is_alias: tells whether a schema does that. Raises `ValueError` for a reference that leads
+        nowhere, or in a circle.
+        """
+        seen: dict[str, None] = {}
+        text = reference
+        while True:
+            if not isinstance(text, str):
+                raise ValueError(f"$ref={shown(text)} must be a string")
+            found = self._targets.get(text)
+            if found is not None:
+                break
+            if text in seen:
+                raise ValueError(f"$ref={shown(reference)} leads in a circle")
+            seen[text] = None
+            target = self._resolve(text)
+            if not (isinstance(target, dict) and is_alias(target)):
+                found = text, target
+                break
+            text = reference_of(target)
+        for text in seen:
+            self._targets[text] = found
+        return found
+
+    def name(self, reference: str, target: Any, closes: bool) -> str:
+        """Return the name of a target among the definitions that are kept."""
+        name = self._names.get((reference, closes))
+        if name is None:
+            last = reference.rpartition("/")[2].strip("#")
+            base = "".join(c if c.isalnum() or c in "_.-" else "_" for c in last)[:64] or "root"
+            name, number = base, 1
+            if name in self._taken:
+                number = len(self._taken)
+                while (name := f"{base}.{number}") in self._taken:
+                    number += 1
+            self._taken.add(name)
+            self._names[reference, closes] = name
+            self.waiting.append((name, reference, target, closes))
+        return name
+
+    def _resolve(self, reference: str) -> Any:
+        base, _, pointer = reference.partition("#")
+        if base and base != self._id and base not in self._others():
+            raise ValueError(f"$ref={shown(reference)} is not within the schema")
+        value = self._root if not base or base == self._id else self._others()[base]
+        if pointer and not pointer.startswith("/"):
+            if f"#{pointer}" not in self._others():
+                raise ValueError(f"$ref={shown(reference)} leads nowhere")
+            return self._others()[f"#{pointer}"]
+        for step in pointer.split("/")[1:] if pointer != "/" else ():
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and (key in value or step in value):
+                value = value[key if key in value else step]
+            elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                raise ValueError(f"$ref={shown(reference)} leads nowhere: there is no {shown(key)}")
+        return value
+
+    def _others(self) -> dict[str, Any]:
+        """Return what is named by an anchor or an `$id`."""
+        if self._named is None:
+            self._named = {}
+            for schema in walk(self._root):
+                for name, prefix in (("$id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
+                    if isinstance(text := schema.get(name), str):
+                        self._named.setdefault(prefix + text, schema)
+        return self._named
