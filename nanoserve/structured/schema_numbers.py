@@ -35,7 +35,7 @@ def float_of(text: str) -> float:
 
 
 def check_values(values: Any) -> None:
-    """Raise `ValueError` for an integer in `const` or `enum` that would come out as another one."""
+    """Raise `ValueError` for a number in `const` or `enum` that would come out as another one."""
     stack = [values]
     while stack:
         value = stack.pop()
@@ -45,6 +45,8 @@ def check_values(values: Any) -> None:
             stack.extend(value)
         elif is_int(value) and (abs(value) >= _INT64 or not _is_held(value)):
             raise ValueError(f"{shown(value)} is an integer that a float64 does not hold{_ADVICE}")
+        elif isinstance(value, float) and not _is_written_as_it_is(value):
+            raise ValueError(f"{value} has fewer digits than an integer of its size{_ADVICE}")
 
 
 def checked_bound(name: str, value: Any) -> Any:
@@ -63,6 +65,8 @@ def checked_bound(name: str, value: Any) -> Any:
         raise ValueError(
             f"{name}={shown(value)} is an integer that a float64 does not hold{_ADVICE}"
         )
+    if isinstance(value, float) and not _is_written_as_it_is(value):
+        raise ValueError(f"{name}={value} has fewer digits than an integer of its size{_ADVICE}")
     if abs(value) >= _INT64 and (name, value) != ("maximum", _INT64 - 1):
         raise ValueError(f"{name}={shown(value)} is beyond 2^63{_ADVICE}")
     if name.startswith("exclusive") and abs(value) >= _EXACT:
@@ -185,6 +189,11 @@ def _read(digits: int, exponent: int) -> float | None:
         return None
     power = float(f"1e{abs(exponent)}")
     return value * power if exponent >= 0 else value / power
+
+
+def _is_written_as_it_is(value: float) -> bool:
+    """Tell whether a large float64, written as an integer with zeros at its end, is the same."""
+    return abs(value) < _EXACT or Decimal(repr(value)) == Decimal(value)
 
 
 def _is_held(value: int) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from nanoserve.checks import is_int
 from nanoserve.structured.schema_keywords import assertions_of
 
 
@@ -70,14 +71,15 @@ def are_disjoint(branches: Any, target: Callable[[Any], Any]) -> bool:
 
 
 def _tells_apart(name: str, objects: list[dict[str, Any]], target: Callable[[Any], Any]) -> bool:
-    seen: set[str] = set()
+    seen: set[str | int] = set()
     for own in objects:
         properties = own.get("properties")
         schema = target(properties.get(name)) if isinstance(properties, dict) else None
         if not isinstance(schema, dict) or name not in (own.get("required") or ()):
             return False
         values = schema.get("enum", [schema["const"]] if "const" in schema else [None])
-        if not all(isinstance(value, str) for value in values) or seen & set(values):
+        is_plain = all(isinstance(value, str) or is_int(value) for value in values)
+        if not is_plain or seen & set(values):
             return False
         seen.update(values)
     return True

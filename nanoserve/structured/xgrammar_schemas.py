@@ -24,6 +24,7 @@ _ALLOWED = {
 _PYTHONS = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
 _LARGEST = 2**53
 _MOST_LENGTH = 10_000
+_PLACES = 6  # that are kept of a bound
 _UNKNOWN = re.compile(r"\\[1-9bBAZzpPkKGg]|\(\?(?!:|P<\w+>)|(?<!\\)(?<!\[)[\^$]")
 
 
@@ -119,6 +120,8 @@ def _number(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
     for name, value in own.items():
         is_bound = name == "type" or (is_number(value) and abs(value) <= _LARGEST)
         require(is_bound, f"{name}={shown(value)} at {path} is beyond 2^53")
+        is_kept = name == "type" or round(value, _PLACES) == value
+        require(is_kept, f"{name}={shown(value)} at {path} has more than {_PLACES} decimal places")
     return own
 
 
