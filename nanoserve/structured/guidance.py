@@ -7,6 +7,7 @@ as the model has learned it.
 """
 
 import json
+import re
 import secrets
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ _LIMITS = LLParserLimits(step_lexer_fuel=300_000, step_max_items=25_000)
 # Measured: a list of choices takes 80 times its text, a schema less.
 _BYTES_OF_ANY, _BYTES_OF_CHARACTER = 2**16, 100
 _MOST_TOLD = 600  # characters of a message
+_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*)")
 _ABOUT_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
@@ -197,5 +199,7 @@ def _check(matcher: LLMatcher) -> None:
 def _first_lines(error: str) -> str:
     """Leave out the library's own state, and where in its source it has panicked."""
     error = error.partition("\n<state>")[0].partition("<backtrace>")[0]
+    if found := _OF_SCHEMA.match(error):  # the lines around it are of a grammar that nobody sent
+        error = found[1]
     error = error.replace(_ABOUT_ONE_OF, "say anyOf, or lenient=True")
     return " ".join(error.split())[:_MOST_TOLD]

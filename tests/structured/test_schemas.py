@@ -318,7 +318,7 @@ def test_constants_come_out_as_they_went_in(value: float) -> None:
         {"enum": [1, {"a": [9007199254740993]}]},
         {"const": 1e300},
         {"const": 1e23},
-        {"maximum": 1.2345678901234568e17},
+        {"maximum": 1.2345678901234568e18},
         *({"type": "integer", name: 2**53 + 1} for name in ("minimum", "maximum")),
         *({"type": "integer", f"exclusive{name}": 2**60} for name in ("Minimum", "Maximum")),
         {"type": "integer", "maximum": 2**64 - 1},
