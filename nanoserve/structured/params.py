@@ -108,13 +108,13 @@ class StructuredOutputsParams:
             return Source("structural_tag", self._rewritten_tag(tag, config))
         text = '{"type": "object"}'
         if self.json is not None:
-            text = self._rewritten(_dumped("json", self.json)[0], config)
+            text = self._rewritten("json", _dumped("json", self.json)[0], config)
         is_compact = self.disable_any_whitespace
         if is_compact is None:
             is_compact = config.disable_any_whitespace
         return Source("json", text, self.whitespace_pattern or ("" if is_compact else _WHITESPACE))
 
-    def _rewritten(self, schema: str, config: StructuredOutputsConfig) -> str:
+    def _rewritten(self, kind: str, schema: str, config: StructuredOutputsConfig) -> str:
         """Return a schema in the words that the libraries know."""
         own = self.disable_additional_properties, self.lenient
         closes, is_lenient = (
@@ -123,12 +123,15 @@ class StructuredOutputsParams:
                 own, (config.disable_additional_properties, config.lenient), strict=True
             )
         )
-        return rewritten(schema, closes, is_lenient)
+        try:
+            return rewritten(schema, closes, is_lenient)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {kind}: {error}") from None
 
     def _rewritten_tag(self, tag: dict[str, Any], config: StructuredOutputsConfig) -> str:
         made = []
         for structure in tag["structures"]:
-            schema = self._rewritten(json.dumps(structure["schema"]), config)
+            schema = self._rewritten("structural_tag", json.dumps(structure["schema"]), config)
             made.append(structure | {"schema": json.loads(schema)})
         return json.dumps(tag | {"structures": made})
 

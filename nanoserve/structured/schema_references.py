@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from nanoserve.checks import shown
+from nanoserve.checks import require, shown
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
@@ -116,3 +116,16 @@ class References:
                     if isinstance(text := schema.get(name), str):
                         self._named.setdefault(prefix + text, schema)
         return self._named
+
+
+def check_circles(definitions: dict[str, Any]) -> None:
+    """Raise `ValueError` if definitions are nothing but names of each other."""
+    checked: set[str] = set()
+    for start, schema in definitions.items():
+        seen, name = {start}, start
+        while isinstance(schema, dict) and schema.keys() == {"$ref"} and name not in checked:
+            checked.add(name)
+            name = schema["$ref"].removeprefix("#/$defs/")
+            require(name not in seen, f"$ref to {shown(name)} leads in a circle")
+            seen.add(name)
+            schema = definitions[name]

@@ -23,7 +23,12 @@ from nanoserve.structured.schema_numbers import (
     check_values,
     checked_bound,
 )
-from nanoserve.structured.schema_references import References, reference_of, walk
+from nanoserve.structured.schema_references import (
+    References,
+    check_circles,
+    reference_of,
+    walk,
+)
 from nanoserve.structured.schema_unions import are_disjoint, closing, only_requires
 
 logger = logging.getLogger(__name__)
@@ -92,7 +97,7 @@ class _Rewriter:
             name, reference, target, closes_it = waiting.popleft()
             definitions[name] = self.schema(target, ((), reference.lstrip("#/")), closes_it)
         check_common_multiples(self._multiples)
-        _check_circles(definitions)
+        check_circles(definitions)
         return schema | ({"$defs": definitions} if definitions else {})
 
     def schema(self, value: Any, path: _Path, closes: bool) -> Any:
@@ -211,19 +216,6 @@ class _Rewriter:
 def _is_alias(schema: dict[str, Any]) -> bool:
     own = assertions_of(schema)
     return len(own) == 1 and reference_of(own) is not None
-
-
-def _check_circles(definitions: dict[str, Any]) -> None:
-    """Raise `ValueError` if definitions are nothing but names of each other."""
-    checked: set[str] = set()
-    for start, schema in definitions.items():
-        seen, name = {start}, start
-        while isinstance(schema, dict) and schema.keys() == {"$ref"} and name not in checked:
-            checked.add(name)
-            name = schema["$ref"].removeprefix("#/$defs/")
-            require(name not in seen, f"$ref to {shown(name)} leads in a circle")
-            seen.add(name)
-            schema = definitions[name]
 
 
 def _shown(path: _Path) -> str:
