@@ -65,6 +65,16 @@ def assertions_of(schema: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def dialect_of(root: dict[str, Any]) -> dict[str, str]:
+    """Return `$schema` as the libraries know it, however it is spelled; nothing if they do not."""
+    for name in ("2020-12", "2019-09", "draft-07", "draft-06", "draft-04"):
+        if name in str(root.get("$schema", "")):
+            is_new = name[0] == "2"
+            start = "https://json-schema.org/draft/" if is_new else "http://json-schema.org/"
+            return {"$schema": f"{start}{name}/schema{'' if is_new else '#'}"}
+    return {}
+
+
 def drop_foreign(own: dict[str, Any]) -> None:
     """Drop what is said of values of other types than those that are allowed."""
     kinds = own.get("type")

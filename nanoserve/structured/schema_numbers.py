@@ -34,11 +34,15 @@ def float_of(text: str) -> float:
     return value
 
 
-def check_values(values: Any) -> None:
-    """Raise `ValueError` for a number in `const` or `enum` that would come out as another one."""
-    stack = [values]
+def check_values(values: Any) -> int:
+    """Raise `ValueError` for a number in `const` or `enum` that would come out as another one.
+
+    Returns how many values there are.
+    """
+    stack, num_values = [values], 0
     while stack:
         value = stack.pop()
+        num_values += 1
         if isinstance(value, dict):
             stack.extend(value.values())
         elif isinstance(value, list | tuple):
@@ -47,6 +51,7 @@ def check_values(values: Any) -> None:
             raise ValueError(f"{shown(value)} is an integer that a float64 does not hold{_ADVICE}")
         elif isinstance(value, float) and not _is_written_as_it_is(value):
             raise ValueError(f"{value} has fewer digits than an integer of its size{_ADVICE}")
+    return num_values
 
 
 def checked_bound(name: str, value: Any) -> Any:

@@ -34,14 +34,13 @@ from nanoserve.structured.schema_unions import are_disjoint, closing, only_requi
 logger = logging.getLogger(__name__)
 
 _Path = tuple[Any, ...]  # (path of what holds it, key), or () at the top
-_MOST_SCHEMAS = 200_000  # that references may make of those within one text
+_MOST_PARTS = 200_000  # schemas, and values of enums, that references may make of one text
 _MOST_NAMED = 8  # ignored keywords, in a line of the log
 _BY_NAME = ("properties", "patternProperties")
 _ONE = ("items", "additionalItems", "additionalProperties")
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MEETING = ("properties", "patternProperties", "additionalProperties", "required")
 _MEETING += ("minProperties", "maxProperties", "items", "prefixItems", "additionalItems")
-_DRAFTS = ("2020-12", "2019-09", "draft-07", "draft-06", "draft-04")
 
 
 @lru_cache(maxsize=16)
@@ -69,7 +68,7 @@ class _Rewriter:
         self._references = References(root)
         self._open_bounds = OpenBounds(walk(root))
         self._multiples: set[Any] = set()
-        self._num_schemas = 0
+        self._num_parts = 0
         self._steps: tuple[Callable[[dict[str, Any]], None], ...] = (
             keywords.drop_foreign,
             keywords.replace_conditions,
@@ -86,11 +85,7 @@ class _Rewriter:
     def whole(self, closes: bool) -> dict[str, Any]:
         made = self.schema(self._root, (), closes)
         schema = made if isinstance(made, dict) else {"allOf": [made]}
-        draft = str(self._root.get("$schema", ""))
-        found = next((name for name in _DRAFTS if name in draft), None)
-        if found is not None:
-            at = "https://json-schema.org/draft/" if found[0] == "2" else "http://json-schema.org/"
-            schema = {"$schema": f"{at}{found}/schema" + "#" * (found[0] != "2")} | schema
+        schema = keywords.dialect_of(self._root) | schema
         definitions: dict[str, Any] = {}
         waiting = self._references.waiting
         while waiting:
@@ -105,11 +100,7 @@ class _Rewriter:
         if isinstance(value, bool):
             return value
         require(isinstance(value, dict), f"{shown(value)} at {_shown(path)} is no schema")
-        self._num_schemas += 1
-        require(
-            self._num_schemas <= _MOST_SCHEMAS,
-            f"its references make more than {_MOST_SCHEMAS} schemas of it",
-        )
+        self._count(1)
         own = assertions_of(value)
         for step in self._steps:
             self._try(step, own, path)
@@ -182,6 +173,11 @@ class _Rewriter:
             return f"#/$defs/{self._references.name(reference, target, closes)}"
         return value
 
+    def _count(self, num_parts: int) -> None:
+        self._num_parts += num_parts
+        told = f"its references make more than {_MOST_PARTS} schemas and values of it"
+        require(self._num_parts <= _MOST_PARTS, told)
+
     def _replace_names(self, own: dict[str, Any]) -> None:
         reference = reference_of(own)
         for name in ("$dynamicRef", "$recursiveRef"):
@@ -199,7 +195,7 @@ class _Rewriter:
 
     def _check_numbers(self, own: dict[str, Any]) -> None:
         if "const" in own or "enum" in own:
-            check_values([own.get("const"), own.get("enum")])
+            self._count(check_values([own.get("const"), own.get("enum")]))
         for name in BOUNDS:
             if name in own:
                 try:

@@ -422,3 +422,8 @@ def test_large_schemas_take_linear_time() -> None:
     for number in range(45):
         nested = {"properties": {f"p{number}": nested}, "title": "#" * 10_000}
     assert made(nested)
+    copied: Any = {"enum": list(range(60_000))}
+    for number in range(45):
+        copied = {"properties": {"a": copied}, "anyOf": [{"$ref": "#" + "/properties/a" * number}]}
+    with pytest.raises(ValueError, match="references make more than"):
+        made(copied)
