@@ -40,6 +40,7 @@ _IMPLIED = {
     "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
     "hostname": (r"(?=.{1,253}\.?$)",),
 }
+_LOCAL = ("time", "date-time")
 
 
 class Unsupported(ValueError):
@@ -185,7 +186,10 @@ def replace_in_arrays(own: dict[str, Any]) -> None:
 
 
 def replace_in_strings(own: dict[str, Any]) -> None:
-    """`pattern`: look-aheads go where the format beside them says the same."""
+    """`pattern`: look-aheads go where the format beside them says the same.
+
+    A format of times asks for a zone, which zod's patterns leave out: there the pattern holds.
+    """
     pattern, kind = own.get("pattern"), own.get("format")
     if not isinstance(pattern, str):
         return
@@ -193,6 +197,8 @@ def replace_in_strings(own: dict[str, Any]) -> None:
         if kind == "hostname" and implied in pattern:
             own["maxLength"] = min(253, own.get("maxLength", 253))
         pattern = pattern.replace(implied, "")
+    if kind in _LOCAL:
+        del own["format"]
     found = _LOOKS.search(pattern)
     if found is not None:
         del own["pattern"]

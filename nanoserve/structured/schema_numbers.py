@@ -70,10 +70,10 @@ def checked_bound(name: str, value: Any) -> Any:
         raise ValueError(
             f"{name}={shown(value)} is an integer that a float64 does not hold{_ADVICE}"
         )
-    if isinstance(value, float) and not _is_written_as_it_is(value):
-        raise ValueError(f"{name}={value} has fewer digits than an integer of its size{_ADVICE}")
     if abs(value) >= _INT64 and (name, value) != ("maximum", _INT64 - 1):
         raise ValueError(f"{name}={shown(value)} is beyond 2^63{_ADVICE}")
+    if isinstance(value, float) and not _is_written_as_it_is(value):
+        raise ValueError(f"{name}={value} has fewer digits than an integer of its size{_ADVICE}")
     if name.startswith("exclusive") and abs(value) >= _EXACT:
         raise ValueError(f"{name}={shown(value)} is beyond 2^53{_ADVICE}")
     return value

@@ -354,6 +354,8 @@ REAL: dict[str, dict[str, Any]] = {
         "(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$",
         "maxLength": 9,
     },
+    "zod time": STRING
+    | {"format": "time", "pattern": "^(?:[01]\\d|2[0-3]):[0-5]\\d(?::[0-5]\\d)?$"},
     "zod startsWith": STRING | {"format": "starts_with", "pattern": "^ab.*", "maxLength": 5},
     "zod record": {"type": "object", "propertyNames": STRING, "additionalProperties": ONE},
     "zod record of an enum": {
