@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from nanoserve.chat import text_of
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
+from nanoserve.server.first_error import stops_at_first_error
 from nanoserve.server.guides import guide_of
 from nanoserve.server.tools.asked import with_parsed_arguments
 from nanoserve.structured.params import StructuredOutputsParams
@@ -67,6 +69,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether to look through it may take longer than the event loop can be kept waiting.
+
+        Set by whoever has received it.
+        """
+        return False
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return stops_at_first_error(handler(source))
 
     def check_extra(self) -> None:
         """Raise `ApiError` for a field that would change the answer, if it could be honoured."""
@@ -219,7 +233,7 @@ class DetokenizeBody(Body):
 def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     """Templates pass over a role that they do not know, without a word."""
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"messages: role={role!r:.50} must be one of {known}", "messages")
     message = with_parsed_arguments(message)
