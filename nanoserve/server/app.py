@@ -37,6 +37,7 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.responses import EventStream, whole_response
 from nanoserve.server.settings import ServerSettings
+from nanoserve.server.shared_answer import SharedAnswer
 from nanoserve.server.tools.answer import ToolAnswer
 from nanoserve.server.tools.asked import tool_use_of
 from nanoserve.server.tools.formats import FORMATS, detect
@@ -46,6 +47,7 @@ from nanoserve.server.tools.reasoning import CLOSE, OPEN
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 _OTHER_ITEMS = 2**16  # beside a prompt and a bias for each token of the vocabulary: see `BodyCost`
+_METRICS_SECONDS = 0.25  # between two looks at the engine, however many ask for metrics
 _TURN_SECONDS = 0.01  # of tokenising, before other requests get their turn
 
 
@@ -66,7 +68,8 @@ class ApiServer:
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
         self._measure()
-        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
+        self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
+        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._add_routes()
         add_page(self.app)
         self.live = self._show_live()
@@ -98,7 +101,7 @@ class ApiServer:
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
         ):
-            add(path, endpoint, methods=["GET"], response_model=None)
+            add(path, endpoint, methods=["GET", "HEAD"], response_model=None)
         for path, endpoint in (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat_completions),
@@ -116,8 +119,10 @@ class ApiServer:
 
     async def show_metrics(self) -> Response:
         """For Prometheus."""
-        told = await self.llm.call_in_engine(exposition)
-        return Response(told, media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._metrics.get(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _read_metrics(self) -> bytes:
+        return await self.llm.call_in_engine(exposition)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._about(name) for name in self.names]}
@@ -313,7 +318,11 @@ def _later(seconds: int) -> dict[str, str]:
 async def _tell(request: Request, error: Exception) -> JSONResponse:
     """Whatever was raised, in the shape in which clients expect errors."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail, headers=error.headers)
+        told = error.detail
+        if error.status_code == 404 and request.url.path.endswith("/"):
+            # A redirection would lead to whatever host the client has named.
+            told = f"{told}: {request.url.path[:200]} ends with a slash, which no endpoint does"
+        error = ApiError(error.status_code, told, headers=error.headers)
     elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
         error = ApiError.internal()
     return ApiError.of(error).response()

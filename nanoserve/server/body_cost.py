@@ -38,8 +38,9 @@ class BodyCost:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
         syntax = b"".join(parts[self._is_in_string :: 2])
+        num_strings = (len(parts) - self._is_in_string) // 2  # that begin in this piece
         self._is_in_string ^= len(parts) % 2 == 0
         num_containers = syntax.count(b"[") + syntax.count(b"{")
         self.total += _NUMBER * syntax.count(b",") + _CONTAINER * num_containers
-        self.total += (_STRING - _NUMBER) * (len(parts) // 2)
+        self.total += (_STRING - _NUMBER) * num_strings
         self.total += (_NAME - _STRING) * syntax.count(b":")
