@@ -136,7 +136,7 @@ class EngineThread:
         """
         num_orders = num_calls = 0
         while not (is_busy := self._has_work()) or not self._orders.empty():
-            if is_busy and (num_orders == _MOST_ORDERS or num_calls == _MOST_CALLS):
+            if is_busy and (num_orders >= _MOST_ORDERS or num_calls >= _MOST_CALLS):
                 break
             order = self._orders.get()
             if order is None:
