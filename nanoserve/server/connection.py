@@ -48,8 +48,11 @@ class Connection(HttpToolsProtocol):
             self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed. Called by uvicorn, which would cut an answer under way."""
-        if self._is_answering:
+        """What cannot be parsed. Called by uvicorn, which would cut an answer under way.
+
+        It may also be the rest of a body that an answer still waits for: then nothing else comes.
+        """
+        if self._is_answering and (self.pipeline or not self.cycle.more_body):
             self._refuse(b"400 Bad Request")
         else:
             super().send_400_response(msg)

@@ -58,6 +58,8 @@ _ADVICE = {
     "guided_decoding_backend": "whoever starts the server chooses structured_outputs_config",
     "use_beam_search": "LLM.beam_search() searches offline",
 }
+# Of what renders a template, what is not a template's argument.
+_OWN_ARGUMENTS = ("chat_template", "tokenize", "return_dict", "mark_text", "messages", "self")
 # OpenAI's roles, and what templates call them.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")}
 _ROLES["developer"] = "system"
@@ -206,7 +208,7 @@ class ChatBody(GenerationBody):
         if self.tools and self.tool_choice != "none":
             given["tools"] = self.tools
         own = self.chat_template_kwargs or {}
-        for name in ("chat_template", "tokenize", "return_dict", "mark_text", "messages"):
+        for name in _OWN_ARGUMENTS:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
                 raise ApiError(400, f"{param} is not for a client to say", param, "unsupported")

@@ -377,3 +377,17 @@ def test_a_port_that_cannot_be_listened_on_is_an_error_with_a_message(server_llm
         server = Server(api, 1, access_log=False)
         with pytest.raises(OSError, match=r"in use"):
             server.run([ours])
+
+
+def test_a_body_that_breaks_off_is_refused_at_once(server) -> None:
+    """There is no answer under way that a refusal could cut."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(head + b"transfer-encoding: chunked\r\n\r\nno size\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "mark_text", "conversation", "tools", ""])
+def test_no_argument_of_a_template_is_an_error_of_the_server(server, name) -> None:
+    status, _, _ = ask(server, "/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: 1}})
+    assert status in (200, 400)
