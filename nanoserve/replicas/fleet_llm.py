@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from ray.serve.handle import DeploymentHandle
 
 from nanoserve.engine.llm_engine import LLMEngine
@@ -62,10 +61,9 @@ class FleetServer(ApiServer):
         is_healthy = self.llm.is_running and not self.is_draining and self.llm.owner.replicas
         return Response(status_code=200 if is_healthy else 503)
 
-    async def show_metrics(self) -> Response:
+    async def _read_metrics(self) -> bytes:
         """Of all replicas, each with its number as a label."""
-        told = await self.llm.call_in_engine(exposition)
-        return Response(merged(told), media_type=CONTENT_TYPE_LATEST)
+        return merged(await self.llm.call_in_engine(exposition))
 
     def _measure(self) -> None:
         """Replicas do so from their first request on, whoever asks them."""

@@ -1,7 +1,9 @@
 """The server's endpoints."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +38,7 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.responses import EventStream, whole_response
 from nanoserve.server.settings import ServerSettings
+from nanoserve.server.shared_answer import SharedAnswer
 from nanoserve.server.tools.answer import ToolAnswer
 from nanoserve.server.tools.asked import tool_use_of
 from nanoserve.server.tools.formats import FORMATS, detect
@@ -43,6 +46,10 @@ from nanoserve.server.tools.grammar import guide_of_tools, schemas_of_tools
 from nanoserve.server.tools.reasoning import CLOSE, OPEN
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+_OTHER_ITEMS = 2**16  # beside a prompt and a bias for each token of the vocabulary: see `BodyCost`
+_METRICS_SECONDS = 0.25  # between two looks at the engine, however many ask for metrics
+_TURN_SECONDS = 0.01  # of tokenising, before other requests get their turn
 
 
 class ApiServer:
@@ -58,10 +65,12 @@ class ApiServer:
         # Who is forced to call can be forced to write it in any way.
         self.tool_format = known or FORMATS["hermes"]
         self.shows_tools = known is not None and "tools" in (template or "")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
         self._measure()
-        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
+        self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
+        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         self._add_routes()
         add_page(self.app)
         self.live = self._show_live()
@@ -93,7 +102,7 @@ class ApiServer:
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
         ):
-            add(path, endpoint, methods=["GET"], response_model=None)
+            add(path, endpoint, methods=["GET", "HEAD"], response_model=None)
         for path, endpoint in (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat_completions),
@@ -111,8 +120,10 @@ class ApiServer:
 
     async def show_metrics(self) -> Response:
         """For Prometheus."""
-        told = await self.llm.call_in_engine(exposition)
-        return Response(told, media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._metrics.get(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _read_metrics(self) -> bytes:
+        return await self.llm.call_in_engine(exposition)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._about(name) for name in self.names]}
@@ -123,7 +134,7 @@ class ApiServer:
 
     async def completions(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
-        check_completion(body, self.settings.max_prompts)
+        check_completion(body, self.settings.max_prompts, self.settings.max_n)
         return await self._generate(request, body, completion_requests, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -165,7 +176,7 @@ class ApiServer:
             engine.input_processor.text_limit.check(body.prompt)
             return engine.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
-        tokens = await self._prepare(token_ids)
+        tokens = await self._prepare(token_ids, body.is_large)
         told = {"count": len(tokens), "max_model_len": engine.input_processor.max_model_len}
         told["tokens"] = tokens
         if body.return_token_strs:
@@ -173,14 +184,22 @@ class ApiServer:
         return told
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        """vLLM's: the text of token ids."""
+        """vLLM's: the text of token ids, of as many as the model's context has.
+
+        vLLM has no limit; but millions of ids hold the tokenizer for seconds, and no text of the
+        model has more than these.
+        """
         body = await self._read(request, DetokenizeBody)
         vocab_size = self.llm.engine.model_config.vocab_size
+        most = self.llm.engine.input_processor.max_model_len
+        if len(body.tokens) > most:
+            told = f"tokens has {len(body.tokens)} ids; at most max_model_len={most} are allowed"
+            raise ApiError(400, told, "tokens")
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
         decode = self.llm.engine.tokenizer.decode
-        return {"prompt": await self._prepare(lambda: decode(body.tokens, False))}
+        return {"prompt": await self._prepare(lambda: decode(body.tokens, False), body.is_large)}
 
     async def _generate(
         self,
@@ -194,7 +213,7 @@ class ApiServer:
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
         await self._check_guide(body)
-        requests = await self._prepare(lambda: make(body, engine, new_id))
+        requests = await self._prepare_each(lambda: make(body, engine, new_id), body.is_large)
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
             self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
@@ -257,20 +276,49 @@ class ApiServer:
 
     async def _read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         """The body of a request, checked as far as it can be without the engine."""
-        content = await read_body(request, self.settings)
+        engine = self.llm.engine
+        longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
+        received = await read_body(request, self.settings, longest + _OTHER_ITEMS)
+
+        def read() -> AnyBody:
+            body = kind.model_validate_json(received.content)
+            if body.model is not None:
+                self._check_model(body.model)
+            body.check_extra()
+            body.is_large = received.is_large
+            return body
+
         try:
-            body = kind.model_validate_json(content)
+            if not received.is_large:
+                return read()
+            # One at a time: between two of them the event loop gets its turn.
+            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except ValueError as error:
             raise ApiError.of(error) from None
-        if body.model is not None:
-            self._check_model(body.model)
-        body.check_extra()
-        return body
 
-    async def _prepare(self, make: Callable[[], Any]) -> Any:
+    async def _prepare_each(self, make: Callable[[], Iterable[Any]], is_large: bool) -> list[Any]:
+        """All that `make()` yields, made a few at a time: other requests get their turn between."""
+        made: list[Any] = []
+        rest: Iterator[Any] | None = None
+
+        def take() -> bool:
+            nonlocal rest
+            end = time.monotonic() + _TURN_SECONDS
+            rest = iter(make()) if rest is None else rest
+            for one in rest:
+                made.append(one)
+                if time.monotonic() > end:
+                    return False
+            return True
+
+        while not await self._prepare(take, is_large):
+            pass
+        return made
+
+    async def _prepare(self, make: Callable[[], Any], is_large: bool = False) -> Any:
         """What `make()` returns, called off the event loop. What it refuses is a 400."""
         try:
-            return await self.llm.prepare(make)
+            return await self.llm.prepare(make, is_large)
         except ValueError as error:
             raise ApiError.of(error) from None
 
@@ -282,7 +330,11 @@ def _later(seconds: int) -> dict[str, str]:
 async def _tell(request: Request, error: Exception) -> JSONResponse:
     """Whatever was raised, in the shape in which clients expect errors."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail, headers=error.headers)
+        told = error.detail
+        if error.status_code == 404 and request.url.path.endswith("/"):
+            # A redirection would lead to whatever host the client has named.
+            told = f"{told}: {request.url.path[:200]} ends with a slash, which no endpoint does"
+        error = ApiError(error.status_code, told, headers=error.headers)
     elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
         error = ApiError.internal()
     return ApiError.of(error).response()

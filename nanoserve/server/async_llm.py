@@ -70,6 +70,7 @@ class AsyncLLM:
         self._stream_interval = check_int("stream_interval", stream_interval, 1)
         self._request_ids = map("request-{}".format, count())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
+        self._tokenizing_much = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer 2")
         self._checking = ThreadPoolExecutor(_MOST_CHECKED, thread_name_prefix="nanoserve checks")
         # By request. Who reads holds the reader; here it must not stay when it is dropped.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
@@ -207,11 +208,15 @@ class AsyncLLM:
         """One that no other request of this object has."""
         return next(self._request_ids)
 
-    async def prepare(self, make: Callable[[], T]) -> T:
-        """What `make()` returns, called in the thread that tokenises."""
+    async def prepare(self, make: Callable[[], T], is_large: bool = False) -> T:
+        """What `make()` returns, called in the thread that tokenises.
+
+        is_large: in the one for what takes long, so that short prompts do not wait behind it.
+        """
+        pool = self._tokenizing_much if is_large else self._tokenizing
         self._num_preparing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make)
+            return await asyncio.get_running_loop().run_in_executor(pool, make)
         finally:
             self._num_preparing -= 1
 
@@ -282,6 +287,7 @@ class AsyncLLM:
         self._end()
         self.owner.join()
         self._tokenizing.shutdown()
+        self._tokenizing_much.shutdown()
         self._checking.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":

@@ -1,6 +1,7 @@
 """/v1/completions: text or token ids in, their continuation out."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from nanoserve.engine.llm_engine import LLMEngine
@@ -14,8 +15,8 @@ from nanoserve.server.protocol import CompletionBody
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
 
 
-def completion_requests(body: CompletionBody, engine: LLMEngine, new_id: Any) -> list[Request]:
-    """A request for each prompt. It tokenises, so it is called off the event loop.
+def completion_requests(body: CompletionBody, engine: LLMEngine, new_id: Any) -> Iterator[Request]:
+    """Yield a request for each prompt. It tokenises, so it is called off the event loop.
 
     `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.
     """
@@ -27,14 +28,12 @@ def completion_requests(body: CompletionBody, engine: LLMEngine, new_id: Any) ->
     )
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = body.logprobs
-    requests = []
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
             prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
         process = engine.input_processor.process
-        requests.append(process(new_id(), body.prompt_of(prompt), params, body.priority or 0))
-    return requests
+        yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)
 
 
 class CompletionAnswer(Answer):
@@ -106,11 +105,18 @@ class CompletionAnswer(Answer):
             self._num_output_tokens = 0
 
 
-def check_completion(body: CompletionBody, max_prompts: int) -> None:
-    """`ApiError` for what two fields must agree on."""
+def check_completion(body: CompletionBody, max_prompts: int, max_n: int) -> None:
+    """`ApiError` for what two fields must agree on.
+
+    One body of 1.4 kB could ask for 16,384 completions otherwise, each of which takes its turn.
+    """
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= max_prompts:
         told = f"prompt has {num_prompts} prompts; it takes 1 to {max_prompts}"
         raise ApiError(400, told, "prompt")
+    num_completions, most = num_prompts * (body.n or 1), max(max_prompts, max_n)
+    if num_completions > most:
+        told = f"{num_prompts} prompts and n={body.n} are {num_completions} completions; a request "
+        raise ApiError(400, f"{told}may have {most}", "n")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens=0 asks for nothing without echo=true", "max_tokens")

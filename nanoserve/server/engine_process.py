@@ -257,11 +257,9 @@ def _without_objects(value: Any) -> Any:
 
 def _main(orders: Connection, news: Connection) -> None:
     """The process: load, obey, end."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # which a terminal, or a supervisor, sends to all
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # which a terminal, or a supervisor, sends to all
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     _, model, options, level = pickle.loads(orders.recv_bytes())
     logging.basicConfig(level=level, format=LOG_FORMAT)
     try:

@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 _NUM_TRIES = 2  # of a step, before the requests in it are given up
 _MOST_FAILURES = 6  # one after another, before the engine is
 
+# Orders that are obeyed between two steps, where there is work: who orders without end must not keep
+# all others from their tokens. A call may take milliseconds; another order takes microseconds.
+_MOST_ORDERS = 1024
+_MOST_CALLS = 1
+
 Done = Callable[[Any, Exception | None], None]  # is told what a call has returned, or raised
 
 
@@ -50,7 +55,7 @@ class EngineThread:
         self._llm, self._post = llm, post
         self._feed = TokenFeed()
         self.engine.observers.append(self._feed)
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._orders: SimpleQueue[partial[None] | None] = SimpleQueue()
         self._num_failures = 0
         self._is_paused = False
         # A daemon, so that a program that forgets to shut down can still end.
@@ -125,11 +130,19 @@ class EngineThread:
             atexit.unregister(self._thread.join)
 
     def _take_orders(self) -> bool:
-        """All that there are; without other work, wait for some. False: it is time to stop."""
+        """Obey what there is, within bounds; without other work, wait for some.
+
+        False: it is time to stop.
+        """
+        num_orders = num_calls = 0
         while not (is_busy := self._has_work()) or not self._orders.empty():
+            if is_busy and (num_orders >= _MOST_ORDERS or num_calls >= _MOST_CALLS):
+                break
             order = self._orders.get()
             if order is None:
                 return False
+            num_orders += 1
+            num_calls += order.func == self._call
             order()
             del order  # else the last one would be kept alive until the next one comes
         return is_busy

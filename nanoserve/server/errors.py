@@ -11,6 +11,8 @@ from nanoserve.server.output_reader import EngineDeadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
+_MOST_ERRORS = 1000
+
 
 class ApiError(Exception):
     """An answer other than 200; `param` is the field that is meant, `code` is for programs."""
@@ -61,7 +63,13 @@ class ApiError(Exception):
 
     @classmethod
     def _of_fields(cls, error: ValidationError) -> "ApiError":
-        """The first field that is wrong, with all that it might have been instead."""
+        """The first field that is wrong, with all that it might have been instead.
+
+        Lists and dictionaries stop at their first error (see `nanoserve.server.first_error`), so
+        there are no more than a few for each field.
+        """
+        if error.error_count() > _MOST_ERRORS:  # each would become a dictionary
+            return cls(400, f"the body has {error.error_count()} fields of a wrong type")
         told = error.errors(include_url=False, include_context=False, include_input=False)
         path = told[0]["loc"]
         if not path:  # it is no JSON, or no object

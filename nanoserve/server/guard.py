@@ -3,11 +3,13 @@
 import asyncio
 import hashlib
 import hmac
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanoserve.server.body_cost import BodyCost
 from nanoserve.server.errors import ApiError
 from nanoserve.server.settings import ServerSettings
 
@@ -37,8 +39,30 @@ class Guard:
         await self._app(scope, receive, send)
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """A body of JSON. `ApiError` if it is another thing, too long, or too long on its way."""
+class ReceivedBody(NamedTuple):
+    """A body of JSON that nobody has parsed yet. `cost` is in units of `BodyCost`."""
+
+    content: bytearray
+    cost: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is to be read off the event loop, which would wait a millisecond or more."""
+        return len(self.content) > _SMALL_BYTES or self.cost > _SMALL_COST
+
+
+async def read_body(
+    request: Request, settings: ServerSettings, least_cost: int = 0
+) -> ReceivedBody:
+    """Receive a body of JSON. `ApiError` if it is another thing, too long, or too long on its way,
+    or has more items than a body of `max_body_bytes` needs.
+
+    least_cost: a cost that is allowed however few bytes are: what the model itself can take.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        told = f"content-encoding: {encoding!r:.50} is not supported; send plain JSON"
+        raise ApiError(415, told, headers=_CLOSE)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # A page of another site can send everything else without asking the browser's leave.
@@ -48,22 +72,37 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > most:
         raise told
-    content = bytearray()
+    content, cost = bytearray(), BodyCost()
+    most_cost = max(most // _BYTES_FOR_A_UNIT, least_cost, _SMALL_COST)
 
     async def read() -> None:
         async for piece in request.stream():
             content.extend(piece)
             if len(content) > most:
                 raise told
+            for start in range(0, len(piece), _PIECE):
+                if start:  # a server that hands over all at once: others are served meanwhile
+                    await asyncio.sleep(0)
+                cost.add(piece[start : start + _PIECE])
+                if cost.total > most_cost:
+                    raise ApiError(413, _TOO_MANY_ITEMS.format(most_cost), headers=_CLOSE)
 
     try:
         await asyncio.wait_for(read(), settings.body_timeout)
     except asyncio.TimeoutError:
         late = f"the body took more than {settings.body_timeout:g} seconds"
         raise ApiError(408, late, headers=_CLOSE) from None
-    return bytes(content)
+    return ReceivedBody(content, cost.total)
 
 
+_SMALL_BYTES = 2**14
+_SMALL_COST = 2**11  # units, 100 ns each
+_BYTES_FOR_A_UNIT = 16  # 2^19 units in 8 MiB: 0.05 s of parsing
+_PIECE = 2**16
+_TOO_MANY_ITEMS = (
+    "the body has too many items: a number counts 1, a string 2, a name 4, a list or an object 16, "
+    "and together they may count {}, which is a sixteenth of max_body_bytes, or what the model takes"
+)
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _CLOSE = {"connection": "close"}  # what is still on its way would be read as the next request
 

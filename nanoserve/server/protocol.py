@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from nanoserve.chat import text_of
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
+from nanoserve.server.first_error import stops_at_first_error
 from nanoserve.server.guides import field_of_guide, guide_of
 from nanoserve.server.tools.asked import with_parsed_arguments
 from nanoserve.structured.params import StructuredOutputsParams
@@ -56,6 +58,8 @@ _ADVICE = {
     "guided_decoding_backend": "whoever starts the server chooses structured_outputs_config",
     "use_beam_search": "LLM.beam_search() searches offline",
 }
+# Of what renders a template, what is not a template's argument.
+_OWN_ARGUMENTS = ("chat_template", "tokenize", "return_dict", "mark_text", "messages", "self")
 # OpenAI's roles, and what templates call them.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")}
 _ROLES["developer"] = "system"
@@ -67,6 +71,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether to look through it may take longer than the event loop can be kept waiting.
+
+        Set by whoever has received it.
+        """
+        return False
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return stops_at_first_error(handler(source))
 
     def check_extra(self) -> None:
         """Raise `ApiError` for a field that would change the answer, if it could be honoured."""
@@ -210,7 +226,7 @@ class ChatBody(GenerationBody):
         if self.tools and self.tool_choice != "none":
             given["tools"] = self.tools
         own = self.chat_template_kwargs or {}
-        for name in ("chat_template", "tokenize", "return_dict", "mark_text", "messages"):
+        for name in _OWN_ARGUMENTS:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
                 raise ApiError(400, f"{param} is not for a client to say", param, "unsupported")
@@ -237,7 +253,7 @@ class DetokenizeBody(Body):
 def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     """Templates pass over a role that they do not know, without a word."""
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"messages: role={role!r:.50} must be one of {known}", "messages")
     message = with_parsed_arguments(message)

@@ -1,18 +1,23 @@
 """How an answer travels: in one piece, or as server-sent events while it grows."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from nanoserve.outputs import RequestOutput
 from nanoserve.server.answers import Answer
 from nanoserve.server.errors import ApiError
 from nanoserve.server.output_reader import EngineDeadError, OutputReader
 
 _HEARTBEAT = b": the model is at work\n\n"  # a comment, which every reader of events skips
+_MOST_ENTRIES = 128  # tokens with log-probabilities, that are written in the event loop itself
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -29,7 +34,10 @@ async def whole_response(answer: Answer, reader: OutputReader, receive: Receive)
                 outputs[output.request_id] = output
     if len(outputs) < len(answer.requests):  # nobody is left to be told
         return Response(status_code=499)
-    return JSONResponse(answer.whole(outputs))
+    if not _is_large(outputs.values()):
+        return JSONResponse(answer.whole(outputs))
+    content = await asyncio.to_thread(lambda: _encoded(answer.whole(outputs)))
+    return Response(content, media_type="application/json")
 
 
 class EventStream(Response):
@@ -52,13 +60,38 @@ class EventStream(Response):
             try:
                 while not self._reader.is_over:
                     outputs = await self._reader.read()
-                    body = self._answer.events(outputs) if outputs else _HEARTBEAT
+                    body = _HEARTBEAT
+                    if _is_large(outputs):
+                        body = await asyncio.to_thread(self._answer.events, outputs)
+                    elif outputs:
+                        body = self._answer.events(outputs)
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 end = self._answer.last_events()
             except EngineDeadError as error:
                 end = ApiError.of(error).event()
             await send({"type": "http.response.body", "body": end})
+
+
+def _is_large(outputs: Iterable[RequestOutput]) -> bool:
+    """Whether to write them would keep the event loop for longer than a hundredth of a second."""
+    num_entries = 0
+    for output in outputs:
+        num_entries += len(output.prompt_logprobs or ())
+        for completion in output.outputs:
+            num_entries += len(completion.logprobs or ()) + len(completion.token_ids) // 16
+    return num_entries > _MOST_ENTRIES
+
+
+def _encoded(whole: dict[str, Any]) -> bytes:
+    """The JSON of an answer, as `JSONResponse` writes it. Its choices are encoded one by one: the
+    interpreter's lock is held for each, and all together may be many megabytes."""
+    encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    fields = []
+    for name, value in whole.items():
+        text = f"[{','.join(map(encode, value))}]" if name == "choices" else encode(value)
+        fields.append(f"{encode(name)}:{text}")
+    return f"{{{','.join(fields)}}}".encode()
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -15,43 +16,28 @@ import uvicorn
 
 from nanoserve.server.app import ApiServer
 from nanoserve.server.connection import Connection
+from nanoserve.server.port import Port
 
 logger = logging.getLogger(__name__)
 
-_STALLED_SECONDS = 60  # that a client may take nothing of what was sent to it
-_QUIET_SECONDS = 60  # after which one is asked whether it is still there
+_ALWAYS = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (*_ALWAYS, *(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket for `Server`, bound before a model is loaded: a port in use shows at once.
+def bind(host: str, port: int) -> Port:
+    """A socket for `Server`, held before a model is loaded: a port in use shows at once.
 
-    It does not listen yet, so nobody waits for a model that is being loaded. What is set here holds
-    for each connection. One whose client is gone, without a word or with all that was sent to it
-    unread, is ended by the system. Raises `OSError`.
+    It refuses whoever connects until the server starts, so nobody waits for a model that is being
+    loaded. What is set here holds for each connection. One whose client is gone, without a word or
+    with all that was sent to it unread, is ended by the system. Raises `OSError`.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            ("TCP_KEEPIDLE", _QUIET_SECONDS),
-            ("TCP_KEEPINTVL", 10),
-            ("TCP_KEEPCNT", 6),
-            ("TCP_USER_TIMEOUT", 1000 * _STALLED_SECONDS),  # in milliseconds
-        ):
-            if hasattr(socket, name):  # macOS has not all of them
-                bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        bound.bind((host, port))
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+    return Port(host, port)
 
 
 class Server(uvicorn.Server):
-    """SIGTERM or Ctrl-C: nothing new begins, what runs has `grace` seconds to end, and then the
-    process exits with 0. A second Ctrl-C does not wait. If the engine dies, it exits with 1."""
+    """SIGTERM, Ctrl-C, or SIGHUP as when a terminal is closed: nothing new begins, what runs has
+    `grace` seconds to end, and then the process exits with 0. A second Ctrl-C does not wait. If the
+    engine dies, it exits with 1."""
 
     def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: object) -> None:
         config = uvicorn.Config(
@@ -72,12 +58,19 @@ class Server(uvicorn.Server):
         self._api, self._grace = api, grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for bound in sockets or []:
+            if isinstance(bound, Port):
+                bound.open()
         await super().startup(sockets)
+        if not self.servers[0].sockets or self.servers[0].sockets[0] is None:
+            # uvloop's way to say that it cannot listen; asyncio's own raises.
+            raise OSError(errno.EADDRINUSE, "the port is in use by another program")
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         scheme = "https" if self.config.is_ssl else "http"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         told = f"{self._api.names[0]} at {address}  (OpenAI clients: {address}/v1)"
-        print(told, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, say, is no reason not to serve
+            print(told, file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self._api.llm.is_running
@@ -91,7 +84,9 @@ class Server(uvicorn.Server):
         """Unlike uvicorn's, this one does not raise the signal again when all is over."""
         is_main = threading.current_thread() is threading.main_thread()  # where signals arrive
         with contextlib.ExitStack() as restoring:
-            for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+            for number in _ENDING if is_main else ():
+                if number not in _ALWAYS and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # as nohup wants it
                 before = signal.signal(number, self.handle_exit)
                 restoring.callback(signal.signal, number, before)
             yield
