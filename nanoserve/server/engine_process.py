@@ -4,9 +4,10 @@ Python computes in one thread of a process at a time. Where a step of the engine
 the texts and events of 256 streams would take as long again. Here they are made beside it.
 
 Two pipes carry pickles between the two processes, which trust each other: orders one way, news the
-other. Among the news are beats: a process that is silent, as one that was stopped is, is killed, and
-each of its clients told. The process is started as `python -m nanoserve.server.engine_process`, so that a plain script
-needs no `if __name__ == "__main__"`, and ends with whoever has started it, however that ends.
+other. Among the news are beats: a process that is silent, as one that was stopped is, is killed,
+and each of its clients told. It is started as `python -m nanoserve.server.engine_process`, so that
+a plain script needs no `if __name__ == "__main__"`, and ends with whoever has started it, however
+that ends.
 """
 
 import contextlib
@@ -198,7 +199,7 @@ class EngineProcess:
             if pulse.silence >= (self._timeout - 2 * BEAT if num_heard else _IMPORT_TIMEOUT):
                 self.error = RuntimeError(
                     f"the engine's process {pulse.pid} has shown no sign of life for "
-                    f"{pulse.silence:.0f} seconds, as if it were stopped, and was killed"
+                    f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
                 )
                 self._process.kill()
                 return

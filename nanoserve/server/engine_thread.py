@@ -62,7 +62,8 @@ class EngineThread:
         # A daemon, so that a program that forgets to shut down can still end.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch, name="nanoserve watch", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="nanoserve watch", daemon=True)
+        self._watcher.start()
 
     @property
     def stall(self) -> str | None:
@@ -110,7 +111,10 @@ class EngineThread:
             if left <= 0:
                 break
             self._thread.join(min(left, BEAT))
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._watcher.join()
+        return True
 
     def _add(self, request: Request, is_followed: bool) -> None:
         if is_followed:
@@ -155,7 +159,7 @@ class EngineThread:
                 atexit.unregister(self.join)
 
     def _watch(self) -> None:
-        """In a thread of its own: notice a step that hangs, and an executor that dies while idle."""
+        """In another thread: notice a step that hangs, and an executor that dies while idle."""
         looked, is_told = time.monotonic(), False
         while not self._has_ended.wait(BEAT):
             now = time.monotonic()
