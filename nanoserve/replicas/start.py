@@ -10,10 +10,8 @@ import contextlib
 import logging
 import os
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,6 @@ except ModuleNotFoundError as error:
     raise ValueError(f"replicas need Ray Serve ({error}): pip install 'nanoserve[ray]'") from error
 
 logger = logging.getLogger(__name__)
-
-_END_SECONDS = 30.0  # for Serve to end what runs: it would wait for minutes for one that hangs
 
 
 @contextlib.contextmanager
@@ -101,7 +97,8 @@ def replicas(
             else:
                 yield serve.run(replicas_app(*plan), name=name, route_prefix=None)
         finally:
-            _within(_END_SECONDS, partial(serve.delete, name))
+            with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left
+                serve.delete(name)
 
 
 @contextlib.contextmanager
@@ -132,20 +129,9 @@ def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
         yield
     finally:
         if settings.ray_address is None:
-            _within(_END_SECONDS, serve.shutdown)
+            with contextlib.suppress(Exception):
+                serve.shutdown()
         ray.shutdown()
-
-
-def _within(seconds: float, end: Callable[[], object]) -> None:
-    """Do that, or leave it after so many seconds. Of a cluster that is gone nothing is left."""
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            end()
-
-    thread = threading.Thread(target=run, name="nanoserve end", daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _check_room(resources: dict[str, float], num_replicas: int) -> None:
