@@ -13,9 +13,9 @@ from nanoserve.checks import shown
 
 # Families by the beginning of their classes' names, in lower case.
 _ENCODER_DECODERS = (
-    "t5 mt5 umt5 longt5 byt5 t5gemma switchtransformers bart mbart plbart mvp led pegasus pegasusx "
-    "bigbirdpegasus blenderbot blenderbotsmall marian m2m100 nllbmoe fsmt prophetnet xlmprophetnet "
-    "encoderdecoder visionencoderdecoder speechencoderdecoder rag whisper moonshine "
+    "t5 mt5 umt5 longt5 byt5 t5gemma t5gemma2 switchtransformers bart mbart plbart mvp led pegasus "
+    "pegasusx bigbirdpegasus blenderbot blenderbotsmall marian m2m100 nllbmoe fsmt prophetnet "
+    "xlmprophetnet encoderdecoder visionencoderdecoder speechencoderdecoder rag whisper moonshine "
     "moonshinestreaming speech2text speecht5 seamlessm4t seamlessm4tv2 pop2piano musicgen trocr "
     "florence2 pix2struct udop"
 )

@@ -182,6 +182,25 @@ def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
         assert answers(llm) == expected
 
 
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
+def test_it_wakes_with_other_weights_if_its_files_have_them(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """What `collective_rpc` and `apply_model` say to do instead."""
+    make_qwen3(tmp_path, seed=2)
+    with LLM(tmp_path, **OPTIONS, **options) as llm:
+        expected = answers(llm)
+    make_qwen3(tmp_path, seed=1)
+    with LLM(tmp_path, **OPTIONS, **options) as llm:
+        assert answers(llm) != expected
+        with pytest.raises(AttributeError, match=r"sleep\(level=2\), write them .*wake_up"):
+            llm.apply_model(print)
+        llm.sleep(level=2)
+        make_qwen3(tmp_path, seed=2)
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_closing_needs_nobody_awake(checkpoint: Path, level: int) -> None:
     llm = LLM(checkpoint, **OPTIONS)
