@@ -129,7 +129,7 @@ class EngineConfig:
     # Who starts the ranks: "mp" this machine, "ray" a Ray cluster. None: "mp".
     distributed_executor_backend: str | None = None
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
-    worker_timeout_seconds: int = 10  # that a rank may show no sign of life: a busy one does
+    worker_timeout_seconds: int = 8  # that a process may show no sign of life: a busy one does
 
     @classmethod
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":

@@ -134,8 +134,9 @@ class LLMMethods:
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Go on after `sleep`, with the same weights; what was asked before is answered the same.
 
-        `tags`: "weights", "kv_cache", or both, which None is. Requests can be run again when both
-        are there.
+        `tags` is a list of "weights" and "kv_cache", which can be woken one after the other in any
+        order; None is both. Requests are refused until both are there. Raises `ValueError` for
+        other tags, and for one alone of several ranks, which wake as a whole.
         """
         from nanoserve.worker.sleep import wake_up
 

@@ -76,8 +76,8 @@ class SamplingParams:
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
         for this request alone, after everything else that changes its logits. What they return
         has the same shape and is floating-point; -inf forbids a token, NaN and +inf are errors.
-    seed: same seed, same tokens, whatever else runs (in float32; 16 bits may round otherwise in
-        another batch). None or -1: the engine draws one.
+    seed: same seed, same tokens, whatever else runs (in float32; 16 bits, integer weights and an
+        8-bit KV cache may round otherwise in another batch). None or -1: the engine draws one.
     max_tokens: at most this many tokens of output; None is up to `max_model_len`.
     stop: end where one of these texts appears; the output ends before it.
     stop_token_ids: end at one of these, besides the model's own EOS.

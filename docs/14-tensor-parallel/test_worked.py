@@ -91,5 +91,5 @@ def test_all_reduce_and_all_gather() -> None:
 
 
 def test_a_silent_worker_is_given_up_before_a_step_that_does_not_end() -> None:
-    assert tp.default("worker_timeout_seconds") == 10
+    assert tp.default("worker_timeout_seconds") == 8
     assert tp.default("distributed_timeout_seconds") == 300

@@ -5,11 +5,10 @@ Imported when there is something to say.
 
 import logging
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checkpoint.config_json import architecture_of, read_json
+from nanoserve.checkpoint.config_json import read_json
 from nanoserve.checks import shown
 
 logger = logging.getLogger(__name__)
@@ -20,15 +19,6 @@ _WRAPPERS = {
     "module.": "saved from DistributedDataParallel",
     "_orig_mod.": "saved from torch.compile",
     "language_model.": "the text part of a multimodal model",
-}
-_NO_TEXT = {
-    "ForConditionalGeneration": "it is a multimodal model, and nanoserve runs text alone: take a "
-    "text model of the family, which is called ...ForCausalLM",
-    "ForSequenceClassification": "it is a classifier or a reward model, which gives scores and "
-    "no text: take the ...ForCausalLM that it was made of",
-    "ForTokenClassification": "it is a classifier, which gives labels and no text",
-    "Model": "it has no head, as embedding models have none, and generates no text: take the "
-    "...ForCausalLM that it was made of",
 }
 
 
@@ -73,38 +63,6 @@ def _before(name: str, stored: Collection[str]) -> str:
     """A short prefix with which it is stored."""
     long = (other for other in stored if other.endswith(f".{name}"))
     return next((p for p in (other.removesuffix(name) for other in long) if len(p) < 50), "")
-
-
-def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
-    """Of what `config.json` says to be another model than the supported ones."""
-    name = architecture_of(raw)
-    told = f"architecture {shown(name)} is not supported"
-    if not raw.get("architectures"):
-        told = (
-            f"config.json has no 'architectures' (its model_type: {shown(raw.get('model_type'))})"
-        )
-    advice = [text for ending, text in _NO_TEXT.items() if name.endswith(ending)][:1]
-    if raw.get("is_encoder_decoder"):
-        advice = ["it has an encoder and a decoder, and nanoserve runs decoders alone"]
-    elif not advice or name.endswith("HeadModel"):
-        advice = _nearest(raw, name, supported)
-    own = "for a model of your own see nanoserve.models.registry.register_model"
-    return "; ".join([told, *advice, f"supported: {supported}", own])
-
-
-def _nearest(raw: Mapping[str, Any], name: str, supported: Collection[str]) -> list[str]:
-    """A name that differs in case was misspelt. Any other may well be that of another model."""
-    ending = "forcausallm"
-    short = {other.lower().removesuffix(ending): other for other in supported}
-    asked = name if raw.get("architectures") else str(raw.get("model_type")).replace("_", "")
-    asked = asked[:99].lower().removesuffix(ending)
-    near = [short[match] for match in get_close_matches(asked, short, n=1, cutoff=0.75)]
-    entry = '"architectures": ["{}"]'
-    if asked in short:
-        return [f"did you mean {entry.format(other)} in config.json?" for other in near]
-    return [
-        f"the nearest name is {shown(other)}, of another model if not misspelt" for other in near
-    ]
 
 
 def check_folder(path: Path) -> None:

@@ -75,7 +75,7 @@ class ModelConfig:
         raw, generation = _read_files(path)
         raw = change(raw)
         if supported is not None and architecture_of(raw) not in supported:
-            from nanoserve.checkpoint.misfits import tell_architecture
+            from nanoserve.checkpoint.other_architectures import tell_architecture
 
             raise ValueError(tell_architecture(raw, supported))
         return cls.from_hf(raw, generation, dtype)

@@ -4,7 +4,12 @@ from typing import NoReturn
 
 _POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
-_WORKERS = "with one process, llm.engine.executor.model is the model"
+_WORKERS = (
+    "no function of yours runs in the workers. For other weights: llm.sleep(level=2), write them "
+    "with save_pretrained() into the folder that the model came from, llm.wake_up(). Do not copy "
+    "into the parameters of llm.engine.executor.model: most weights are kept in other forms, which "
+    "load_state_dict(strict=False) leaves as they were without an error"
+)
 
 # Methods of `LLM`.
 METHODS = {

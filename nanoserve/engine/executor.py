@@ -82,10 +82,16 @@ class Limit(Protocol):
         """
 
 
+class ExecutorDeadError(RuntimeError):
+    """The executor has failed for good: no later step can succeed, so none is worth a try."""
+
+
 class Executor(Protocol):
     """The muscle. Steps run in the order in which they are launched.
 
-    A step that is given up, because it or another one raised, is simply never collected.
+    A step that is given up, because it or another one raised, is simply never collected. An
+    executor that can fail between two steps, as one with other processes can, also has `failure`:
+    why every later call will raise `ExecutorDeadError`, or None.
     """
 
     num_kv_blocks: int

@@ -50,6 +50,7 @@ class Fleet:
     def __init__(self, handle: DeploymentHandle, post: Callable[[News | None], None]) -> None:
         self.error: BaseException | None = None
         self.is_running = True
+        self.stall: str | None = None  # Serve ends a replica that hangs
         self._handle, self._post = handle, post
         self._orders: dict[str, Order] = {}
         self._tasks: set[asyncio.Task[None]] = set()

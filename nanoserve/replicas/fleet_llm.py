@@ -1,5 +1,6 @@
 """`AsyncLLM` and its server, with a fleet of replicas in place of one engine."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -17,8 +18,11 @@ from nanoserve.server.app import ApiServer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.engine_thread import News
 from nanoserve.server.metrics import exposition
+from nanoserve.server.output_reader import EngineDeadError
 
 T = TypeVar("T")
+
+_SCRAPE_SECONDS = 2.0  # that a replica has to tell its metrics: Prometheus gives up after ten
 
 
 class FleetLLM(AsyncLLM):
@@ -62,8 +66,18 @@ class FleetServer(ApiServer):
         return Response(status_code=200 if is_healthy else 503)
 
     async def _read_metrics(self) -> bytes:
-        """Of all replicas, each with its number as a label."""
-        return merged(await self.llm.call_in_engine(exposition))
+        """Of all replicas that answer, each with its number as a label."""
+        numbers = list(self.llm.owner.replicas)
+        told = await asyncio.gather(*map(self._exposition, numbers))
+        return merged({number: one for number, one in zip(numbers, told, strict=True) if one})
+
+    async def _exposition(self, number: int) -> bytes | None:
+        """None if it does not come in time: a replica that hangs must not hide the others."""
+        asked = self.llm.call_in_replica(number, exposition)
+        try:
+            return await asyncio.wait_for(asked, _SCRAPE_SECONDS)
+        except (asyncio.TimeoutError, ValueError, EngineDeadError):  # it is late, or gone by now
+            return None
 
     def _measure(self) -> None:
         """Replicas do so from their first request on, whoever asks them."""

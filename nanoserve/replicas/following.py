@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 A_MOMENT = 0.02  # seconds between two looks whether something has happened
 CALL_ERRORS = (RayError, RayServeException, EngineDeadError, NotThereError)
-_DEAF_AFTER = 15.0  # seconds that a replica may leave a question unanswered
+_DEAF_AFTER = 8.0  # seconds that a replica may leave a question unanswered
 _AGAIN_AFTER = 0.5  # seconds before a replica that was lost is asked again
 
 

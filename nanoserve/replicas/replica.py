@@ -89,8 +89,10 @@ class Replica:
 
     async def check_health(self) -> None:
         """Serve asks this again and again, of all but those that it is about to stop; and of those
-        an ingress is not heard any more."""
+        an ingress is not heard any more. Raises `EngineDeadError`, too, for a step that hangs."""
         self._check_is_running()
+        if self._thread.stall is not None:
+            raise EngineDeadError(self._thread.stall)
         for name, ingress in list(self._ingresses.items()):
             if ingress.is_lost:
                 self._abort_all(ingress)

@@ -112,8 +112,10 @@ class ApiServer:
             add(path, endpoint, methods=["POST"], response_model=None)
 
     async def health(self) -> Response:
-        """200 while requests are answered; 503 when the engine has failed or the server stops."""
-        return Response(status_code=200 if self.llm.is_running and not self.is_draining else 503)
+        """200 while requests are answered; 503 when the engine has failed, a step of it hangs, or
+        the server stops."""
+        is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
+        return Response(status_code=200 if is_well else 503)
 
     async def version(self) -> dict[str, str]:
         return {"version": __version__}
@@ -245,6 +247,8 @@ class ApiServer:
             raise ApiError(400, told, "prompt_logprobs", "unsupported")
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
+        if self.llm.is_running and (stall := self.llm.stall) is not None:
+            raise ApiError(503, stall, code="engine_stalled", headers=_later(5))
         most, waiting = self.settings.max_queue, self.llm.num_waiting
         if most is not None and waiting >= most:
             told = f"{waiting} requests are waiting already; try again later"

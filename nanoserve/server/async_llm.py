@@ -108,6 +108,15 @@ class AsyncLLM:
         return self._end.alive and self.owner.is_running
 
     @property
+    def stall(self) -> str | None:
+        """Why the engine is taken for hung, although it has not failed; None if it is not.
+
+        A step that has used no processor time for half a minute, or that takes five minutes, hangs.
+        Should it end after all, the engine goes on.
+        """
+        return self.owner.stall
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that wait although the next step would admit as many as there are slots for."""
         return max(0, self.owner.backlog + self._num_preparing)
@@ -161,8 +170,10 @@ class AsyncLLM:
         return _Done()
 
     async def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine has failed or was shut down."""
+        """Raise `EngineDeadError` if the engine has failed, was shut down, or hangs in a step."""
         self._check_is_running()
+        if self.stall is not None:
+            raise EngineDeadError(self.stall)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; see `LLMEngine.reset_prefix_cache`."""

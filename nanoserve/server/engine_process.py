@@ -4,13 +4,16 @@ Python computes in one thread of a process at a time. Where a step of the engine
 the texts and events of 256 streams would take as long again. Here they are made beside it.
 
 Two pipes carry pickles between the two processes, which trust each other: orders one way, news the
-other. The process is started as `python -m nanoserve.server.engine_process`, so that a plain script
-needs no `if __name__ == "__main__"`, and ends with whoever has started it, however that ends.
+other. Among the news are beats: a process that is silent, as one that was stopped is, is killed,
+and each of its clients told. It is started as `python -m nanoserve.server.engine_process`, so that
+a plain script needs no `if __name__ == "__main__"`, and ends with whoever has started it, however
+that ends.
 """
 
 import contextlib
 import gc
 import logging
+import os
 import pickle
 import signal
 import subprocess
@@ -37,10 +40,14 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.token_feed import NewTokens
 from nanoserve.tokenizer import Tokenizer
+from nanoserve.worker.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_for_ever
 
 logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_IMPORT_TIMEOUT = 120.0  # seconds of silence before the first beat, as from a slow disk
+_END_TIMEOUT = 10.0  # seconds that Python may take to end, when nothing more comes of it
+_ORPHAN_TIMEOUT = 10.0  # seconds that a step may still take when nobody waits for it
 
 
 class EngineFront:
@@ -73,7 +80,11 @@ class EngineProcess:
         self.error: BaseException | None = None
         self.is_running = True
         self._post = post
+        self.stall: str | None = None  # why it is taken for hung, though it lives
         self._backlog = self._num_sent = self._num_received = 0
+        self._num_heard = 0  # messages, beats among them
+        self._timeout = float(EngineConfig.worker_timeout_seconds)
+        self._is_over = threading.Event()
         self._calls: dict[int, Done] = {}
         self._call_numbers = count()
         # A finalizer may give an order at any moment, in the middle of another one included.
@@ -86,10 +97,13 @@ class EngineProcess:
         theirs.close()
         ours.close()
         self._start("nanoserve orders", self._write, orders)
+        self._start("nanoserve watch", self._watch)
         self._send("load", model, options, logging.getLogger().getEffectiveLevel())
         try:
             self.engine = EngineFront(*self._first_words())
+            self._timeout = float(self.engine.config.worker_timeout_seconds)
         except BaseException:
+            self._is_over.set()
             self._orders.put(None)
             self._process.kill()
             self._process.wait()
@@ -120,7 +134,17 @@ class EngineProcess:
         self._send("stop")
 
     def join(self) -> None:
-        self._process.wait()
+        """Wait for the end of the process; one that hangs in a step is killed."""
+        while self._wait(BEAT) is None:
+            if self.stall is not None:
+                self._process.kill()
+
+    def _wait(self, timeout: float) -> int | None:
+        """Its exit status; None if it still runs after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _send(self, *order: Any) -> None:
         self._orders.put(pickle.dumps(order))
@@ -135,21 +159,56 @@ class EngineProcess:
                 with contextlib.suppress(OSError):  # it has ended, which `_listen` is told, too
                     pipe.send_bytes(content)
 
+    def _receive(self) -> Any:
+        """The next message that is no beat. Raises `EOFError` when there will be none."""
+        while True:
+            kind, *told = pickle.loads(self._news.recv_bytes())
+            self._num_heard += 1
+            if kind != "beat":
+                return kind, *told
+            (self.stall,) = told
+
     def _first_words(self) -> Any:
         try:
-            kind, told = pickle.loads(self._news.recv_bytes())
+            kind, told = self._receive()
         except EOFError:
             status = self._process.wait()
-            raise RuntimeError(f"the engine's process has ended with status {status}") from None
+            died = RuntimeError(f"the engine's process has ended with status {status}")
+            raise self.error or died from None
         if kind == "failed":
             raise told
-        return told
+        return pickle.loads(told)
+
+    def _watch(self) -> None:
+        """Kill a process that shows no sign of life; its pipe then ends, which `_listen` notes.
+
+        One that computes and does not beat, as in compiled code that holds Python's lock, lives.
+        After a while it is taken for hung.
+        """
+        pulse, num_heard, unheard = Pulse(self._process.pid), 0, 0.0
+        looked = time.monotonic()
+        while not self._is_over.wait(BEAT):
+            now = time.monotonic()
+            elapsed, looked = now - looked, now
+            is_heard, num_heard = num_heard != self._num_heard, self._num_heard
+            pulse.look(elapsed, is_heard)
+            unheard = 0.0 if is_heard else unheard + min(elapsed, 2 * BEAT)
+            if num_heard and unheard >= WORK_LIMIT:
+                self.stall = f"the engine's process has not been heard for {unheard:.0f} seconds"
+            # Two beats pass before silence is one: it is found within the time that was given.
+            if pulse.silence >= (self._timeout - 2 * BEAT if num_heard else _IMPORT_TIMEOUT):
+                self.error = RuntimeError(
+                    f"the engine's process {pulse.pid} has shown no sign of life for "
+                    f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
+                )
+                self._process.kill()
+                return
 
     def _listen(self) -> None:
         """Pass on what comes, until nothing comes any more."""
         try:
             while True:
-                kind, *told = pickle.loads(self._news.recv_bytes())
+                kind, *told = self._receive()
                 if kind == "news":
                     tokens, outputs, self._backlog, self._num_received = told
                     self._post(News([NewTokens(*new) for new in tokens], outputs))
@@ -163,12 +222,16 @@ class EngineProcess:
         except Exception as error:  # an answer that cannot be read, say
             self.error = error
         finally:
+            self._is_over.set()
             self._orders.put(None)  # it closes the pipe, the last thing that the process waits for
-            status = self._process.wait()
+            status = self._wait(1.0)  # of one that was killed it is there at once
             if status and self.error is None:
                 self.error = RuntimeError(f"the engine's process has ended with status {status}")
             self.is_running = False
             self._post(None)
+            if status is None and self._wait(_END_TIMEOUT) is None:
+                self._process.kill()
+                self._process.wait()
 
 
 class _Sender:
@@ -183,7 +246,7 @@ class _Sender:
         self._tokens: dict[tuple[str, int], NewTokens] = {}
         self._outputs: list[Any] = []
         self._others: list[tuple[Any, ...]] = []
-        self._is_over = False
+        self._is_over = self._is_beat_due = False
         self.engine_thread: EngineThread | None = None
         self.num_received = 0  # sequences
         self._thread = threading.Thread(target=self._run, name="nanoserve sender")
@@ -210,28 +273,51 @@ class _Sender:
             self._others.append(told)
             self._lock.notify()
 
+    def beat(self) -> None:
+        """Send a sign of life. While the pipe is full, one is enough. `OSError` after the end."""
+        with self._lock:
+            if self._is_over:
+                raise OSError("nothing more is sent")
+            self._is_beat_due = True
+            self._lock.notify()
+
+    def end(self) -> None:
+        """Send what there is, and then close the pipe."""
+        with self._lock:
+            self._is_over = True
+            self._lock.notify()
+
     def join(self) -> None:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._send_all()
+        except OSError:
+            pass  # nobody is there any more
+        finally:
+            self._pipe.close()  # else an error here would leave the others waiting
+
+    def _send_all(self) -> None:
         is_over = False
         while not is_over:
             with self._lock:
                 while not (self._tokens or self._outputs or self._others or self._is_over):
+                    if self._is_beat_due:
+                        break
                     self._lock.wait()
+                if self._is_beat_due:
+                    thread, self._is_beat_due = self.engine_thread, False
+                    self._others.append(("beat", thread and thread.stall))
                 tokens, self._tokens = list(map(tuple, self._tokens.values())), {}
                 outputs, self._outputs = self._outputs, []
                 others, self._others = self._others, []
                 is_over = self._is_over
-            try:
-                for told in others:
-                    self._pipe.send_bytes(pickled(told))
-                if tokens or outputs:
-                    load = self.engine_thread.backlog, self.num_received
-                    self._pipe.send_bytes(pickled(("news", tokens, outputs, *load)))
-            except OSError:
-                return  # nobody is there any more
-        self._pipe.close()
+            for told in others:
+                self._pipe.send_bytes(pickled(told))
+            if tokens or outputs:
+                load = self.engine_thread.backlog, self.num_received
+                self._pipe.send_bytes(pickled(("news", tokens, outputs, *load)))
 
 
 def pickled(told: tuple[Any, ...]) -> bytes:
@@ -260,28 +346,38 @@ def _main(orders: Connection, news: Connection) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # which a terminal, or a supervisor, sends to all
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    sender = _Sender(news)
+    threading.Thread(target=beat_for_ever, args=(sender.beat,), daemon=True).start()
+    try:
+        _serve(orders, sender)
+    finally:
+        sender.end()
+        sender.join()
+
+
+def _serve(orders: Connection, sender: _Sender) -> None:
     _, model, options, level = pickle.loads(orders.recv_bytes())
     logging.basicConfig(level=level, format=LOG_FORMAT)
     try:
         llm = LLM(model, **options)
     except Exception as error:
-        news.send_bytes(pickled(("failed", error)))
+        sender.tell("failed", error)
         return
     gc.collect()
     gc.freeze()  # what is loaded stays; to look through all of it again would take 200 ms
     engine = llm.engine
     told = (engine.config, engine.model_config, engine.tokenizer)
-    news.send_bytes(pickle.dumps(("ready", (*told, engine.input_processor.max_model_len))))
-    sender = _Sender(news)
+    sender.tell("ready", pickle.dumps((*told, engine.input_processor.max_model_len)))
     thread = sender.engine_thread = EngineThread(llm, sender.post)
+    timeout = None
     try:
         _obey(orders, thread, sender)
     except EOFError:
-        pass  # whoever gave the orders has ended
+        timeout = _ORPHAN_TIMEOUT  # whoever gave the orders has ended
     finally:
         thread.stop()
-        thread.join()
-        sender.join()
+        if not thread.join(timeout):
+            os._exit(1)  # nothing else ends a step that hangs
 
 
 def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:

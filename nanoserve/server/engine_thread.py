@@ -3,17 +3,20 @@
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.server.token_feed import NewTokens, TokenFeed
+from nanoserve.worker.heartbeat import BEAT, WorkWatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,9 @@ class EngineThread:
     `post` gets the news of a step, all at once, and is called once more, with None, when the thread
     has ended. A step that raises has not happened, so it is tried again; if it raises once more,
     the requests in it end with that error, and the others go on. If those fare no better, and their
-    successors neither, `error` says what the engine has died of.
+    successors neither, `error` says what the engine has died of. An executor that is dead is the
+    end at once, also between two steps: another thread looks after it, and at how long a step or a
+    call takes.
 
     A step observer that has a method `finished` is also told of each request's last output, be it
     that of an abort.
@@ -58,9 +63,17 @@ class EngineThread:
         self._orders: SimpleQueue[partial[None] | None] = SimpleQueue()
         self._num_failures = 0
         self._is_paused = False
+        self._work, self._has_ended = WorkWatch(), threading.Event()
         # A daemon, so that a program that forgets to shut down can still end.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
+        self._watcher = threading.Thread(target=self._watch, name="nanoserve watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def stall(self) -> str | None:
+        """Why the step or the call under way is taken for hung; None if it is not."""
+        return self._work.stall
 
     @property
     def backlog(self) -> int:
@@ -89,11 +102,24 @@ class EngineThread:
         """Obey what was ordered before, abort what is left, and close the engine."""
         # Nobody may wait for that, as if the collector stops it; but a program that ends must not
         # tear torch down under it.
-        atexit.register(self._thread.join)
+        atexit.register(self.join)
         self._orders.put(None)
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread's end, at most `timeout` seconds, and not for a step that hangs.
+
+        Returns whether it has ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._thread.is_alive() and self.stall is None:
+            left = BEAT if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._thread.join(min(left, BEAT))
+        if self._thread.is_alive():
+            return False
+        self._watcher.join()
+        return True
 
     def _add(self, request: Request, is_followed: bool) -> None:
         if is_followed:
@@ -110,7 +136,8 @@ class EngineThread:
 
     def _call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
         try:
-            result = function(self.engine)
+            with self._work.work():
+                result = function(self.engine)
         except Exception as error:
             done(None, error)
         else:
@@ -125,9 +152,32 @@ class EngineThread:
             logger.critical("the engine has died", exc_info=error)
         finally:
             self.is_running = False
-            self._llm.close()
-            self._post(None)
-            atexit.unregister(self._thread.join)
+            if self.error is not None:  # nobody should wait for what is left of the executor
+                self._post(None)
+            try:
+                with self._work.work():
+                    self._llm.close()
+            finally:
+                if self.error is None:
+                    self._post(None)
+                self._has_ended.set()
+                atexit.unregister(self.join)
+
+    def _watch(self) -> None:
+        """In another thread: notice a step that hangs, and an executor that dies while idle."""
+        looked, is_told = time.monotonic(), False
+        while not self._has_ended.wait(BEAT):
+            now = time.monotonic()
+            self._work.look(now - looked)
+            looked = now
+            # Only executors of several processes have it.
+            failure = getattr(self.engine.executor, "failure", None)
+            if failure is not None and not is_told:
+                self._orders.put(partial(self._die, failure))
+                is_told = True
+
+    def _die(self, failure: str) -> None:
+        raise ExecutorDeadError(failure)
 
     def _take_orders(self) -> bool:
         """Obey what there is, within bounds; without other work, wait for some.
@@ -152,7 +202,10 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step()
+            with self._work.work():
+                outputs = self.engine.step()
+        except ExecutorDeadError:
+            raise
         except Exception as error:
             self._num_failures += 1
             if self._num_failures == _MOST_FAILURES:

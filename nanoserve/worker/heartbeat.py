@@ -6,11 +6,18 @@ busy one looks the same from afar: compiled code may hold the lock for as long a
 it uses processor time, which Linux counts.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BEAT = 0.5  # seconds from one beat to the next
+# Work is taken for hung after IDLE_LIMIT seconds without processor time, or WORK_LIMIT in all. The
+# first compilation of a kernel or a long prompt on a slow CPU takes minutes, but it computes.
+IDLE_LIMIT = 30.0
+WORK_LIMIT = 300.0
+_BUSY_SHARE = 0.02  # of a processor; a thread that only polls uses less
 
 
 def beat_for_ever(send: Callable[[], None]) -> None:
@@ -41,6 +48,54 @@ class Pulse:
         is_alive = heard or processor_time != self._processor_time
         self._processor_time = processor_time
         self.silence = 0.0 if is_alive else self.silence + min(elapsed, 2 * BEAT)
+
+
+class WorkWatch:
+    """For how long the work that a thread has begun has not come to an end.
+
+    `work` is entered by the thread that is watched, around each piece; `look` is called by another
+    thread, again and again. `age` are the seconds that the piece under way has taken, `idle` how
+    many of the last ones it has used no processor time. Time passes as in `Pulse`: a process that
+    was stopped, or a machine that slept, is not taken for hung when it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.age = self.idle = 0.0
+        self._count = self._seen_count = 0  # of beginnings and ends: odd while something is done
+        self._clock: int | None = None  # of the thread's processor time
+        self._seen_time = 0.0
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        if self._clock is None and hasattr(time, "pthread_getcpuclockid"):  # macOS has it not
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count += 1
+
+    def look(self, elapsed: float) -> None:
+        """`elapsed` seconds after the look before."""
+        count, elapsed = self._count, min(elapsed, 2 * BEAT)
+        now = None
+        if self._clock is not None:
+            with suppress(OSError):  # the thread has ended
+                now = time.clock_gettime(self._clock)
+        is_same = count % 2 == 1 and count == self._seen_count
+        is_idle = now is not None and now - self._seen_time < _BUSY_SHARE * elapsed
+        self.age = self.age + elapsed if is_same else 0.0
+        self.idle = self.idle + elapsed if is_same and is_idle else 0.0
+        self._seen_count, self._seen_time = count, now or 0.0
+
+    @property
+    def stall(self) -> str | None:
+        """Why the work is taken for hung; None if it is not."""
+        if self.idle >= IDLE_LIMIT:
+            return f"the engine's step has computed nothing for {self.idle:.0f} seconds"
+        if self.age >= WORK_LIMIT:
+            return f"the engine's step has not ended after {self.age:.0f} seconds"
+        return None
 
 
 def _processor_time(pid: int) -> list[str] | None:

@@ -51,7 +51,7 @@ class ModelRunner:
         device: HostDevice,
     ) -> None:
         self.config, self.model_config = config, model_config
-        self.context, self.device = context, device
+        self.path, self.context, self.device = path, context, device
         self.heads = Heads(config.max_num_seqs)
         self._num_batches = 0
         # By slot, the token that was sampled last: the next step's input, before the host knows it.

@@ -31,7 +31,7 @@ def start(runner: Any, path: Path) -> None:
         if num_kv_blocks is not None:
             make_room(runner, num_kv_blocks)
         is_known = num_kv_blocks is not None
-        _load_model(runner, path, runner.max_model_len if is_known else config.max_model_len)
+        load_model(runner, path, runner.max_model_len if is_known else config.max_model_len)
         if num_kv_blocks is None:
             make_room(runner, device.pool_after_loading(runner))
         allocate_pool(runner)
@@ -55,7 +55,7 @@ def make_room(runner: Any, num_kv_blocks: int) -> None:
     runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))
 
 
-def _load_model(runner: Any, path: Path, num_positions: int | None) -> None:
+def load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     """No sequence is longer than `num_positions`; None if that is not known yet."""
     config, model_config = runner.config, runner.model_config
     # 1) A model without memory shows what would not fit, before any is taken.

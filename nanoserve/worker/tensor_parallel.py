@@ -112,6 +112,11 @@ class TensorParallelExecutor:
         """Process ids of ranks 1, 2, ..."""
         return self._workers.pids
 
+    @property
+    def failure(self) -> str | None:
+        """Why no further step can run; None while all ranks live. Any thread may ask."""
+        return None if self._workers is None else self._workers.failure
+
     def next_batch(self) -> Batch:
         self._workers.check()
         batch = self.runner.next_batch()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.worker.heartbeat import BEAT, Pulse
 
@@ -31,7 +32,7 @@ _GRACE = 5.0  # seconds that a worker has for ending by itself
 _HURRY = 2.0  # seconds of silence that are enough where somebody waits for the end
 
 
-class WorkerError(RuntimeError):
+class WorkerError(ExecutorDeadError):
     """Another rank failed, or died. The engine is of no use any more; the message says why."""
 
 

@@ -229,7 +229,23 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
         ("Qwen4ForCausalLM", "the nearest name is 'Qwen3ForCausalLM', of another model if"),
         ("OPTForCausalLM", None),
         ("GPT2LMHeadModel", None),
+        ("GPT2DoubleHeadsModel", None),
+        ("BertLMHeadModel", None),
         ("Gemma3ForConditionalGeneration", "it is a multimodal model"),
+        ("Qwen2AudioForConditionalGeneration", "it is a multimodal model"),
+        ("T5ForConditionalGeneration", "it has an encoder and a decoder"),
+        ("T5EncoderModel", "it has an encoder and a decoder"),
+        ("BartForConditionalGeneration", "it has an encoder and a decoder"),
+        ("PegasusXForConditionalGeneration", "it has an encoder and a decoder"),
+        ("MarianMTModel", "it has an encoder and a decoder"),
+        ("WhisperForConditionalGeneration", "it has an encoder and a decoder"),
+        ("VisionEncoderDecoderModel", "it has an encoder and a decoder"),
+        ("MambaForCausalLM", "it has recurrent layers"),
+        ("Qwen3NextForCausalLM", "it has recurrent layers"),
+        ("BertModel", "it is an encoder, which makes"),
+        ("XLMRobertaForSequenceClassification", "it is an encoder, which makes"),
+        ("UnheardOfForMaskedLM", "it is an encoder, which makes"),
+        ("ViTForImageClassification", "it is ...ForImageClassification, and nanoserve runs"),
         ("Qwen3ForSequenceClassification", "it is a classifier or a reward model"),
         ("Qwen3ForTokenClassification", "it is a classifier, which gives labels"),
         ("Qwen2Model", "it has no head, as embedding models have none"),
@@ -249,11 +265,18 @@ def test_an_encoder_with_a_decoder(odd: Path) -> None:
     assert "it has an encoder and a decoder" in refusal(odd)
 
 
+def test_a_model_that_sees_whatever_its_name(odd: Path) -> None:
+    edit_json(odd / CONFIG, architectures=["LlavaQwen3ForCausalLM"], vision_config={"depth": 3})
+    assert "it is a multimodal model" in refusal(odd)
+
+
 @pytest.mark.parametrize(
     ("model_type", "advice"),
     [
         ("qwen3_moe", """did you mean "architectures": ["Qwen3MoeForCausalLM"] in config.json?"""),
-        ("bert", None),
+        ("bert", "it is an encoder"),
+        ("switch_transformers", "it has an encoder and a decoder"),
+        ("falcon_mamba", "it has recurrent layers"),
         (..., None),
     ],
 )

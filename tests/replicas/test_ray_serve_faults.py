@@ -64,7 +64,7 @@ def undisturbed(two_replicas: RayServer) -> list[Stream]:
     return read_streams(two_replicas, bodies_of(NUM_STREAMS))
 
 
-# A killed replica is missed at once; one that hangs when it has not answered for 15 s, and Serve
+# A killed replica is missed at once; one that hangs when it has not answered for 8 s, and Serve
 # replaces it after three health checks of 10 s.
 @pytest.mark.parametrize(
     ("number", "over", "whole"),

@@ -14,7 +14,9 @@ import pytest
 from serving import is_idle, wait_until
 
 from nanoserve import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.server.output_reader import EngineDeadError
+from nanoserve.worker import heartbeat
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}
@@ -344,6 +346,73 @@ def test_an_engine_that_fails_for_good_ends_every_stream_with_an_error(breakable
 
     asyncio.run(ask())
     assert not llm.is_running and "the device is gone" in str(llm.owner.error)
+
+
+def test_an_executor_that_is_dead_ends_the_engine_with_its_first_failure(breakable) -> None:
+    llm, failures = breakable
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
+
+    async def ask():
+        streams = [llm.generate([i], params) for i in range(1, 40)]
+        asked = [asyncio.create_task(joined(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        failures[:] = [ExecutorDeadError("a rank is gone")] * 9
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert {type(end) for end in ended} == {EngineDeadError}
+
+    asyncio.run(ask())
+    assert len(failures) == 8  # it is not tried again
+    assert not llm.is_running and "a rank is gone" in str(llm.owner.error)
+
+
+def test_an_executor_that_dies_while_nobody_asks_ends_the_engine(breakable) -> None:
+    llm, _ = breakable
+    llm.engine.executor.failure = "a rank is gone"
+    wait_until(lambda: not llm.is_running)
+    assert "a rank is gone" in str(llm.owner.error)
+
+
+def test_a_step_that_hangs_is_told_until_it_ends(breakable, monkeypatch) -> None:
+    llm, _ = breakable
+    monkeypatch.setattr(heartbeat, "IDLE_LIMIT", 1.0)
+    forward, goes_on = llm.engine.executor.forward, threading.Event()
+
+    def hang(*args):
+        goes_on.wait()
+        return forward(*args)
+
+    llm.engine.executor.forward = hang
+
+    async def ask():
+        await llm.check_health()
+        asked = asyncio.create_task(joined(llm.generate([1], SamplingParams(max_tokens=3))))
+        try:
+            while llm.stall is None:
+                await asyncio.sleep(0.05)
+            with pytest.raises(EngineDeadError, match="computed nothing for"):
+                await llm.check_health()
+            assert llm.is_running
+        finally:
+            goes_on.set()
+        await asked
+        while llm.stall is not None:
+            await asyncio.sleep(0.05)
+        await llm.check_health()
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
+
+
+def test_shutdown_does_not_wait_for_a_step_that_hangs(monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat, "IDLE_LIMIT", 1.0)
+    llm, goes_on = AsyncLLM("tiny-qwen3", **OPTIONS), threading.Event()
+    llm.call_soon(lambda engine: goes_on.wait())
+    try:
+        llm.shutdown()
+        assert llm.stall is not None
+    finally:
+        goes_on.set()
+    wait_until(lambda: not llm.owner.is_running)
+    llm.owner.join()
 
 
 def test_shutdown_ends_streams_and_threads() -> None:

@@ -5,12 +5,14 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import in_engine
 import pytest
-from in_engine import fail, fail_for_good, num_free_blocks, process_id
+from in_engine import fail, fail_for_good, hang, num_free_blocks, process_id, sleep_long
 from serving import wait_until
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
@@ -135,9 +137,15 @@ def test_what_is_refused_there_is_raised_here() -> None:
         AsyncLLM("no-such-model", engine_process=True)
 
 
-@pytest.mark.parametrize(
-    "how", ["killed", pytest.param("failing for good", marks=pytest.mark.size("full"))]
-)
+ENDS = {  # what it dies of
+    "stopped": "has shown no sign of life",
+    "killed": "status -9",
+    "failing for good": "the device is gone",
+}
+
+
+@pytest.mark.small(how=["stopped"])
+@pytest.mark.parametrize("how", ENDS)
 def test_when_it_dies_every_stream_ends_with_an_error(started, how) -> None:
     llm = started(forget=True)
 
@@ -148,6 +156,9 @@ def test_when_it_dies_every_stream_ends_with_an_error(started, how) -> None:
         await asyncio.sleep(0.05)
         if how == "killed":
             os.kill(await llm.call_in_engine(process_id), signal.SIGKILL)
+        elif how == "stopped":
+            llm.owner._timeout = 2.0
+            os.kill(await llm.call_in_engine(process_id), signal.SIGSTOP)
         else:
             await llm.call_in_engine(fail_for_good)
         ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
@@ -158,8 +169,42 @@ def test_when_it_dies_every_stream_ends_with_an_error(started, how) -> None:
 
     asyncio.run(ask())
     assert not llm.is_running
-    assert ("status -9" if how == "killed" else "the device is gone") in str(llm.owner.error)
+    assert ENDS[how] in str(llm.owner.error)
     llm.shutdown()
+    assert llm.owner._process.poll() is not None
+
+
+@pytest.mark.size("full")  # a further process
+def test_one_that_is_stopped_for_a_moment_or_with_this_process_lives_on(llm) -> None:
+    """What was stopped itself does not count the time in which it could hear nothing."""
+    pid = llm.owner._process.pid
+    llm.owner._timeout = 4.0
+    stopper = f"import os, time; p = [{pid}, {os.getpid()}]; "
+    stopper += "[os.kill(i, 19) for i in p]; time.sleep(6); [os.kill(i, 18) for i in p[::-1]]"
+    subprocess.run([sys.executable, "-c", stopper], check=True)  # both, for longer than that
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+    assert asyncio.run(llm.call_in_engine(process_id)) == pid
+
+
+@pytest.mark.size("full")  # a further process
+def test_a_step_that_hangs_is_told_and_ends_with_it(started) -> None:
+    llm = started(forget=True)
+
+    async def ask():
+        await llm.call_in_engine(hang)
+        asked = asyncio.create_task(last_of(llm.generate([1, 2, 3]), False))
+        while llm.stall is None:
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineDeadError, match="computed nothing"):
+            await llm.check_health()
+        assert llm.is_running  # it may still end
+        await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(asked, 60)
+
+    asyncio.run(asyncio.wait_for(ask(), 120))
     assert llm.owner._process.poll() is not None
 
 
@@ -174,11 +219,14 @@ def test_nothing_of_it_is_left_when_nobody_has_it_any_more() -> None:
 
 
 @pytest.mark.size("full")  # a further process
-def test_it_ends_with_whoever_has_started_it() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_it_ends_with_whoever_has_started_it(hangs) -> None:
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
         llm = AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+        if hangs:
+            llm.call_soon(sleep_long)
         os.write(write, str(llm.owner._process.pid).encode())
         time.sleep(60)
         os._exit(1)

@@ -4,11 +4,14 @@ import http.client
 import json
 import random
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving import is_idle, served, wait_until
+
+from nanoserve.worker import heartbeat
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
@@ -358,6 +361,22 @@ def test_an_engine_that_fails_in_a_stream_is_told_in_it(server_llm) -> None:
             server_llm.engine.executor.forward = forward
         server_llm._readers.clear()  # pytest keeps the exceptions, and they their frames
         server.wait_until_idle()
+
+
+def test_while_a_step_hangs_nobody_is_sent_here(server_llm, monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat, "IDLE_LIMIT", 1.0)
+    goes_on = threading.Event()
+    with served(server_llm) as server:
+        server_llm.call_soon(lambda engine: goes_on.wait())
+        try:
+            wait_until(lambda: ask(server, "/health", b"", {}, "GET")[0] == 503)
+            status, headers, answer = ask(server, "/v1/completions", LONG)
+            assert (status, answer["error"]["code"]) == (503, "engine_stalled")
+            assert "retry-after" in headers
+        finally:
+            goes_on.set()
+        wait_until(lambda: ask(server, "/health", b"", {}, "GET")[0] == 200)
+        assert is_well(server)
 
 
 def test_a_stopping_server_takes_nothing_new_and_ends_what_runs(server_llm) -> None:

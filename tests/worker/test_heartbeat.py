@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.worker import heartbeat, worker_processes
-from nanoserve.worker.heartbeat import BEAT, Pulse
+from nanoserve.worker.heartbeat import BEAT, IDLE_LIMIT, WORK_LIMIT, Pulse, WorkWatch
 from nanoserve.worker.tp_worker import Reporter
 from nanoserve.worker.worker_processes import WorkerError, Workers
 
@@ -127,6 +127,57 @@ def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def watched(body: Callable[[], object], elapsed: list[float]) -> list[str | None]:
+    """What is told after each of those looks, `body` of a thread's work being done before it."""
+    watch, turn, told = WorkWatch(), threading.Barrier(2), []
+
+    def run() -> None:
+        with watch.work():
+            for _ in elapsed:
+                body()
+                turn.wait()
+                turn.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for seconds in elapsed:
+        turn.wait()
+        watch.look(seconds)
+        told.append(watch.stall)
+        turn.wait()
+    thread.join()
+    watch.look(BEAT)
+    assert watch.stall is None  # it has ended
+    return told
+
+
+def spin() -> None:
+    """Twenty milliseconds of processor time, however long that takes."""
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+
+
+def test_work_that_computes_may_take_minutes_and_work_that_waits_half_of_one() -> None:
+    looks = [BEAT] * (int(IDLE_LIMIT / BEAT) + 2)
+    assert not any(watched(spin, looks))
+    *before, at_last = watched(lambda: None, looks)
+    assert not any(before[:-2]) and "computed nothing for 30" in at_last
+
+
+def test_work_that_does_not_end_is_told_of_though_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert WORK_LIMIT == 300
+    monkeypatch.setattr(heartbeat, "WORK_LIMIT", 3.0)
+    first, *_, last = watched(spin, [BEAT] * 9)
+    assert first is None and "has not ended after 4 seconds" in last
+
+
+def test_work_is_not_hung_because_the_machine_slept() -> None:
+    assert watched(lambda: None, [BEAT, 3600.0, 3600.0, BEAT]) == [None] * 4
 
 
 def test_no_beat_falls_into_a_long_message() -> None:

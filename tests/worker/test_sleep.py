@@ -1,6 +1,8 @@
 """An engine that sleeps gives its memory back, and answers afterwards as it did before."""
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +62,64 @@ def test_what_was_answered_is_answered_the_same_to_the_bit(
 def test_level_1_keeps_weights_and_level_2_nothing(checkpoint: Path) -> None:
     with LLM(checkpoint, **OPTIONS) as llm:
         runner = llm.engine.executor
+        weight = weakref.ref(next(runner.model.parameters()))
         llm.sleep()
         assert runner.kv_cache is None and runner.model is not None
         llm.sleep(2)  # deeper
-        assert runner.model is None
+        gc.collect()
+        assert runner.model is None and weight() is None
         llm.sleep(1)  # it is not read again for that
-        llm.wake_up(["weights"])
-        with pytest.raises(ValueError, match="asleep: wake_up"):
-            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        llm.wake_up(["kv_cache"])
+        assert runner.model is None
+        llm.wake_up()
         llm.wake_up()  # it is awake
-        assert llm.engine.executor is not runner
         assert len(answers(llm)) == len(PROMPTS)
+
+
+def is_awake(runner: Any) -> tuple[bool, bool]:
+    """Weights, KV cache."""
+    return runner.model is not None, runner.kv_cache is not None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("first", ["weights", "kv_cache"])
+def test_weights_and_kv_cache_are_woken_one_after_the_other(
+    checkpoint: Path, level: int, first: str
+) -> None:
+    second = {"weights": "kv_cache", "kv_cache": "weights"}[first]
+    with LLM(checkpoint, **OPTIONS) as llm:
+        runner, expected = llm.engine.executor, answers(llm)
+        for again in (False, True):
+            llm.sleep(level)
+            assert is_awake(runner) == (level == 1, False)
+            llm.wake_up([])
+            for _ in range(2):
+                llm.wake_up([first])
+                has_weights = level == 1 or first == "weights"
+                assert is_awake(runner) == (has_weights, first == "kv_cache")
+                told = rf"asleep: wake_up\(\) first; missing: {second}$"
+                with pytest.raises(ValueError, match=told):
+                    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            if again:  # from in between
+                llm.sleep(level)
+                assert is_awake(runner) == (level == 1, False)
+                llm.wake_up([first])
+            llm.wake_up([second])
+            assert answers(llm) == expected
+
+
+def test_weights_are_written_between_the_two(checkpoint: Path) -> None:
+    """What reinforcement learning does, in float32, where each weight is a parameter."""
+    with LLM(checkpoint, dtype="float32", attention_backend="torch", **OPTIONS) as llm:
+        expected = answers(llm)
+        llm.sleep(1)
+        llm.wake_up(["weights"])
+        norm = llm.engine.executor.kept._runner.model.model.norm.weight
+        norm.data.mul_(-1)
+        llm.wake_up(["kv_cache"])
+        assert answers(llm) != expected
+        norm.data.mul_(-1)
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
 
 
 def test_who_sleeps_takes_no_requests_and_keeps_none(checkpoint: Path) -> None:
@@ -97,8 +145,9 @@ def test_what_cannot_sleep_is_refused_and_goes_on(checkpoint: Path) -> None:
         for level in (0, 3, True, "1", None):
             with pytest.raises(ValueError, match="level="):
                 llm.sleep(level)
-        with pytest.raises(ValueError, match="tags="):
-            llm.wake_up(["scheduling"])
+        for tags in (["scheduling"], ["weights", "other"], "weights", [["weights"]], 5, [None]):
+            with pytest.raises(ValueError, match="tags="):
+                llm.wake_up(tags)
         stream = llm.stream(PROMPTS[0], PARAMS[0])
         next(stream)
         with pytest.raises(ValueError, match="unfinished"):
@@ -133,14 +182,34 @@ def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
         assert answers(llm) == expected
 
 
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
+def test_it_wakes_with_other_weights_if_its_files_have_them(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """What `collective_rpc` and `apply_model` say to do instead."""
+    make_qwen3(tmp_path, seed=2)
+    with LLM(tmp_path, **OPTIONS, **options) as llm:
+        expected = answers(llm)
+    make_qwen3(tmp_path, seed=1)
+    with LLM(tmp_path, **OPTIONS, **options) as llm:
+        assert answers(llm) != expected
+        with pytest.raises(AttributeError, match=r"sleep\(level=2\), write them .*wake_up"):
+            llm.apply_model(print)
+        llm.sleep(level=2)
+        make_qwen3(tmp_path, seed=2)
+        llm.wake_up()
+        assert answers(llm) == expected
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_closing_needs_nobody_awake(checkpoint: Path, level: int) -> None:
     llm = LLM(checkpoint, **OPTIONS)
     llm.sleep(level)
     llm.close()
     llm.close()
-    with pytest.raises(ValueError, match="closed"):
-        llm.generate(PROMPTS, use_tqdm=False)
+    for ask in (lambda: llm.generate(PROMPTS, use_tqdm=False), llm.wake_up, llm.sleep):
+        with pytest.raises(ValueError, match="closed"):
+            ask()
 
 
 @pytest.mark.size("full")
@@ -150,6 +219,9 @@ def test_ranks_sleep_as_a_whole(checkpoint: Path) -> None:
         with pytest.raises(ValueError, match="take level=2"):
             llm.sleep(1)
         llm.sleep(2)
+        for tag in ("weights", "kv_cache"):
+            with pytest.raises(ValueError, match="several ranks wakes as a whole"):
+                llm.wake_up([tag])
         llm.wake_up()
         assert answers(llm) == expected
 

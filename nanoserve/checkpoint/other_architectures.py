@@ -1,0 +1,105 @@
+"""What an architecture that is not supported is, and what to take instead.
+
+Imported when there is something to say.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from nanoserve.checkpoint.config_json import architecture_of
+from nanoserve.checks import shown
+
+# Families by the beginning of their classes' names, in lower case.
+_ENCODER_DECODERS = (
+    "t5 mt5 umt5 longt5 byt5 t5gemma t5gemma2 switchtransformers bart mbart plbart mvp led pegasus "
+    "pegasusx bigbirdpegasus blenderbot blenderbotsmall marian m2m100 nllbmoe fsmt prophetnet "
+    "xlmprophetnet encoderdecoder visionencoderdecoder speechencoderdecoder rag whisper moonshine "
+    "moonshinestreaming speech2text speecht5 seamlessm4t seamlessm4tv2 pop2piano musicgen trocr "
+    "florence2 pix2struct udop"
+)
+_ENCODERS = (
+    "bert albert roberta robertaprelayernorm xlmroberta xlmrobertaxl camembert distilbert electra "
+    "deberta debertav2 modernbert nomicbert eurobert mobilebert squeezebert convbert megatronbert "
+    "rembert rocbert ibert mpnet ernie funnel fnet longformer bigbird luke roformer nystromformer "
+    "yoso mra xmod data2vectext layoutlm layoutlmv2 layoutlmv3 esm gte new jinabert"
+)
+_RECURRENT = (
+    "mamba mamba2 falconmamba rwkv rwkv6 rwkv7 recurrentgemma jamba zamba zamba2 bamba falconh1 "
+    "nemotronh granitemoehybrid qwen3next lfm2 lfm2moe xlstm minimax minimaxtext01 minimaxm1 "
+    "kimilinear olmohybrid plamo2 phi4flash hymba"
+)
+_OTHER_MODALITIES = ("vision_config", "audio_config", "mm_vision_tower", "vision_tower")
+
+_DECODERS_ALONE = "it has an encoder and a decoder, and nanoserve runs decoders alone"
+_MULTIMODAL = (
+    "it is a multimodal model, and nanoserve runs text alone: take a text model of the family, "
+    "which is called ...ForCausalLM"
+)
+_STATE = (
+    "it has recurrent layers, as state-space models and linear attention have, and nanoserve runs "
+    "attention alone"
+)
+_ENCODER = "it is an encoder, which makes vectors, labels or missing words of a text, and no text"
+_NO_TEXT = {
+    "ForSequenceClassification": "it is a classifier or a reward model, which gives scores and "
+    "no text: take the ...ForCausalLM that it was made of",
+    "ForTokenClassification": "it is a classifier, which gives labels and no text",
+    "Model": "it has no head, as embedding models have none, and generates no text: take the "
+    "...ForCausalLM that it was made of",
+}
+
+
+def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
+    """Of what `config.json` says to be another model than the supported ones."""
+    name = architecture_of(raw)
+    told = f"architecture {shown(name)} is not supported"
+    if not raw.get("architectures"):
+        told = (
+            f"config.json has no 'architectures' (its model_type: {shown(raw.get('model_type'))})"
+        )
+    kind = _kind(raw, name)
+    advice = _nearest(raw, name, supported) if kind is None else [kind]
+    own = "for a model of your own see nanoserve.models.registry.register_model"
+    return "; ".join([told, *advice, f"supported: {supported}", own])
+
+
+def _kind(raw: Mapping[str, Any], name: str) -> str | None:
+    """Why it is no decoder of text; None if it may be one."""
+    if not raw.get("architectures"):
+        name = re.sub(r"\W|_", "", str(raw.get("model_type"))[:99])
+    family = re.split(r"For[A-Z]|MTModel|EncoderModel|Model|LMHead", name[:99])[0].lower()
+    if raw.get("is_encoder_decoder") or family in _ENCODER_DECODERS.split():
+        return _DECODERS_ALONE
+    is_multimodal = any(raw.get(setting) for setting in _OTHER_MODALITIES)
+    if is_multimodal or name.endswith("ForConditionalGeneration"):
+        return _MULTIMODAL
+    if family in _RECURRENT.split():
+        return _STATE
+    if name.endswith(("ForCausalLM", "HeadModel", "HeadsModel")):
+        return None
+    if family in _ENCODERS.split() or name.endswith("ForMaskedLM"):
+        return _ENCODER
+    for ending, told in _NO_TEXT.items():
+        if name.endswith(ending):
+            return told
+    purpose = re.search(r"For[A-Z]\w*$", name)
+    if purpose:
+        return f"it is ...{purpose[0]:.60}, and nanoserve runs ...ForCausalLM alone"
+    return None
+
+
+def _nearest(raw: Mapping[str, Any], name: str, supported: Collection[str]) -> list[str]:
+    """A name that differs in case was misspelt. Any other may well be that of another model."""
+    ending = "forcausallm"
+    short = {other.lower().removesuffix(ending): other for other in supported}
+    asked = name if raw.get("architectures") else str(raw.get("model_type")).replace("_", "")
+    asked = asked[:99].lower().removesuffix(ending)
+    near = [short[match] for match in get_close_matches(asked, short, n=1, cutoff=0.75)]
+    entry = '"architectures": ["{}"]'
+    if asked in short:
+        return [f"did you mean {entry.format(other)} in config.json?" for other in near]
+    return [
+        f"the nearest name is {shown(other)}, of another model if not misspelt" for other in near
+    ]
