@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
+from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.server.answers import Answer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.chat_completions import ChatAnswer, chat_prompt, chat_requests
@@ -20,9 +22,11 @@ from nanoserve.server.completions import (
     completion_requests,
 )
 from nanoserve.server.errors import ApiError
+from nanoserve.server.foreign_fields import UnknownNames, check_fields
 from nanoserve.server.guard import Guard, read_body
 from nanoserve.server.live import LiveView, add_live
 from nanoserve.server.metrics import exposition, start_metrics
+from nanoserve.server.missing_endpoints import missing_endpoint
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.page import add_page
 from nanoserve.server.protocol import (
@@ -33,6 +37,7 @@ from nanoserve.server.protocol import (
     GenerationBody,
     TokenizeBody,
 )
+from nanoserve.server.request_id import RequestId, named
 from nanoserve.server.responses import EventStream, whole_response
 from nanoserve.server.settings import ServerSettings
 from nanoserve.server.tools.answer import ToolAnswer
@@ -59,6 +64,7 @@ class ApiServer:
         self.shows_tools = known is not None and "tools" in (template or "")
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
+        self._unknown_names = UnknownNames()
         self._measure()
         self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None)
         self._add_routes()
@@ -72,8 +78,13 @@ class ApiServer:
 
             origins = settings.allowed_origins
             self.app.add_middleware(
-                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
             )
+        self.app.add_middleware(RequestId)  # around all others
 
     def _measure(self) -> None:
         name, prefix = self.names[0], self.settings.metrics_prefix
@@ -194,7 +205,7 @@ class ApiServer:
             await self.llm.check_guide(body.guide)
         except ValueError as error:
             raise ApiError.of(error) from None
-        requests = await self._prepare(lambda: make(body, engine, new_id))
+        requests = await self._prepare(lambda: make(body, engine, new_id), body.prompt_field)
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
             self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
@@ -225,13 +236,8 @@ class ApiServer:
         """Raise `ApiError` for more tokens than there is room for."""
         limit = self.llm.engine.input_processor.max_model_len
         if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
-            raise ApiError(
-                400,
-                f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} are more "
-                f"than the {limit} of this model's context",
-                "max_tokens",
-                "context_length_exceeded",
-            )
+            error = ContextLengthError.of(limit, num_prompt_tokens, max_tokens)
+            raise _too_long(error, body.most_tokens[0])
 
     def _check_model(self, name: str) -> None:
         if name not in self.names:
@@ -252,15 +258,21 @@ class ApiServer:
             raise ApiError.of(error) from None
         if body.model is not None:
             self._check_model(body.model)
-        body.check_extra()
+        check_fields(body, self._unknown_names, self.llm.engine.tokenizer.chat_template or "")
         return body
 
-    async def _prepare(self, make: Callable[[], Any]) -> Any:
+    async def _prepare(self, make: Callable[[], Any], prompt_field: str = "prompt") -> Any:
         """What `make()` returns, called off the event loop. What it refuses is a 400."""
         try:
             return await self.llm.prepare(make)
+        except ContextLengthError as error:
+            raise _too_long(error, prompt_field) from None
         except ValueError as error:
             raise ApiError.of(error) from None
+
+
+def _too_long(error: ContextLengthError, param: str) -> ApiError:
+    return ApiError(400, str(error), param, "context_length_exceeded")
 
 
 def _later(seconds: int) -> dict[str, str]:
@@ -270,7 +282,21 @@ def _later(seconds: int) -> dict[str, str]:
 async def _tell(request: Request, error: Exception) -> JSONResponse:
     """Whatever was raised, in the shape in which clients expect errors."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, error.detail, headers=error.headers)
+        error = _of_routing(request, error)
     elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
         error = ApiError.internal()
-    return ApiError.of(error).response()
+    answer = ApiError.of(error)
+    if answer.status == 500:
+        answer.headers = named(answer.headers, request.scope)
+    return answer.response()
+
+
+def _of_routing(request: Request, error: HTTPException) -> ApiError:
+    """For a path or a method that there is not."""
+    if error.status_code == 404:
+        return missing_endpoint(request.method, request.url.path)
+    told, headers = str(error.detail), dict(error.headers or {})
+    allowed = Headers(headers).get("allow")
+    if error.status_code == 405 and allowed:
+        told = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
+    return ApiError(error.status_code, told, headers=headers)
