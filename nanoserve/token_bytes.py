@@ -127,7 +127,7 @@ class TextPositions:
 
     def content(self, token_id: int) -> bytes:
         """Return the bytes that the next token adds to the text: none if it is left out."""
-        if self._skips and self._token_bytes.is_special(token_id):
+        if self._is_left_out(token_id):
             return b""
         known = self._token_bytes
         return known.first(token_id) if self._is_first else known.of(token_id)
@@ -135,7 +135,7 @@ class TextPositions:
     def advance(self, token_id: int) -> int:
         """Return where the next token begins, and go behind it."""
         content = self.content(token_id)
-        if not content and self._skips:
+        if self._is_left_out(token_id):
             return self._start + self._num_characters + _num_whole(self._open)
         is_single = self._token_bytes.is_single(token_id)
         if self._open and self._is_single and not is_single:
@@ -146,6 +146,9 @@ class TextPositions:
         if not is_single:
             self._settle()
         return begin
+
+    def _is_left_out(self, token_id: int) -> bool:
+        return self._skips and self._token_bytes.is_special(token_id)
 
     def _settle(self) -> None:
         """Count the whole characters in `_open`, and those that can no longer become any."""

@@ -297,7 +297,7 @@ HARMLESS = _names(
 )
 
 # Names in the parts of a request, by the part: those that are known, and those that are refused.
-# What is neither is logged once. A template sees all of a message and a tool, so what it looks at is
+# What is neither is logged once. A template sees all of a message and a tool: what it looks at is
 # honoured.
 PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
     "response_format": (

@@ -109,9 +109,11 @@ def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> 
     A token that goes on with a character begins where that character does. Tokens that the
     tokenizer has added, such as BOS, stand where the next one begins.
     """
-    aligned = _aligned(tokenizer.token_bytes, text, token_ids)
-    if aligned is not None:
-        return aligned
+    known = tokenizer.token_bytes
+    for added in (" ", "") if known.strips else ("",):  # a space that tokenizers put before a text
+        aligned = _aligned(known, added + text, token_ids)
+        if aligned is not None:
+            return [max(0, begin - len(added)) for begin in aligned]
     for add_special_tokens in (True, False):  # the text was normalised: the tokenizer knows how
         encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
         if encoding.ids == token_ids:
@@ -120,7 +122,7 @@ def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> 
                 last = begin if end else last  # (0, 0) is nowhere
                 begins.append(last)
             return begins
-    positions = TextPositions(tokenizer.token_bytes, False, 0)
+    positions = TextPositions(known, False, 0)
     return [min(positions.advance(token_id), len(text)) for token_id in token_ids]
 
 
@@ -130,12 +132,9 @@ def _aligned(token_bytes: TokenBytes, text: str, token_ids: list[int]) -> list[i
     for token_id in token_ids:
         piece = token_bytes.of(token_id)
         if not content.startswith(piece, at):
-            if piece.startswith(b" ") and content.startswith(piece[1:], at):
-                piece = piece[1:]  # a space that the tokenizer puts before a text
-            elif token_bytes.is_special(token_id):
-                piece = b""
-            else:
+            if not token_bytes.is_special(token_id):
                 return None
+            piece = b""  # the tokenizer has added it
         inside = at < len(content) and content[at] & 0xC0 == 0x80
         begins.append(num_characters - inside)
         num_characters += sum(byte & 0xC0 != 0x80 for byte in piece)
