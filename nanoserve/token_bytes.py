@@ -140,6 +140,9 @@ class TextPositions:
         is_single = self._token_bytes.is_single(token_id)
         if self._open and self._is_single and not is_single:
             self._close()
+        elif self._open and content and not is_single and not _goes_on(self._open, content):
+            self._num_characters += len(self._open.decode("utf-8", "replace"))
+            self._open = b""
         begin = self._start + self._num_characters + _num_whole(self._open)
         self._is_first, self._is_single = False, is_single
         self._open += content
@@ -164,6 +167,16 @@ class TextPositions:
         except UnicodeDecodeError:
             self._num_characters += len(self._open)
         self._open = b""
+
+
+def _goes_on(begun: bytes, content: bytes) -> bool:
+    """Return whether the first byte of `content` belongs to the character that has `begun`."""
+    longer = begun + content[:1]
+    try:
+        longer.decode()
+    except UnicodeDecodeError:
+        return _unfinished(longer) == longer
+    return True
 
 
 def _num_whole(content: bytes) -> int:

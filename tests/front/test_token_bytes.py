@@ -81,6 +81,11 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(kind: str, skips: bool) -
             num_broken += 1
             if kind == "byte level":
                 assert joined.decode("utf-8", "replace") == text
+                for number, offset in enumerate(offsets):
+                    before, rest = b"".join(pieces[:number]), b"".join(pieces[number:])
+                    some, others = (part.decode("utf-8", "replace") for part in (before, rest))
+                    is_inside = some + others != text  # of a character
+                    assert offset == len(some) - is_inside or not pieces[number]
         else:
             assert joined == text.encode()
             for number, offset in enumerate(offsets):  # whole characters before the token

@@ -1,4 +1,4 @@
-"""What is asked at the wrong door: endpoints of others, other methods, prompts that are too long."""
+"""What is asked at the wrong door: endpoints of others, other methods, too long prompts."""
 
 from typing import Any
 
