@@ -173,7 +173,7 @@ def _prompt_of(
     most = most and max(most, _MOST_CHARACTERS)
     texts, is_whole = _texts_in(from_outside, most)
     if not is_whole:
-        raise limit.error(None, f"These messages have more than {most} characters.")
+        raise limit.error(None, f"The prompt is too long: it has over {most} characters.")
     if content_as_text and any(map(_has_no_text, conversation)):
         as_text = [_with_text(message) for message in conversation]
         return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)

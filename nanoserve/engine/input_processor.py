@@ -222,6 +222,6 @@ class InputProcessor:
                 self.max_model_len,
                 num_tokens,
                 max_tokens,
-                f"The prompt has {num_tokens} tokens; max_model_len={self.max_model_len} "
-                f"leaves room for at most {self.max_model_len - 1} and one token of output.",
+                f"The prompt is too long: it has {num_tokens} tokens; "
+                f"max_model_len={self.max_model_len} leaves room for at most {self.max_model_len - 1} and one token of output.",
             )

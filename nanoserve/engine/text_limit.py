@@ -42,8 +42,8 @@ class TextLimit:
         if most is not None and self._has_more_than(most, text):
             raise self.error(
                 max_tokens,
-                f"The prompt has {len(text)} characters; max_model_len={self._max_model_len} "
-                f"leaves room for at most {self._max_model_len - 1} tokens, which stand for no "
+                f"The prompt is too long: it has {len(text)} characters; "
+                f"max_model_len={self._max_model_len} leaves room for at most {self._max_model_len - 1} tokens, which stand for no "
                 f"more than {most}.",
             )
 

@@ -272,7 +272,9 @@ class ApiServer:
 
 
 def _too_long(error: ContextLengthError, param: str) -> ApiError:
-    return ApiError(400, str(error), param, "context_length_exceeded")
+    """The code stands in the message, too: some clients (LangChain) look for it there."""
+    code = "context_length_exceeded"
+    return ApiError(400, f"{error} ({code})", param, code)
 
 
 def _later(seconds: int) -> dict[str, str]:

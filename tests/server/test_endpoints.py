@@ -116,6 +116,7 @@ def too_long(server, path: str, body: dict[str, Any], param: str) -> str:
     error = answer["error"]
     assert status == 400 and error["type"] == "invalid_request_error"
     assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+    assert error["message"].endswith(" (context_length_exceeded)")
     return error["message"]
 
 
@@ -154,9 +155,11 @@ def test_so_is_a_completion_that_is(server, server_llm) -> None:
     num_tokens = ask(server, "/tokenize", {"messages": CHAT["messages"]})[2]["count"]
     for name in ("max_tokens", "max_completion_tokens"):
         body = CHAT | {name: 5000}
-        assert too_long(server, "/v1/chat/completions", body, name) == told(num_tokens, 5000)
+        assert too_long(server, "/v1/chat/completions", body, name).startswith(
+            told(num_tokens, 5000)
+        )
     body = {"prompt": [5] * 1000, "max_tokens": 25}
-    assert too_long(server, "/v1/completions", body, "max_tokens") == told(1000, 25)
+    assert too_long(server, "/v1/completions", body, "max_tokens").startswith(told(1000, 25))
     assert ask(server, "/v1/completions", body | {"max_tokens": 24})[0] == 200
 
 
