@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import check_bool, check_int, check_number, is_number, require
+from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import Logprob, RequestOutput
@@ -171,11 +172,15 @@ def search_all(
 def _begin(engine: LLMEngine, prompt: Prompt, params: BeamSearchParams) -> _Search:
     processor = engine.input_processor
     token_ids = processor.process("beam search", prompt).prompt_token_ids
-    require(
-        len(token_ids) + params.max_tokens <= processor.max_model_len,
-        f"{len(token_ids)} tokens of prompt and {params.max_tokens} of output exceed "
-        f"max_model_len={processor.max_model_len}",
-    )
+    most = processor.max_model_len
+    if len(token_ids) + params.max_tokens > most:
+        raise ContextLengthError.of(
+            most,
+            len(token_ids),
+            params.max_tokens,
+            f"{len(token_ids)} tokens of prompt and {params.max_tokens} of output exceed "
+            f"max_model_len={most}.",
+        )
     return _Search(token_ids, params, processor.eos_token_ids)
 
 

@@ -21,6 +21,15 @@ _FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the t
 _LOOKS_INTO_CONTENT = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:[^%]*[.\s]|[^%]*\[['"])?content\b"""
 )
+# Parts of a content that are text, and where they have it: of requests, of answers that come back,
+# and of both in OpenAI's newer protocol.
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 _MOST_CHARACTERS = 2**20  # of messages, where a prompt may not be longer than that anyway
 _DEEPEST = 64  # lists and dictionaries within each other
 
@@ -121,19 +130,33 @@ def text_of(content: Any) -> str:
 
     None is no text. Raises `ValueError` for parts that are no text.
     """
-    texts: list[str] = []
     if content is None:
         return ""
-    for part in content if isinstance(content, (list, tuple)) else [content]:
-        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
-        text = part.get("text") if is_text else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(
-                f"messages: content is or has a {kind!r:.50}, and this model reads only text"
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    if isinstance(content, Mapping):
+        raise ValueError(
+            f"messages: content={shown(content)} must be a text or a list of parts, such as "
+            f"[{{'type': 'text', 'text': ...}}]"
+        )
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    return "\n".join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        kind = type(part).__name__
+        raise ValueError(f"messages: content is or has a {kind}, and must be text, or parts of it")
+    kind = part.get("type", "text")
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise ValueError(f"messages: content has a {kind!r:.50}, and this model reads only text")
+    text = part.get(field)
+    if text is None and field in part:
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(f"messages: a part of type {kind!r} must have a text as {field!r}")
+    return text
 
 
 def _prompt_of(
@@ -147,7 +170,10 @@ def _prompt_of(
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens
     most = limit.most_characters(is_ascii=False)
     from_outside = [conversation, arguments.get("tools"), arguments.get("documents")]
-    texts = _texts_in(from_outside, most and max(most, _MOST_CHARACTERS))
+    most = most and max(most, _MOST_CHARACTERS)
+    texts, is_whole = _texts_in(from_outside, most)
+    if not is_whole:
+        raise limit.error(None, f"The prompt is too long: it has over {most} characters.")
     if content_as_text and any(map(_has_no_text, conversation)):
         as_text = [_with_text(message) for message in conversation]
         return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)
@@ -168,8 +194,8 @@ def _prompt_of(
     return {"prompt": marks.remove(text), "prompt_token_ids": token_ids}
 
 
-def _texts_in(value: Any, most: int | None) -> list[str]:
-    """All texts in lists and dictionaries, keys included, if they are not too long together.
+def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
+    """All texts in lists and dictionaries, keys included; False if they are too long together.
 
     Nothing else may hold texts: they would be overlooked.
     """
@@ -183,11 +209,11 @@ def _texts_in(value: Any, most: int | None) -> list[str]:
         elif not isinstance(part, (int, float, np.number, NoneType, *_FUNCTIONS)):
             raise ValueError(f"{shown(part)} in messages is no text, number, list or dictionary")
         if most is not None and size > most:
-            raise ValueError(f"these messages have more than {most} characters: they cannot fit")
+            return texts, False
         if depth > _DEEPEST:
             raise ValueError(f"lists and dictionaries in messages may be {_DEEPEST} deep, no more")
         if isinstance(part, Mapping):
             waiting += [(inner, depth + 1) for item in part.items() for inner in item]
         elif isinstance(part, (list, tuple)):
             waiting += [(inner, depth + 1) for inner in part]
-    return texts
+    return texts, True

@@ -51,6 +51,10 @@ def _checked_ids(name: str, value: Any) -> list[int]:
 
 def _checked_texts(name: str, value: Any, most: tuple[int, int]) -> str | list[str]:
     """`stop` may be a single text, and stays one."""
+    require(
+        name != "stop" or not isinstance(value, str) or value != "",
+        "stop='' would end an answer before it begins: leave it out, or give a text",
+    )
     texts = [value] if name == "stop" and is_text(value) else value
     _check_size(name, texts, most[0])
     if texts is value:

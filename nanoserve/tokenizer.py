@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanoserve.special_tokens import Marks, SpecialTokens
+    from nanoserve.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what others wrote
@@ -86,6 +87,12 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def token_bytes(self) -> "TokenBytes":
+        from nanoserve.token_bytes import TokenBytes
+
+        return TokenBytes(self.backend)
 
     @cached_property
     def special_tokens(self) -> "SpecialTokens":

@@ -12,6 +12,7 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
+from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics
@@ -107,7 +108,7 @@ class InputProcessor:
             raise ValueError(f"priority={priority!r} must be an integer")
         if priority != 0 and not self.by_priority:
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self._tokenize(prompt, params.max_tokens)
         cache_key = self.cache_root
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             from nanoserve.engine.cache_salt import key_of_salt
@@ -115,7 +116,7 @@ class InputProcessor:
             cache_key += key_of_salt(prompt["cache_salt"])
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
-        self._check_prompt_length(len(token_ids))
+        self._check_prompt_length(len(token_ids), params.max_tokens)
         told = "" if text is None else "the tokenizer has more tokens than the model: "
         self._check_token_ids(token_ids, f"{told}token id")
         self._check_params(params)
@@ -145,7 +146,7 @@ class InputProcessor:
         """Raise `ValueError` for a grammar that cannot be had here."""
         guide.check(self._guiding, self._tokenizer)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
         """The prompt's text, where there is one, and its token ids."""
         text = None
         if isinstance(prompt, Mapping):
@@ -164,12 +165,12 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
-            self.text_limit.check(prompt)
+            self.text_limit.check(prompt, max_tokens)
             return prompt, self._tokenizer.encode(prompt)
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
         if not is_array and (not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes)):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
-        self._check_prompt_length(len(prompt))  # before anybody looks at each of them
+        self._check_prompt_length(len(prompt), max_tokens)  # before anybody looks at each of them
         return text, prompt.tolist() if is_array else list(prompt)
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -213,11 +214,15 @@ class InputProcessor:
             if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"{what} {token_id!r} is no integer in [0, {self.vocab_size})")
 
-    def _check_prompt_length(self, num_tokens: int) -> None:
+    def _check_prompt_length(self, num_tokens: int, max_tokens: int | None) -> None:
         if num_tokens == 0:
             raise ValueError("the prompt is empty: there is no token to continue from")
         if num_tokens >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; max_model_len={self.max_model_len} "
-                f"leaves room for at most {self.max_model_len - 1} and one token of output"
+            raise ContextLengthError.of(
+                self.max_model_len,
+                num_tokens,
+                max_tokens,
+                f"The prompt is too long: it has {num_tokens} tokens; "
+                f"max_model_len={self.max_model_len} leaves room for at most "
+                f"{self.max_model_len - 1} and one token of output.",
             )

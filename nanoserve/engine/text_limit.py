@@ -12,6 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.pre_tokenizers import ByteLevel
 
+from nanoserve.engine.context_length import ContextLengthError
+
 _ORDINARY = 16  # characters for each token that has room: what is shorter is not looked at
 # Unicode's normal forms never make one character of more than 4 (as of alpha with three accents).
 _MOST_COMPOSED = 4
@@ -32,17 +34,23 @@ class TextLimit:
     def __init__(self, backend: TokenizerBackend, max_model_len: int) -> None:
         self._backend, self._max_model_len = backend, max_model_len
 
-    def check(self, text: str) -> None:
-        """Raises `ValueError` if `text` cannot fit."""
+    def check(self, text: str, max_tokens: int | None = None) -> None:
+        """Raises `ContextLengthError` if `text` cannot fit. `max_tokens`: of output."""
         if len(text) <= _ORDINARY * self._max_model_len:
             return
         most = self.most_characters(text.isascii())
         if most is not None and self._has_more_than(most, text):
-            raise ValueError(
-                f"the prompt has {len(text)} characters; max_model_len={self._max_model_len} "
-                f"leaves room for at most {self._max_model_len - 1} tokens, which stand for no "
-                f"more than {most}"
+            raise self.error(
+                max_tokens,
+                f"The prompt is too long: it has {len(text)} characters; "
+                f"max_model_len={self._max_model_len} leaves room for at most "
+                f"{self._max_model_len - 1} tokens, which stand for no more than {most}.",
             )
+
+    def error(self, max_tokens: int | None, reason: str) -> ContextLengthError:
+        """Return the error for a text of which nobody has counted the tokens."""
+        least = self._max_model_len
+        return ContextLengthError.of(least, least, max_tokens, reason, is_at_least=True)
 
     def most_characters(self, is_ascii: bool) -> int | None:
         """Of a text that fits; None: no matter how many."""

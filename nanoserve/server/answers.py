@@ -6,10 +6,11 @@ from typing import Any
 from uuid import uuid4
 
 from nanoserve.engine.request import Request
-from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server.errors import ApiError
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.protocol import GenerationBody
+from nanoserve.token_bytes import TextPositions
 from nanoserve.tokenizer import Tokenizer
 
 
@@ -34,7 +35,9 @@ class Answer:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._num_output_tokens = 0
         self._num_cached_tokens: dict[str, int | None] = {}
-        self._common = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time())}
+        self._positions: dict[int, TextPositions] = {}  # by choice, of those with logprobs
+        own_id = uuid4().hex if body.request_id is None else body.request_id
+        self._common = {"id": f"{self.id_prefix}-{own_id}", "created": int(time.time())}
         self._common["model"] = model
         # The same in every event, so it is encoded once.
         common = json.dumps({**self._common, "object": self.chunk_object})[:-1]
@@ -95,11 +98,13 @@ class Answer:
             return f'{self._head}{choice}], "usage": {json.dumps(self.usage())}}}\n\n'
         return f"{self._head}{choice}{self._tail}"
 
-    def _name(self, token_id: int, entry: Logprob | None) -> str:
-        """A token's text."""
-        if self._body.return_tokens_as_token_ids:
-            return f"token_id:{token_id}"
-        return self._tokenizer.decode([token_id], False) if entry is None else entry.decoded_token
+    def _positions_of(self, index: int, start: int = 0) -> TextPositions:
+        """Return where a choice's tokens stand in its text, which begins at `start`."""
+        if index not in self._positions:
+            skips = self.requests[0].params.skip_special_tokens
+            known = self._tokenizer.token_bytes
+            self._positions[index] = TextPositions(known, skips, start)
+        return self._positions[index]
 
     def _choice_events(
         self, index: int, completion: CompletionOutput, output: RequestOutput
@@ -115,6 +120,11 @@ class Answer:
 def as_json(value: Any) -> str:
     """Most values of most events are null, which need not be asked of an encoder."""
     return "null" if value is None else json.dumps(value)
+
+
+def members(more: dict[str, Any]) -> str:
+    """Further members of a JSON object that has some."""
+    return f", {json.dumps(more)[1:-1]}" if more else ""
 
 
 def _is_aborted(output: RequestOutput) -> bool:

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
+from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.server.answers import Answer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.chat_completions import ChatAnswer, chat_prompt, chat_requests
@@ -22,10 +24,12 @@ from nanoserve.server.completions import (
     completion_requests,
 )
 from nanoserve.server.errors import ApiError
+from nanoserve.server.foreign_fields import UnknownNames, check_fields
 from nanoserve.server.guard import Guard, read_body
 from nanoserve.server.guides import refusal
 from nanoserve.server.live import LiveView, add_live
 from nanoserve.server.metrics import exposition, start_metrics
+from nanoserve.server.missing_endpoints import missing_endpoint
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.page import add_page
 from nanoserve.server.protocol import (
@@ -36,6 +40,7 @@ from nanoserve.server.protocol import (
     GenerationBody,
     TokenizeBody,
 )
+from nanoserve.server.request_id import RequestId, named
 from nanoserve.server.responses import EventStream, whole_response
 from nanoserve.server.settings import ServerSettings
 from nanoserve.server.shared_answer import SharedAnswer
@@ -68,9 +73,16 @@ class ApiServer:
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
         self.is_draining = False  # what runs may end, nothing new begins
         self._started = int(time.time())
+        self._unknown_names = UnknownNames()
         self._measure()
         self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
-        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        self.app = FastAPI(
+            title="nanoserve",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            redirect_slashes=False,
+        )
         self._add_routes()
         add_page(self.app)
         self.live = self._show_live()
@@ -82,8 +94,13 @@ class ApiServer:
 
             origins = settings.allowed_origins
             self.app.add_middleware(
-                CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
             )
+        self.app.add_middleware(RequestId)  # around all others
 
     def _measure(self) -> None:
         name, prefix = self.names[0], self.settings.metrics_prefix
@@ -215,7 +232,9 @@ class ApiServer:
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
         await self._check_guide(body)
-        requests = await self._prepare_each(lambda: make(body, engine, new_id), body.is_large)
+        requests = await self._prepare_each(
+            lambda: make(body, engine, new_id), body.is_large, body.prompt_field
+        )
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
             self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
@@ -260,13 +279,8 @@ class ApiServer:
         """Raise `ApiError` for more tokens than there is room for."""
         limit = self.llm.engine.input_processor.max_model_len
         if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
-            raise ApiError(
-                400,
-                f"the prompt's {num_prompt_tokens} tokens and max_tokens={max_tokens} are more "
-                f"than the {limit} of this model's context",
-                "max_tokens",
-                "context_length_exceeded",
-            )
+            error = ContextLengthError.of(limit, num_prompt_tokens, max_tokens)
+            raise _too_long(error, body.most_tokens[0])
 
     def _check_model(self, name: str) -> None:
         if name not in self.names:
@@ -288,8 +302,8 @@ class ApiServer:
             body = kind.model_validate_json(received.content)
             if body.model is not None:
                 self._check_model(body.model)
-            body.check_extra()
             body.is_large = received.is_large
+            check_fields(body, self._unknown_names, engine.tokenizer.chat_template or "")
             return body
 
         try:
@@ -300,7 +314,9 @@ class ApiServer:
         except ValueError as error:
             raise ApiError.of(error) from None
 
-    async def _prepare_each(self, make: Callable[[], Iterable[Any]], is_large: bool) -> list[Any]:
+    async def _prepare_each(
+        self, make: Callable[[], Iterable[Any]], is_large: bool, prompt_field: str
+    ) -> list[Any]:
         """All that `make()` yields, made a few at a time: other requests get their turn between."""
         made: list[Any] = []
         rest: Iterator[Any] | None = None
@@ -315,16 +331,26 @@ class ApiServer:
                     return False
             return True
 
-        while not await self._prepare(take, is_large):
+        while not await self._prepare(take, is_large, prompt_field):
             pass
         return made
 
-    async def _prepare(self, make: Callable[[], Any], is_large: bool = False) -> Any:
+    async def _prepare(
+        self, make: Callable[[], Any], is_large: bool = False, prompt_field: str = "prompt"
+    ) -> Any:
         """What `make()` returns, called off the event loop. What it refuses is a 400."""
         try:
             return await self.llm.prepare(make, is_large)
+        except ContextLengthError as error:
+            raise _too_long(error, prompt_field) from None
         except ValueError as error:
             raise ApiError.of(error) from None
+
+
+def _too_long(error: ContextLengthError, param: str) -> ApiError:
+    """The code stands in the message, too: some clients (LangChain) look for it there."""
+    code = "context_length_exceeded"
+    return ApiError(400, f"{error} ({code})", param, code)
 
 
 def _later(seconds: int) -> dict[str, str]:
@@ -334,11 +360,21 @@ def _later(seconds: int) -> dict[str, str]:
 async def _tell(request: Request, error: Exception) -> JSONResponse:
     """Whatever was raised, in the shape in which clients expect errors."""
     if isinstance(error, HTTPException):
-        told = error.detail
-        if error.status_code == 404 and request.url.path.endswith("/"):
-            # A redirection would lead to whatever host the client has named.
-            told = f"{told}: {request.url.path[:200]} ends with a slash, which no endpoint does"
-        error = ApiError(error.status_code, told, headers=error.headers)
+        error = _of_routing(request, error)
     elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
         error = ApiError.internal()
-    return ApiError.of(error).response()
+    answer = ApiError.of(error)
+    if answer.status == 500:
+        answer.headers = named(answer.headers, request.scope)
+    return answer.response()
+
+
+def _of_routing(request: Request, error: HTTPException) -> ApiError:
+    """For a path or a method that there is not."""
+    if error.status_code == 404:
+        return missing_endpoint(request.method, request.url.path)
+    told, headers = str(error.detail), dict(error.headers or {})
+    allowed = Headers(headers).get("allow")
+    if error.status_code == 405 and allowed:
+        told = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
+    return ApiError(error.status_code, told, headers=headers)

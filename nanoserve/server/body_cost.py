@@ -1,4 +1,4 @@
-"""How much a JSON body will cost to read, counted while it arrives and before anything is made of it.
+"""What a JSON body will cost to read, counted while it arrives and before anything is made of it.
 
 A parser holds Python's interpreter lock until it is done, and makes 50 to 300 bytes of an item that
 is sent as three: so one body of some megabytes can stop the event loop for seconds and take

@@ -1,7 +1,6 @@
 """/v1/chat/completions: a conversation in, a message out."""
 
 import json
-from functools import partial
 from typing import Any
 
 from nanoserve.chat import chat_prompts
@@ -9,7 +8,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server import logprobs
-from nanoserve.server.answers import Answer
+from nanoserve.server.answers import Answer, as_json, members
 from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import ChatBody
 from nanoserve.server.tools.grammar import behind_reasoning
@@ -30,8 +29,14 @@ def chat_requests(
     """
     if body.echo:
         raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # 0 of them asks for nothing
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    most = engine.input_processor.max_logprobs
+    if not -1 <= (body.top_logprobs or 0) <= most:
+        told = f"top_logprobs={body.top_logprobs} must be an integer in [-1, {most}], of which -1"
+        raise ApiError(
+            400, f"{told} is all; max_logprobs is an option of the engine", "top_logprobs"
+        )
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
@@ -39,10 +44,9 @@ def chat_requests(
         thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
         config, field = engine.config.structured_outputs_config, body.guide_field
         body.guide = behind_reasoning(body.guide, thought, special_id, config, field)
-    newer, older = body.max_completion_tokens, body.max_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
-    params = body.sampling_params(defaults, older if newer is None else newer, num_logprobs)
+    params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)
     is_kept = any(special_id(text) is not None for text in kept_specials)
     if is_kept and body.skip_special_tokens is None:
         params.skip_special_tokens = False
@@ -52,7 +56,7 @@ def chat_requests(
 
 def chat_prompt(body: ChatBody, engine: LLMEngine) -> dict[str, Any]:
     """A conversation as the template writes it, text and token ids."""
-    arguments = body.template_arguments()
+    arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)
     (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
     return prompt if body.cache_salt is None else prompt | {"cache_salt": body.cache_salt}
@@ -67,12 +71,25 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatBody, *args: Any) -> None:
         super().__init__(body, *args)
         self._begun: set[int] = set()  # choices
-        self._logprobs = partial(logprobs.of_chat, num_top=body.top_logprobs or 0, name=self._name)
+        self._has_sent_prompt = False
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._names = logprobs.TokenNames(self._tokenizer.token_bytes, as_ids)
+
+    def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens that are new, if they are asked for."""
+        if completion.logprobs is None:
+            return None
+        asked, positions = self._body.top_logprobs or 0, self._positions_of(index)
+        num_top = self._tokenizer.backend.get_vocab_size() if asked == -1 else asked
+        ids, entries = completion.token_ids, completion.logprobs
+        return logprobs.of_chat(ids, entries, num_top, self._names, positions)
 
     def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
         (output,) = outputs.values()
         prompt = output.prompt_logprobs
         extra = {} if prompt is None else {"prompt_logprobs": logprobs.of_prompt(prompt)}
+        if self._body.return_token_ids:
+            extra["prompt_token_ids"] = output.prompt_token_ids
         return super().whole(outputs) | extra
 
     def _choice_events(
@@ -82,13 +99,14 @@ class ChatAnswer(Answer):
         events = []
         if index not in self._begun:
             self._begun.add(index)
-            events.append(self._delta(index, '{"role": "assistant", "content": ""}'))
-        news = self._news(index, completion)
-        if news or completion.logprobs:
-            shown = "null"
-            if completion.logprobs is not None:
-                shown = json.dumps(self._logprobs(completion.token_ids, completion.logprobs))
-            events.append(self._delta(index, news or "{}", shown))
+            prompt_token_ids = None if self._has_sent_prompt else output.prompt_token_ids
+            self._has_sent_prompt = True
+            first = '{"role": "assistant", "content": ""}'
+            events.append(self._delta(index, first, prompt_token_ids=prompt_token_ids))
+        news, ids = self._news(index, completion), self._token_ids(completion)
+        if news or completion.logprobs or ids.get("token_ids"):
+            shown = as_json(self._logprobs(index, completion))
+            events.append(self._delta(index, news or "{}", shown, more=members(ids)))
         if completion.finish_reason in ("stop", "length"):
             end = json.dumps(self._reason(index, completion))
             end += f', "stop_reason": {json.dumps(completion.stop_reason)}'
@@ -105,24 +123,35 @@ class ChatAnswer(Answer):
     def _reason(self, index: int, completion: CompletionOutput) -> str | None:
         return completion.finish_reason
 
+    def _token_ids(self, completion: CompletionOutput) -> dict[str, Any]:
+        """vLLM's `token_ids`, if they are asked for."""
+        return {"token_ids": completion.token_ids} if self._body.return_token_ids else {}
+
     def _delta(
-        self, index: int, delta: str, shown: str = "null", finish_reason: str = "null"
+        self,
+        index: int,
+        delta: str,
+        shown: str = "null",
+        finish_reason: str = "null",
+        more: str = "",
+        prompt_token_ids: list[int] | None = None,
     ) -> str:
-        return self._event(
+        event = self._event(
             f'{{"index": {index}, "delta": {delta}, "logprobs": {shown}, '
-            f'"finish_reason": {finish_reason}}}'
+            f'"finish_reason": {finish_reason}{more}}}'
         )
+        if prompt_token_ids is None or not self._body.return_token_ids:
+            return event
+        ids = json.dumps({"prompt_token_ids": prompt_token_ids})[1:-1]
+        return event.replace("data: {", f"data: {{{ids}, ", 1)
 
     def _choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> dict[str, Any]:
-        shown = None
-        if completion.logprobs is not None:
-            shown = self._logprobs(completion.token_ids, completion.logprobs)
         return {
             "index": index,
             "message": self._message(index, completion),
-            "logprobs": shown,
+            "logprobs": self._logprobs(index, completion),
             "finish_reason": self._reason(index, completion),
             "stop_reason": completion.stop_reason,
-        }
+        } | self._token_ids(completion)

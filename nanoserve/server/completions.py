@@ -8,7 +8,7 @@ from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server import logprobs
-from nanoserve.server.answers import Answer, as_json
+from nanoserve.server.answers import Answer, as_json, members
 from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import CompletionBody
 
@@ -44,14 +44,18 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionBody, *args: Any) -> None:
         super().__init__(body, *args)
         self._lengths: dict[int, int] = {}  # characters of each choice up to now
+        self._names = logprobs.TokenNames(
+            self._tokenizer.token_bytes, bool(body.return_tokens_as_token_ids), "bytes:"
+        )
         self._has_output = body.max_tokens != 0
 
     def _choice_events(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> list[str]:
-        reason = completion.finish_reason
+        reason, begins = completion.finish_reason, index not in self._lengths
         text, shown = self._news(index, completion, output)
-        if not text and not shown and reason is None:
+        ids = self._token_ids(completion, output.prompt_token_ids if begins else None)
+        if not text and not shown and not ids and reason is None:
             return []
         if reason == "abort" or output.error is not None:
             reason = None
@@ -59,7 +63,7 @@ class CompletionAnswer(Answer):
             self._event(
                 f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {as_json(shown)}, '
                 f'"finish_reason": {as_json(reason)}, '
-                f'"stop_reason": {as_json(completion.stop_reason)}}}'
+                f'"stop_reason": {as_json(completion.stop_reason)}{members(ids)}}}'
             )
         ]
 
@@ -72,27 +76,50 @@ class CompletionAnswer(Answer):
         choice |= {"stop_reason": completion.stop_reason}
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
-        return choice
+        return choice | self._token_ids(completion, output.prompt_token_ids)
+
+    def _token_ids(
+        self, completion: CompletionOutput, prompt_token_ids: list[int] | None
+    ) -> dict[str, Any]:
+        """vLLM's `token_ids`, and those of the prompt where they have not been sent yet."""
+        if not self._body.return_token_ids:
+            return {}
+        ids = {"token_ids": list(completion.token_ids) if self._has_output else []}
+        return ids if prompt_token_ids is None else ids | {"prompt_token_ids": prompt_token_ids}
 
     def _news(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a choice that were not told yet."""
+        begins = index not in self._lengths
         if not self._body.echo and self._body.logprobs is None:
+            self._lengths[index] = 0
             return completion.text, None
         text, token_ids, entries = "", [], []
-        if self._body.echo and index not in self._lengths:
+        offsets, contents = [], []
+        if self._body.echo and begins:
             text, token_ids = self._prompt_text(output), list(output.prompt_token_ids)
             entries = list(output.prompt_logprobs or ())
+            if self._body.logprobs is not None:
+                offsets = logprobs.offsets_in_prompt(self._tokenizer, text, token_ids)
+                contents = [self._names.token_bytes.of(token_id) for token_id in token_ids]
+        length = self._lengths.get(index, 0) + len(text)
+        self._lengths[index] = length + (len(completion.text) if self._has_output else 0)
         if self._has_output:
             text += completion.text
-            token_ids += completion.token_ids
-            entries += completion.logprobs or ()
-        before = self._lengths.get(index, 0)
-        self._lengths[index] = before + len(text)
         if self._body.logprobs is None:
             return text, None
-        return text, logprobs.of_completion(token_ids, entries, before, self._name)
+        if self._has_output:
+            token_ids += completion.token_ids
+            entries += completion.logprobs or ()
+            positions = self._positions_of(index, start=length)
+            for token_id in completion.token_ids:
+                contents.append(positions.content(token_id))
+                offsets.append(positions.advance(token_id))
+        if completion.finish_reason is not None:  # a stop string may have cut the text
+            offsets = [min(offset, self._lengths[index]) for offset in offsets]
+        shown = logprobs.of_completion(token_ids, entries, self._names, contents, offsets)
+        return text, shown
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
+from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.server.output_reader import EngineDeadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -49,6 +50,8 @@ class ApiError(Exception):
             return error
         if isinstance(error, ValidationError):
             return cls._of_fields(error)
+        if isinstance(error, ContextLengthError):
+            return cls(400, str(error), code="context_length_exceeded")
         if isinstance(error, ValueError):  # the engine's, which begin with `name=value` or `name: `
             found = re.match(r"(\w+)(=|: )", str(error))
             return cls(400, str(error), found and found[1])

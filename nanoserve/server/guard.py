@@ -101,7 +101,8 @@ _BYTES_FOR_A_UNIT = 16  # 2^19 units in 8 MiB: 0.05 s of parsing
 _PIECE = 2**16
 _TOO_MANY_ITEMS = (
     "the body has too many items: a number counts 1, a string 2, a name 4, a list or an object 16, "
-    "and together they may count {}, which is a sixteenth of max_body_bytes, or what the model takes"
+    "and together they may count {}, which is a sixteenth of max_body_bytes, or what the model "
+    "takes"
 )
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _CLOSE = {"connection": "close"}  # what is still on its way would be read as the next request

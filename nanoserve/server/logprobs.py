@@ -1,55 +1,93 @@
 """Log-probabilities as OpenAI's two endpoints have them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nanoserve.outputs import Logprob
+from nanoserve.token_bytes import TextPositions, TokenBytes, name_of
+from nanoserve.tokenizer import Tokenizer
 
 Entry = dict[int, Logprob] | None  # of one token; None for a prompt's first, which nothing predicts
 _LEAST = -9999.0  # JSON has no infinity
 
 
+class TokenNames:
+    """What the answers to a request call tokens.
+
+    as_ids: `token_id:5` instead of the text. part: what is written before the bytes of a token
+    that is no whole character; OpenAI's older endpoint has "bytes:" there.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, as_ids: bool, part: str = "") -> None:
+        self.token_bytes, self._as_ids, self._part = token_bytes, as_ids, part
+
+    def of(self, token_id: int, content: bytes = b"") -> str:
+        """Return the name of a token; `content` are its bytes where it stands, if they differ."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        content = content or self.token_bytes.of(token_id)
+        name = name_of(content)
+        return name if name.encode() == content else f"{self._part}{name}"
+
+    def of_all(self, token_ids: Iterator[int], chosen: tuple[int, str]) -> Iterator[str]:
+        """Return names for candidates of one position, no two of them alike.
+
+        The chosen token has its own name. Of others with the same text, the first one keeps it,
+        and the next ones are called by their ids.
+        """
+        used = {chosen[1]}
+        for token_id in token_ids:
+            name = chosen[1] if token_id == chosen[0] else self.of(token_id)
+            if token_id != chosen[0] and name in used:
+                name = f"token_id:{token_id}"
+            used.add(name)
+            yield name
+
+
 def of_completion(
     token_ids: list[int],
     entries: list[Entry],
-    offset: int,
-    name: Callable[[int, Logprob | None], str],
+    names: TokenNames,
+    contents: list[bytes],
+    offsets: list[int],
 ) -> dict[str, list[Any]]:
-    """For /v1/completions. `offset` is where the first token begins in the answer's text."""
+    """For /v1/completions, by token.
+
+    contents: the bytes of the answer's text that are the token's. offsets: where they begin in it,
+    in characters.
+    """
     shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-    shown["text_offset"] = []
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        chosen = None if entry is None else entry[token_id]
-        token = name(token_id, chosen)
-        shown["tokens"].append(token)
-        shown["token_logprobs"].append(None if chosen is None else _finite(chosen))
-        top = (
-            None
-            if entry is None
-            else {name(i, other): _finite(other) for i, other in _by_rank(entry)}
-        )
-        shown["top_logprobs"].append(top)
-        shown["text_offset"].append(offset)
-        offset += len(token)
-    return shown
+    for token_id, entry, content in zip(token_ids, entries, contents, strict=True):
+        name = names.of(token_id, content)
+        shown["tokens"].append(name)
+        shown["token_logprobs"].append(None if entry is None else _finite(entry[token_id]))
+        shown["top_logprobs"].append(entry and _by_name(entry, names, (token_id, name)))
+    return shown | {"text_offset": offsets}
 
 
 def of_chat(
     token_ids: list[int],
     entries: list[Entry],
     num_top: int,
-    name: Callable[[int, Logprob | None], str],
+    names: TokenNames,
+    positions: TextPositions,
 ) -> dict[str, list[Any]]:
-    """For /v1/chat/completions."""
+    """For /v1/chat/completions. `positions`: how far the answer has come; it goes on from there.
 
-    def shown(token_id: int, entry: Logprob) -> dict[str, Any]:
-        token = name(token_id, entry)
-        return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode())}
-
+    The bytes of all tokens, one after the other, are the UTF-8 of the text. So a special token that
+    is left out of the text has none.
+    """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = [shown(i, other) for i, other in _by_rank(entry) if other.rank <= num_top]
-        content.append(shown(token_id, entry[token_id]) | {"top_logprobs": top})
+        own = positions.content(token_id)
+        positions.advance(token_id)
+        top = [
+            _candidate(names.of(i), other, names.token_bytes.of(i))
+            for i, other in _by_rank(entry)
+            if other.rank <= num_top
+        ]
+        chosen = _candidate(names.of(token_id, own), entry[token_id], own)
+        content.append(chosen | {"top_logprobs": top})
     return {"content": content}
 
 
@@ -63,6 +101,57 @@ def of_prompt(entries: list[Entry]) -> list[dict[str, Any] | None]:
         }
         for entry in entries
     ]
+
+
+def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> list[int]:
+    """Return where the tokens of a prompt begin in its text, in characters.
+
+    A token that goes on with a character begins where that character does. Tokens that the
+    tokenizer has added, such as BOS, stand where the next one begins.
+    """
+    known = tokenizer.token_bytes
+    for added in (" ", "") if known.strips else ("",):  # a space that tokenizers put before a text
+        aligned = _aligned(known, added + text, token_ids)
+        if aligned is not None:
+            return [max(0, begin - len(added)) for begin in aligned]
+    for add_special_tokens in (True, False):  # the text was normalised: the tokenizer knows how
+        encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        if encoding.ids == token_ids:
+            begins, last = [], 0
+            for begin, end in encoding.offsets:
+                last = begin if end else last  # (0, 0) is nowhere
+                begins.append(last)
+            return begins
+    positions = TextPositions(known, False, 0)
+    return [min(positions.advance(token_id), len(text)) for token_id in token_ids]
+
+
+def _aligned(token_bytes: TokenBytes, text: str, token_ids: list[int]) -> list[int] | None:
+    """The same by the tokens' bytes; None if the text has others."""
+    content, at, num_characters, begins = text.encode("utf-8", "surrogatepass"), 0, 0, []
+    for token_id in token_ids:
+        piece = token_bytes.of(token_id)
+        if not content.startswith(piece, at):
+            if not token_bytes.is_special(token_id):
+                return None
+            piece = b""  # the tokenizer has added it
+        inside = at < len(content) and content[at] & 0xC0 == 0x80
+        begins.append(num_characters - inside)
+        num_characters += sum(byte & 0xC0 != 0x80 for byte in piece)
+        at += len(piece)
+    return begins if at == len(content) else None
+
+
+def _by_name(
+    entry: dict[int, Logprob], names: TokenNames, chosen: tuple[int, str]
+) -> dict[str, float]:
+    ranked = [*_by_rank(entry)]
+    named = names.of_all((token_id for token_id, _ in ranked), chosen)
+    return {name: _finite(one) for name, (_, one) in zip(named, ranked, strict=True)}
+
+
+def _candidate(name: str, entry: Logprob, content: bytes) -> dict[str, Any]:
+    return {"token": name, "logprob": _finite(entry), "bytes": list(content)}
 
 
 def _by_rank(entry: dict[int, Logprob]) -> Iterator[tuple[int, Logprob]]:

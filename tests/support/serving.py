@@ -1,6 +1,8 @@
 """A server in this process, so that a test can look at its engine."""
 
 import asyncio
+import http.client
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +45,23 @@ class Served:
 
     def wait_until_idle(self) -> None:
         wait_until(lambda: is_idle(self.api.llm))
+
+
+JSON = {"content-type": "application/json"}
+
+
+def ask(
+    server: Served, path: str, body: Any, headers: Any = None, method: str = "POST"
+) -> tuple[int, http.client.HTTPMessage, Any]:
+    """The status, the headers and the JSON of an answer, or its bytes if it is none."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, content, dict(headers or JSON))
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    is_json = answer.headers.get("content-type") == "application/json"
+    return answer.status, answer.headers, json.loads(text) if is_json else text
 
 
 @contextmanager

@@ -102,6 +102,8 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, "messages: a tool call has no function with a name", "messages")
         arguments = function.get("arguments") or {}
+        if isinstance(arguments, str) and arguments.strip() in ("", "null"):
+            arguments = {}  # as models and servers write a call without arguments
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
@@ -112,6 +114,14 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(400, told, "messages")
         parsed.append(call | {"function": function | {"arguments": arguments}})
     return message | {"tool_calls": parsed}
+
+
+def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under both names: a template looks at one of them."""
+    newer, older = message.get("reasoning"), message.get("reasoning_content")
+    if (newer is None) == (older is None):
+        return message
+    return message | dict.fromkeys(("reasoning", "reasoning_content"), newer or older)
 
 
 def _function_of(tool: dict[str, Any], number: int) -> Function:

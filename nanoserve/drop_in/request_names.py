@@ -1,0 +1,350 @@
+"""Names that a request may bring from another server or library, and what each means here.
+
+One table for all doors: the HTTP endpoints and `SamplingParams` refuse what `FOREIGN` holds, unless
+its value asks for nothing, and say what to use instead. Clients send what is in `HARMLESS` often;
+no answer depends on it. Every other name is unknown: HTTP logs it once, `SamplingParams` refuses
+it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Foreign(NamedTuple):
+    """A name that nanoserve does not honour.
+
+    instead: what to use instead. neutral: the values that ask for nothing, besides None. ours: the
+    sampling parameter of the same meaning, if there is one. in_python: what to use instead in a
+    program, where that is something else than over HTTP.
+    """
+
+    instead: str
+    neutral: tuple[Any, ...] = ()
+    ours: str | None = None
+    in_python: str | None = None
+
+
+def asks_nothing(value: Any, neutral: Iterable[Any]) -> bool:
+    """Return whether `value` is None or one of the `neutral` values.
+
+    JSON's true is no number: `{"best_of": true}` is a mistake, not 1.
+    """
+    if value is None:
+        return True
+    return any(value == one and (value is True) == (one is True) for one in neutral)
+
+
+def _renamed(ours: str, names: str, neutral: tuple[Any, ...] = ()) -> dict[str, Foreign]:
+    """Other names of our parameter `ours`, all with the same meaning."""
+    return {name: Foreign(f"use {ours}", neutral, ours) for name in names.split()}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _refused(instead: str, names: str, neutral: tuple[Any, ...] = ()) -> dict[str, Foreign]:
+    return {name: Foreign(instead, neutral) for name in names.split()}
+
+
+_FILTERS = "top_p, top_k and min_p filter tokens"
+_PROCESSOR = f"{_FILTERS}; a program may also write a logits processor"
+_NO_LOOPS = "repetition_penalty and frequency_penalty act against loops"
+_THINKING = 'use chat_template_kwargs={"enable_thinking": false} if the chat template has it'
+_TEXT_ONLY = "nanoserve runs text models only"
+_NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_MESSAGES = "send the text in messages"
+_EXTRA_OUTPUT = "logprobs and usage are what answers tell besides text"
+_CONTEXT = "the context's length is an option of the server: --max-model-len"
+_ONE_LEVEL = "its fields belong at the top level of the request"
+_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(...)) searches offline"
+_GRAMMAR = (
+    'use structured_outputs={"grammar": ...} (or guided_grammar), which takes GBNF and the dialect '
+    "of Lark"
+)
+_JSON = 'use response_format={"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+_REGEX = 'use structured_outputs={"regex": ...} (or guided_regex)'
+_CUT = "cut the prompt before it is sent; POST /tokenize counts its tokens"
+_CONVERSATION = "send the whole conversation in messages each time"
+
+FOREIGN: dict[str, Foreign] = {
+    # Lengths.
+    **_renamed("max_tokens", "max_new_tokens n_predict num_predict max_output_tokens "
+               "max_tokens_to_sample max_length max_gen_len num_tokens_to_generate maxTokens "
+               "maxOutputTokens max_completion_length"),
+    **_renamed("min_tokens", "min_new_tokens min_length min_completion_tokens", (0,)),
+    **_refused(_CONTEXT, "num_ctx n_ctx max_context_length max_seq_len truncation_length"),
+    **_refused("max_tokens bounds reasoning and answer together",
+               "thinking_token_budget thinking_budget reasoning_budget thinking_budget_tokens "
+               "reasoning_max_tokens", (-1,)),
+    **_refused(_CUT, "truncate n_keep num_keep n_discard prompt_truncate_len max_prompt_tokens",
+               (0, -1)),
+    "truncate_prompt_tokens": Foreign(_CUT, (), None, "generate(..., tokenization_kwargs="
+                                      "{'truncate_prompt_tokens': ...}) cuts prompts"),
+    "truncation": Foreign(_CUT, ("disabled", False)),
+    "transforms": Foreign(_CUT, ([],)),
+    "context_length_exceeded_behavior": Foreign("a request that is too long is refused",
+                                                ("error",)),
+    "t_max_predict_ms": Foreign("max_tokens bounds an answer", (0, -1)),
+    # How many answers.
+    **_renamed("n", "num_return_sequences num_generations candidate_count n_completions n_cmpl",
+               (1,)),
+    "best_of": Foreign("ask for n completions, with logprobs to choose by", (1,), None,
+                       "ask for n completions with logprobs=0, and sort by cumulative_logprob"),
+    **{name: Foreign(_BEAMS, neutral, None, _BEAMS.removesuffix(" offline")) for name, neutral in {
+        "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
+        "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "beam_width": (1,),
+    }.items()},
+    # Penalties.
+    **_renamed("repetition_penalty", "repeat_penalty rep_pen repetitionPenalty penalty_repeat",
+               (1,)),
+    **_renamed("presence_penalty", "presencePenalty penalty_presence", (0,)),
+    **_renamed("frequency_penalty", "frequencyPenalty penalty_freq count_penalty", (0,)),
+    **_refused("penalties count the whole output, and repetition_penalty the prompt, too",
+               "repeat_last_n repetition_context_size presence_context_size frequency_context_size "
+               "repetition_penalty_range rep_pen_range penalty_last_n", (-1,)),
+    **_refused("penalties act on every token alike", "penalize_nl penalize_newline", (False,)),
+    **_refused(_NO_LOOPS, "no_repeat_ngram_size encoder_no_repeat_ngram_size", (0,)),
+    **_refused(_NO_LOOPS, "encoder_repetition_penalty", (1,)),
+    **_refused(_NO_LOOPS, "repetition_penalty_slope rep_pen_slope", (0, 1)),
+    "repetition_detection": Foreign("stop strings or repetition_penalty end loops"),
+    "dry_multiplier": Foreign(_NO_LOOPS, (0,)),
+    "dry_base": Foreign(_NO_LOOPS, (1.75,)),
+    "dry_allowed_length": Foreign(_NO_LOOPS, (2,)),
+    "dry_penalty_last_n": Foreign(_NO_LOOPS, (-1, 0)),
+    "dry_range": Foreign(_NO_LOOPS, (0,)),
+    "dry_sequence_breakers": Foreign(_NO_LOOPS, ([], ["\n", ":", '"', "*"])),
+    # Which tokens may be chosen.
+    **_renamed("temperature", "temp", ()),
+    **_renamed("top_p", "topP nucleus p", (1,)),
+    **_renamed("top_k", "topK k", (0, -1)),
+    **_renamed("min_p", "minP", (0,)),
+    **_renamed("seed", "random_seed sampler_seed sampling_seed rng_seed", (-1,)),
+    **_renamed("logit_bias", "sequence_bias logitBias token_bias"),
+    **_renamed("bad_words", "bad_words_ids banned_strings banned_tokens custom_token_bans",
+               ([], "")),
+    **_renamed("allowed_token_ids", "allowed_tokens"),
+    **_refused("logit_bias of -100 forbids a token", "suppress_tokens begin_suppress_tokens",
+               ([],)),
+    "do_sample": Foreign("temperature=0 is greedy, and every other temperature samples"),
+    "greedy": Foreign("temperature=0 is greedy"),
+    **_refused(_PROCESSOR, "typical_p typical tfs_z tfs top_h", (1, 0)),
+    **_refused(_PROCESSOR, "top_a epsilon_cutoff eta_cutoff penalty_alpha smoothing_factor "
+               "xtc_probability skew nsigma", (0,)),
+    **_refused(_PROCESSOR, "top_n_sigma", (-1, 0)),
+    **_refused(_PROCESSOR, "min_keep", (0, 1)),
+    "xtc_threshold": Foreign(_PROCESSOR, (0.1, 0)),
+    "smoothing_curve": Foreign(_PROCESSOR, (1,)),
+    "mirostat": Foreign(_PROCESSOR, (0,)),
+    "mirostat_mode": Foreign(_PROCESSOR, (0,)),
+    "mirostat_tau": Foreign(_PROCESSOR, (0, 5)),
+    "mirostat_eta": Foreign(_PROCESSOR, (0, 0.1)),
+    "mirostat_target": Foreign(_PROCESSOR, (0,)),
+    "mirostat_lr": Foreign(_PROCESSOR, (0, 0.1)),
+    "adaptive_target": Foreign(_PROCESSOR, (-1,)),
+    "adaptive_decay": Foreign(_PROCESSOR, (0.9,)),
+    **_refused("temperature is one number", "dynatemp_range dynatemp_low dynatemp_high", (0,)),
+    "dynatemp_exponent": Foreign("temperature is one number", (1,)),
+    "dynamic_temperature": Foreign("temperature is one number", (False,)),
+    "temperature_last": Foreign("filters come after temperature, as in vLLM", (False,)),
+    **_refused("the order of filters is fixed, as in vLLM",
+               "samplers sampler_priority sampler_order", ([],)),
+    "guidance_scale": Foreign(_PROCESSOR, (1,)),
+    "negative_prompt": Foreign("it needs guidance_scale, which is not supported", ("",)),
+    "watermarking": Foreign(_PROCESSOR, (False,)),
+    "watermark": Foreign(_PROCESSOR, (False,)),
+    "logits_processors": Foreign("programs may have some: SamplingParams(logits_processors=...)",
+                                 ([],)),
+    "custom_logit_processor": Foreign(
+        "programs may have some: SamplingParams(logits_processors=...)", ("",)),
+    "custom_params": Foreign("it needs custom_logit_processor, which is not supported", ({},)),
+    **_refused("constraints are structured_outputs, bad_words and logit_bias",
+               "force_words_ids constraints forced_bos_token_id forced_eos_token_id "
+               "exponential_decay_length_penalty", ([],)),
+    "vllm_xargs": Foreign("programs may use SamplingParams(extra_args=...)", ({},)),
+    # Where an answer ends.
+    **_renamed("stop", "stop_strings stop_sequences stopSequences stop_sequence stop_words "
+               "antiprompt", ([],)),
+    **_renamed("stop_token_ids", "eos_token_id stop_tokens", ([],)),
+    "stop_regex": Foreign("stop takes plain texts", ([],)),
+    **_refused("use ignore_eos", "ban_eos_token", (False,)),
+    "no_stop_trim": Foreign("use include_stop_str_in_output", (False,)),
+    # What it must look like.
+    **{name: Foreign(told, (), "structured_outputs") for name, told in {
+        "grammar": _GRAMMAR, "ebnf": _GRAMMAR, "gbnf": _GRAMMAR, "lark": _GRAMMAR,
+        "grammar_string": _GRAMMAR, "json_schema": _JSON, "schema": _JSON, "guided_schema": _JSON,
+        "format": _JSON, "regex": _REGEX, "regex_string": _REGEX,
+        "guided_decoding": 'use structured_outputs={"json": ...}, or "regex", "choice", "grammar"',
+        "structural_tag": 'use structured_outputs={"structural_tag": ...}',
+        "choices": 'use structured_outputs={"choice": [...]} (or guided_choice)',
+    }.items()},
+    "guided_decoding_backend": Foreign(
+        "whoever starts the server chooses structured_outputs_config", ("auto",)),
+    "grammar_lazy": Foreign(_GRAMMAR, (False,)),
+    "grammar_triggers": Foreign('use structured_outputs={"structural_tag": ...}', ([],)),
+    # What a conversation is.
+    **_refused('send it as a message: {"role": "system", "content": ...}',
+               "system system_prompt systemPrompt instructions system_instruction", ("",)),
+    **_refused("templates come from the checkpoint; chat_template_kwargs go to it",
+               "chat_template template instruction_template chat_instruct_command"),
+    "chat_template_content_format": Foreign("it is chosen by the checkpoint's template", ("auto",)),
+    "enable_thinking": Foreign(_THINKING),
+    "thinking": Foreign(_THINKING),
+    "think": Foreign(_THINKING),
+    "enable_reasoning": Foreign(_THINKING),
+    "thinking_mode": Foreign(_THINKING),
+    "thinkingConfig": Foreign(_THINKING),
+    "reasoning": Foreign('use reasoning_effort, or chat_template_kwargs={"enable_thinking": ...}',
+                         ({},)),
+    "include_reasoning": Foreign("reasoning is a field of its own in the answer, which a client "
+                                 "may leave unread", (True,)),
+    "separate_reasoning": Foreign("an option of the server, --reasoning-parser, does it", (True,)),
+    "stream_reasoning": Foreign("reasoning is streamed as it comes", (True,)),
+    "reasoning_format": Foreign("an option of the server, --reasoning-parser, decides",
+                                ("auto", "none")),
+    "thinking_forced_open": Foreign(_THINKING, (False,)),
+    "safe_prompt": Foreign("send it as a message of the system", (False,)),
+    "prompt_mode": Foreign(_THINKING),
+    "functions": Foreign('use tools: [{"type": "function", "function": {...}}]', ([],)),
+    "function_call": Foreign("use tool_choice", ("none", "auto")),
+    "tool_prompt": Foreign(_MESSAGES, ("",)),
+    "guideline": Foreign(_MESSAGES, ("",)),
+    "input": Foreign(_MESSAGES),
+    "inputs": Foreign("use prompt, or messages"),
+    "content": Foreign("use prompt, or messages"),
+    "text": Foreign("use prompt for a text, and response_format for a format", ({},)),
+    "input_ids": Foreign("prompt of /v1/completions takes token ids"),
+    "prompt_token_ids": Foreign("prompt of /v1/completions takes token ids"),
+    **_refused("an embedding is no token: send text or token ids", "prompt_embeds input_embeds"),
+    **_refused(_CONVERSATION, "previous_response_id conversation context session_params"),
+    "suffix": Foreign("nanoserve continues a prompt; put the suffix into it as the model's "
+                      "fill-in-the-middle format has it", ("",)),
+    **_refused("put it into the prompt", "input_prefix input_suffix", ("",)),
+    "input_extra": Foreign("put it into the prompt", ([],)),
+    "raw": Foreign("/v1/completions takes a text without a template", (False,)),
+    "prompt": Foreign(_MESSAGES),
+    # Kinds of data that a text model does not read or write.
+    "modalities": Foreign(_TEXT_ONLY, (["text"],)),
+    "audio": Foreign(_TEXT_ONLY),
+    **_refused(_TEXT_ONLY, "images image image_data audio_data video_data image_url videos", ([],)),
+    **_refused(_TEXT_ONLY, "mm_processor_kwargs media_io_kwargs multi_modal_data", ({},)),
+    # What stands outside the model.
+    "web_search_options": Foreign("give the model a tool that searches"),
+    "search_parameters": Foreign("give the model a tool that searches", ({"mode": "off"},)),
+    "plugins": Foreign("give the model a tool", ([],)),
+    "data_sources": Foreign("give the model a tool", ([],)),
+    **_refused("a server has one model: run another one beside it", "models", ([],)),
+    **_refused(_NO_LORA, "lora_path lora_request adapter_id adapters adapter", ("",)),
+    "lora": Foreign(_NO_LORA, ([],)),
+    **_refused("K and V stay in one engine", "kv_transfer_params ec_transfer_params", ({},)),
+    "background": Foreign("requests are answered at once, or by `nanoserve batch`", (False,)),
+    "stream_format": Foreign("streams are server-sent events", ("sse",)),
+    # What an answer tells besides its text.
+    **_renamed("logprobs", "n_probs top_logprobs_num top_n_tokens num_logprobs", (0,)),
+    **_refused("use logprobs", "return_logprob output_scores", (False,)),
+    "logprob_token_ids": Foreign("use logprobs; a program may use SamplingParams("
+                                 "logprob_token_ids=...)"),
+    "token_ids_logprob": Foreign("use logprobs", ([],)),
+    **_refused("prompt_logprobs has all positions: take those that you want",
+               "logprob_start_len prompt_logprob_start", (-1, 0)),
+    "prompt_logprob_token_ids": Foreign("prompt_logprobs=-1 has those of all tokens"),
+    "decoder_input_details": Foreign("use prompt_logprobs, or echo with logprobs", (False,)),
+    "details": Foreign("use logprobs and return_token_ids", (False,)),
+    "return_full_text": Foreign("use echo of /v1/completions", (False,)),
+    "return_tokens": Foreign("use return_token_ids", (False,)),
+    **_refused("POST /tokenize with the same messages tells the prompt's tokens",
+               "return_prompt_text return_token_offsets", (False,)),
+    "flat_logprobs": Foreign("logprobs have one entry for each token", (False,), None,
+                             "logprobs are dictionaries, one for each token"),
+    **_refused("logprobs are the model's own, before anything changes them",
+               "post_sampling_probs", (False,)),
+    **_refused(_EXTRA_OUTPUT, "return_hidden_states return_routed_experts timings_per_token "
+               "return_progress perf_metrics_in_response return_dict_in_generate", (False,)),
+    **_refused(_EXTRA_OUTPUT, "response_fields include", ([],)),
+    "routed_experts_prompt_start": Foreign("which experts ran is not told", (0,)),
+    # Fields within a field.
+    **_refused(_ONE_LEVEL, "options parameters sampling_params extra_body generation_config "
+               "generationConfig model_kwargs", ({},)),
+    # How it is computed.
+    "extra_key": Foreign("use cache_salt"),
+    "parse_tool_calls": Foreign('use tool_choice="none", or no tools', (True,)),
+    # Of an engine's program only.
+    "stream_interval": Foreign("it is an option of the server", (1,), None,
+                               "it is an option of AsyncLLM, for all requests"),
+    "skip_reading_prefix_cache": Foreign(
+        "use a cache_salt of its own: it then reads nothing that others wrote", (False,), None,
+        "give the prompt a 'cache_salt' of its own: it then reads nothing that others wrote"),
+    "skip_clone": Foreign("parameters are always copied when a request is made", (False,)),
+    "trace_decode_token_ids": Foreign("append the tokens to the prompt, with prompt_logprobs"),
+}  # fmt: skip
+
+# No answer depends on these: who asks and for what, where a server keeps and computes things, and
+# hints that make an answer quicker or not.
+HARMLESS = _names(
+    "user metadata store service_tier safety_identifier prompt_cache_key "
+    "prompt_cache_retention prompt_cache_options prediction session_id chat_id "
+    "conversation_id user_id message_id trace_id rid log_id tags title keep_alive ttl "
+    "timeout request_timeout max_retries num_retries extra_headers extra_query api_key "
+    "api_base base_url organization caching cache cache_control litellm_params "
+    "litellm_call_id litellm_logging_obj proxy_server_request mock_response "
+    "custom_llm_provider drop_params provider route usage betas anthropic_version "
+    "safety_settings safetySettings safety_model moderation return_mm_kwargs "
+    "truncation_side bootstrap_host bootstrap_port bootstrap_room "
+    "data_parallel_rank return_cached_tokens_details cache_prompt id_slot slot_id "
+    "draft_model num_draft_tokens prompt_lookup_num_tokens use_cache pad_token_id num_gpu "
+    "num_thread num_batch main_gpu low_vram f16_kv use_mmap use_mlock numa vocab_only "
+    "backend_sampling"
+)
+
+# Names in the parts of a request, by the part: those that are known, and those that are refused.
+# What is neither is logged once. A template sees all of a message and a tool: what it looks at is
+# honoured.
+PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
+    "response_format": (
+        _names("type json_schema structures triggers"),
+        {"schema": Foreign(_JSON), "value": Foreign(_JSON), "grammar": Foreign(_GRAMMAR),
+         "regex": Foreign(_REGEX), "pattern": Foreign(_REGEX)},
+    ),
+    "response_format.json_schema": (
+        _names("name description schema strict"),
+        {"json_schema": Foreign("the schema itself is called schema")},
+    ),
+    "stream_options": (
+        _names("include_usage continuous_usage_stats include_obfuscation"),
+        {"chunk_size": Foreign("--stream-interval of the server sets it")},
+    ),
+    "messages": (
+        _names(
+            "role content name tool_calls tool_call_id refusal reasoning "
+            "reasoning_content annotations cache_control id type tool_name status "
+            "timestamp created created_at metadata provider_specific_fields "
+            "thinking_blocks reasoning_details reasoning_text is_error "
+            "prompt_cache_breakpoint model usage finish_reason"
+        ),
+        {"function_call": Foreign('use tool_calls: [{"id": ..., "type": "function", ...}]', ({},)),
+         "images": Foreign(_TEXT_ONLY, ([],)),
+         **_refused(_TEXT_ONLY, "image_url audio"),
+         **_refused("use continue_final_message=true", "prefix partial prefill", (False,))},
+    ),
+    "messages.content": (
+        _names(
+            "type text refusal thinking cache_control annotations signature id "
+            "prompt_cache_breakpoint citations logprobs"
+        ),
+        {},
+    ),
+    "tools": (
+        _names("type function cache_control defer_loading eager_input_streaming"),
+        {},
+    ),
+    "tools.function": (
+        _names("name description parameters strict cache_control defer_loading"),
+        _refused("use parameters", "input_schema inputSchema schema arguments args "
+                 "parametersJsonSchema", ({},)),
+    ),
+    "tool_choice": (
+        _names("type function"),
+        {"disable_parallel_tool_use": Foreign("use parallel_tool_calls=false", (False,)),
+         "mode": Foreign('tool_choice is "none", "auto", "required" or names a function')},
+    ),
+}  # fmt: skip

@@ -1,0 +1,32 @@
+"""Requests that are longer than the model's context, in the words by which clients know them."""
+
+
+class ContextLengthError(ValueError):
+    """A prompt, or a prompt and the output asked for, has more tokens than the context.
+
+    LiteLLM, LangChain and coding agents look for this sentence, which is OpenAI's and vLLM's, and
+    then shorten the conversation or go to another model.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        max_model_len: int,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        reason: str = "",
+        is_at_least: bool = False,
+    ) -> "ContextLengthError":
+        """Return the error for a prompt of `num_prompt_tokens`, or `is_at_least` of so many.
+
+        max_tokens: of output that were asked for; None is the one that there must be. reason: a
+        further sentence.
+        """
+        num_output = 1 if max_tokens is None else max_tokens
+        num_tokens = f"{'at least ' if is_at_least else ''}{num_prompt_tokens + num_output}"
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {num_tokens} tokens ({num_prompt_tokens} in the messages, "
+            f"{num_output} in the completion). Please reduce the length of the messages or "
+            f"completion.{reason and f' {reason}'}"
+        )

@@ -1,0 +1,201 @@
+"""The bytes that a token stands for, which its text may have lost.
+
+A token may be a part of a character: byte-level BPE cuts the UTF-8 of a llama into three tokens,
+and SentencePiece falls back to tokens of one byte, `<0xF0>`. Decoded alone, each is U+FFFD.
+"""
+
+import json
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerBackend
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others are moved above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    moved = {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | moved
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+_SINGLE_BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+_SPACE = "\u2581"  # SentencePiece's
+
+
+class TokenBytes:
+    """The bytes of the tokens of `backend`, by the decoder that makes text of them.
+
+    Of a tokenizer with another decoder than byte-level BPE's or SentencePiece's, a token's bytes
+    are those of its text alone.
+    """
+
+    def __init__(self, backend: TokenizerBackend) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._specials = {token_id for token_id, token in added.items() if token.special}
+        self._known: dict[int, bytes] = {}
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether texts leave the token out where special tokens are skipped."""
+        return token_id in self._specials
+
+    def is_single(self, token_id: int) -> bool:
+        """Return whether it is a byte that only becomes text together with its neighbours."""
+        return self.falls_back and self._backend.id_to_token(token_id) in _SINGLE_BYTES
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of a token amid others; b"" for an id that has no token."""
+        if token_id not in self._known:
+            self._known[token_id] = self._make(token_id)
+        return self._known[token_id]
+
+    def first(self, token_id: int) -> bytes:
+        """Return the bytes of a text's first token, whose leading space may not be shown."""
+        return self.of(token_id).removeprefix(b" ") if self.strips else self.of(token_id)
+
+    @cached_property
+    def falls_back(self) -> bool:
+        """Whether characters that have no token are written as tokens of single bytes."""
+        return any(step["type"] == "ByteFallback" for step in self._steps)
+
+    @cached_property
+    def strips(self) -> bool:
+        """Whether the space before a text's first word is not shown."""
+        for step in self._steps:
+            if step["type"] == "Strip" and step["content"] == " " and step["start"]:
+                return True
+            if step["type"] == "Metaspace" and step.get("prepend_scheme") != "never":
+                return True
+        return False
+
+    @cached_property
+    def _steps(self) -> list[dict[str, Any]]:
+        """The decoder's, in their order; none if it is not one that is known here."""
+        decoder = self._backend.decoder
+        try:
+            spec = json.loads(decoder.__getstate__()) if decoder is not None else {}
+        except Exception:  # a decoder in Python, which cannot be written out
+            return []
+        return spec.get("decoders", [spec]) if "type" in spec else []
+
+    def _make(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        kinds = {step["type"] for step in self._steps}
+        if "ByteLevel" in kinds:
+            # As the decoder does: a token with any other character is written as it is.
+            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            return token.encode() if None in values else bytes(values)
+        if kinds & {"ByteFallback", "Metaspace"}:
+            if self.falls_back and token in _SINGLE_BYTES:
+                return bytes([_SINGLE_BYTES[token]])
+            for step in self._steps:
+                if step["type"] == "Replace" and "String" in step["pattern"]:
+                    token = token.replace(step["pattern"]["String"], step["content"])
+                elif step["type"] == "Metaspace":
+                    token = token.replace(step.get("replacement", _SPACE), " ")
+            return token.encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def name_of(content: bytes) -> str:
+    """Return how a token of these bytes is written: as text, if they are whole characters.
+
+    Others are written as OpenAI does, with a backslash: `\\xf0\\x9f`.
+    """
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in content)
+
+
+class TextPositions:
+    """Where the tokens of a text begin in it, in characters, while the text grows.
+
+    A token that goes on with a character begins where that character does.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, skips_special_tokens: bool, start: int) -> None:
+        self._token_bytes, self._skips, self._start = token_bytes, skips_special_tokens, start
+        self._num_characters = 0  # of tokens before `_open`
+        self._open = b""  # bytes that are no whole characters yet, or may turn out to be none
+        self._is_single = False  # what `_open` is made of
+        self._is_first = True
+
+    def content(self, token_id: int) -> bytes:
+        """Return the bytes that the next token adds to the text: none if it is left out."""
+        if self._is_left_out(token_id):
+            return b""
+        known = self._token_bytes
+        return known.first(token_id) if self._is_first else known.of(token_id)
+
+    def advance(self, token_id: int) -> int:
+        """Return where the next token begins, and go behind it."""
+        content = self.content(token_id)
+        if self._is_left_out(token_id):
+            return self._start + self._num_characters + _num_whole(self._open)
+        is_single = self._token_bytes.is_single(token_id)
+        if self._open and self._is_single and not is_single:
+            self._close()
+        elif self._open and content and not is_single and not _goes_on(self._open, content):
+            self._num_characters += len(self._open.decode("utf-8", "replace"))
+            self._open = b""
+        begin = self._start + self._num_characters + _num_whole(self._open)
+        self._is_first, self._is_single = False, is_single
+        self._open += content
+        if not is_single:
+            self._settle()
+        return begin
+
+    def _is_left_out(self, token_id: int) -> bool:
+        return self._skips and self._token_bytes.is_special(token_id)
+
+    def _settle(self) -> None:
+        """Count the whole characters in `_open`, and those that can no longer become any."""
+        kept = _unfinished(self._open)
+        done = self._open[: len(self._open) - len(kept)]
+        self._num_characters += len(done.decode("utf-8", "replace"))
+        self._open = kept
+
+    def _close(self) -> None:
+        """Count a run of single bytes: if it is not UTF-8 as a whole, each is a character."""
+        try:
+            self._num_characters += len(self._open.decode())
+        except UnicodeDecodeError:
+            self._num_characters += len(self._open)
+        self._open = b""
+
+
+def _goes_on(begun: bytes, content: bytes) -> bool:
+    """Return whether the first byte of `content` belongs to the character that has `begun`."""
+    longer = begun + content[:1]
+    try:
+        longer.decode()
+    except UnicodeDecodeError:
+        return _unfinished(longer) == longer
+    return True
+
+
+def _num_whole(content: bytes) -> int:
+    """Count the characters before an unfinished one."""
+    return len(content[: len(content) - len(_unfinished(content))].decode("utf-8", "replace"))
+
+
+def _unfinished(content: bytes) -> bytes:
+    """Return the end of `content` that further bytes may make a character of."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        if error.end == len(content) and "unexpected end" in error.reason:
+            return content[error.start :]
+        for length in (3, 2, 1):  # a wrong byte comes before: look at the end alone
+            end = content[-length:]
+            try:
+                end.decode()
+            except UnicodeDecodeError as inner:
+                if inner.start == 0 and "unexpected end" in inner.reason:
+                    return end
+    return b""
