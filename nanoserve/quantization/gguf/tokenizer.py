@@ -84,7 +84,7 @@ def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
     has_unknown = is_int(unknown) and 0 <= unknown < len(words)
     model = BPE(
         ids,
-        _merges(normal, ids),
+        merges_of(normal, ids),
         unk_token=words[unknown] if has_unknown else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -107,7 +107,7 @@ def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
     return _with_marks(backend, words, settings)
 
 
-def _merges(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
+def merges_of(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Return, best first, all pairs of words that make up another one: SentencePiece joins the
     neighbours whose whole has the highest score."""
     found = [
