@@ -136,7 +136,7 @@ class Tokenizer:
 
 
 def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Return what transformers makes of a folder, of the class that it names if that is possible."""
+    """Return what transformers makes of a folder, of the class that it names if it can."""
     try:
         # Without False, transformers would ask at the terminal.
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)

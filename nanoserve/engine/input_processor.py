@@ -201,20 +201,12 @@ class InputProcessor:
         if word not in self._known_spellings:
             if len(self._known_spellings) >= _MOST_WORDS_KEPT:
                 self._known_spellings.clear()
-            others = _BEFORE_A_WORD if len(word) <= _LONGEST_WORD else _BEFORE_A_WORD[:1]
-            texts = [
-                (0, word),
-                (0, " " + word.lstrip()),
-                *((1, before + word) for before in others),
-            ]
-            found: dict[tuple[int, ...], None] = {}
-            for num_before, text in texts:
-                try:
-                    encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
-                except TypeError as error:  # a lone surrogate, for one, is no text
-                    raise ValueError(f"bad_words: {word[:50]!r} is no text: {error}") from error
+            plain = (word, " " + word.lstrip())
+            found = {tuple(self._tokenizer.encode(text, False)): None for text in plain}
+            for before in _BEFORE_A_WORD if len(word) <= _LONGEST_WORD else _BEFORE_A_WORD[:1]:
+                encoding = self._tokenizer.backend.encode(before + word, add_special_tokens=False)
                 ends = [end for _, end in encoding.offsets]
-                first = next((i for i, end in enumerate(ends) if end > num_before), 0)
+                first = next((i for i, end in enumerate(ends) if end > len(before)), 0)
                 found[tuple(encoding.ids[first:])] = None
             found.pop((), None)
             self._known_spellings[word] = list(found)
