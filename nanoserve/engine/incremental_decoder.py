@@ -90,10 +90,7 @@ class ByteFallbackDecoder:
         self._is_broken = False  # this run has bytes that are no characters
         self._num_shown = 0  # bytes at the beginning of the run that belong to the prompt
         if context:
-            self.feed(context)
-            _, num_whole = codecs.utf_8_decode(self._run, "strict", False)
-            self._run = self._run[num_whole:]
-            self._num_shown = len(self._run)
+            self._take_cut_character("".join(map(self._text_of, context)))
         else:
             self._num_to_strip = strip[1]
 
@@ -113,11 +110,24 @@ class ByteFallbackDecoder:
     def finish(self) -> str:
         return self._stripped(self._end_run())[0]
 
+    def _take_cut_character(self, prompt: str) -> None:
+        """Begin with the bytes of a character that the prompt ends within, if it does."""
+        *_, last_run, rest = "", *_BYTES.split(prompt)
+        run = _bytes(last_run)[-3:] if not rest else b""
+        for begin in range(len(run)):
+            try:
+                _, num_whole = codecs.utf_8_decode(run[begin:], "strict", False)
+            except UnicodeDecodeError:
+                continue
+            if not num_whole:
+                self._run, self._num_shown = run[begin:], len(run) - begin
+                return
+
     def _decode_bytes(self, text: str) -> str:
         decoded = ""
         for index, part in enumerate(_BYTES.split(text)):
             if index % 2:
-                decoded += self._add(part.encode("utf-16-le", "surrogatepass")[::2])
+                decoded += self._add(_bytes(part))
             elif part:
                 decoded += self._end_run() + part
         return decoded
@@ -234,15 +244,15 @@ class TokenTexts:
         table = self._table(False, False)
         if self._is_byte_level:
             return table[token_id].decode("utf-8", "replace")
-        return _BYTES.sub(_decode_alone, table[token_id])
+        text = table[token_id]
+        return _bytes(text).decode("utf-8", "replace") if _BYTES.fullmatch(text) else text
 
     def context(self, prompt: list[int], num_tokens: int, skips_specials: bool) -> list[int]:
         """Return the last of the first `num_tokens` tokens of `prompt` that have a text, at most
         `NUM_CONTEXT_TOKENS`: all that what follows depends on."""
-        table = self._table(skips_specials, False)
         found: list[int] = []
         for index in range(num_tokens - 1, -1, -1):
-            if table[prompt[index]]:
+            if self._token(prompt[index], skips_specials):
                 found.append(prompt[index])
                 if len(found) == NUM_CONTEXT_TOKENS:
                     break
@@ -265,8 +275,10 @@ class TokenTexts:
         def decode(token_ids: list[int]) -> str:
             return self._backend.decode(token_ids, skip_special_tokens=False)
 
-        apart = self.specials if sets_apart else {}
-        return WindowDecoder(decode, lambda token_id: bool(table[token_id]), context, apart)
+        def is_visible(token_id: int) -> bool:
+            return bool(self._token(token_id, skips_specials))
+
+        return WindowDecoder(decode, is_visible, context, self.specials if sets_apart else {})
 
     def _table(self, skips_specials: bool, sets_apart: bool) -> Any:
         key = skips_specials, sets_apart
@@ -304,8 +316,9 @@ class TokenTexts:
         return self._backend.id_to_token(token_id) or ""
 
 
-def _decode_alone(run: re.Match[str]) -> str:
-    return bytes(ord(byte) - _BYTE_0 for byte in run[0]).decode("utf-8", "replace")
+def _bytes(run: str) -> bytes:
+    """Return the bytes that the surrogates of a run stand for: their low halves."""
+    return run.encode("utf-16-le", "surrogatepass")[::2]
 
 
 def _parts(backend: TokenizerBackend) -> list[dict[str, Any]]:
