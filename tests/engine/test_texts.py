@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counting_executor import CountingExecutor, Handle, byte_tokenizer, make_engine
-from real_tokenizers import MISTRAL, mistral, vocabulary
+from real_tokenizers import MISTRAL, READ, mistral, vocabulary
 from spm_tokenizers import FIRST_BYTE, FORMS, as_tokenizer, make_backend
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -61,9 +61,8 @@ SMALL = {form: lambda form=form: make_backend(form) for form in FORMS} | {
     "metaspace decoder": old_metaspace,
     "wordpiece": wordpiece,
 }
-IN_GGUF = ["llama-spm", "phi-3", "qwen2", "llama-bpe", "gpt-2"]
 REAL = {name: lambda name=name: mistral(name) for name in MISTRAL} | {
-    name: lambda name=name: Tokenizer(vocabulary(name)).backend for name in IN_GGUF
+    name: lambda name=name: Tokenizer(vocabulary(name)).backend for name in READ
 }
 
 
@@ -158,6 +157,7 @@ def test_streams_and_stop_strings_agree_with_the_whole_text(
     check_cases(SMALL[name](), by_size(200, 3000, 10_000), is_sum=name != "wordpiece")
 
 
+@pytest.mark.size("full")
 @pytest.mark.parametrize("name", REAL)
 def test_the_same_with_tokenizers_of_real_models(name: str, by_size: Callable[..., int]) -> None:
     check_cases(REAL[name](), by_size(200, 2000, 10_000))
@@ -271,7 +271,9 @@ def test_a_text_of_nothing_but_bytes_is_streamed(script: str) -> None:
     engine = make_scripted(BACKEND, {0: token_ids})
     params = SamplingParams(seed=0, max_tokens=len(token_ids), output_kind=DELTA)
     engine.add_request("stream", [FIRST_BYTE + 65], params)
-    engine.add_request("whole", [FIRST_BYTE + 65], SamplingParams(seed=0, max_tokens=len(token_ids)))
+    engine.add_request(
+        "whole", [FIRST_BYTE + 65], SamplingParams(seed=0, max_tokens=len(token_ids))
+    )
     outputs = run_all(engine)
     text, num_tokens = "", 0
     for output in outputs["stream"]:
@@ -288,7 +290,13 @@ def test_a_text_of_nothing_but_bytes_is_streamed(script: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("prompt", "rest"),
-    [("the", " Paris."), ("def the:\n", "    return a"), ("x [", " 1, 2"), ("x", "é 你"), ("a ", "x")],
+    [
+        ("the", " Paris."),
+        ("def the:\n", "    return a"),
+        ("x [", " 1, 2"),
+        ("x", "é 你"),
+        ("a ", "x"),
+    ],
 )
 def test_an_output_continues_its_prompt(form: str, prompt: str, rest: str) -> None:
     backend = make_backend(form)
@@ -321,7 +329,11 @@ def test_special_tokens_are_a_beginning_where_they_are_skipped() -> None:
     yes = ids(" yes")
     assert text_after([1], yes) == text_after([1, 3, 3], yes) == "yes"
     assert text_after([1], yes, skip_special_tokens=False) == " yes"
-    assert text_after([1, *ids("[a]"), 3], yes) == text_after([*ids("x"), 1, 2, 3, 3, 1], yes) == " yes"
+    assert (
+        text_after([1, *ids("[a]"), 3], yes)
+        == text_after([*ids("x"), 1, 2, 3, 3, 1], yes)
+        == " yes"
+    )
     assert text_after([999, 998], yes) == "yes"  # ids beyond the vocabulary have no text
 
 

@@ -1,14 +1,20 @@
-"""Tokenizers of real models that packages ship, for tests that skip without these packages.
+"""Tokenizers of real models that packages ship, for tests that skip without these files.
 
-    pip install --no-deps mistral-common    Mistral's tokenizer.model, v1 and v3
-    pip download --no-deps --no-binary :all: llama-cpp-python
-        the source of llama.cpp, with vocabularies of a dozen models and test texts; unpack it, and
-        set NANOSERVE_VOCABULARIES to the folder that has models/ggml-vocab-*.gguf
+    python tests/support/real_tokenizers.py FOLDER
+    export NANOSERVE_VOCABULARIES=FOLDER
+
+downloads two packages (85 MB) and keeps a few files of them: Mistral's tokenizer.model (of
+`mistral-common`), and the vocabularies and test texts of llama.cpp (of the source of
+`llama-cpp-python`). Neither package is installed.
 """
 
-import importlib.util
 import os
 import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,20 +28,51 @@ MISTRAL = {
     "mistral-v1": "tokenizer.model.v1",
     "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
 }
+READ = ["llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2"]  # those with test texts
+REFUSED = [
+    "aquila", "bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4",
+    "gpt-neox", "mpt", "nomic-bert-moe", "qwen35", "refact", "starcoder",
+]  # fmt: skip
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
+
+
+def fetch(folder: Path) -> None:
+    """Put the files that the tests read into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {f"ggml-vocab-{name}.gguf" for name in (*READ, *REFUSED)} | {*MISTRAL.values()}
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    with tempfile.TemporaryDirectory() as temporary:
+        subprocess.run([*download, "-d", temporary, "mistral-common"], check=True)
+        source = ["--no-binary", ":all:", "llama-cpp-python"]
+        subprocess.run([*download, "-d", temporary, *source], check=True)
+        for wheel in Path(temporary).glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if Path(name).name in wanted:
+                        (folder / Path(name).name).write_bytes(archive.read(name))
+        for path in Path(temporary).glob("*.tar.gz"):
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    name = Path(member.name).name
+                    if name.removesuffix(".inp").removesuffix(".out") in wanted:
+                        (folder / name).write_bytes(archive.extractfile(member).read())
+
+
+def real_file(name: str) -> Path:
+    """One of these files; skips the test if it is not there."""
+    folder = os.environ.get("NANOSERVE_VOCABULARIES")
+    path = Path(folder or ".") / name
+    if not folder or not path.is_file():
+        pytest.skip(
+            f"needs {name}, of real_vocabularies: `python tests/support/real_tokenizers.py FOLDER` "
+            f"fetches it with pip download, then set NANOSERVE_VOCABULARIES=FOLDER"
+        )
+    return path
 
 
 def vocabulary(name: str) -> Path:
     """The GGUF file of llama.cpp's own tests with this vocabulary; its texts lie beside it."""
-    folder = os.environ.get("NANOSERVE_VOCABULARIES")
-    path = Path(folder or ".") / f"ggml-vocab-{name}.gguf"
-    if not folder or not path.is_file():
-        pytest.skip(
-            "needs vocabularies of llama.cpp: pip download --no-deps --no-binary :all: "
-            "llama-cpp-python, unpack it, and set NANOSERVE_VOCABULARIES to its folder with "
-            "ggml-vocab-*.gguf"
-        )
-    return path
+    return real_file(f"ggml-vocab-{name}.gguf")
 
 
 def texts_of(path: Path) -> list[tuple[str, list[int]]]:
@@ -49,10 +86,7 @@ def texts_of(path: Path) -> list[tuple[str, list[int]]]:
 
 def mistral(name: str) -> Tokenizer:
     """Mistral's tokenizer in the form that its checkpoints have in tokenizer.json."""
-    if importlib.util.find_spec("mistral_common") is None:
-        pytest.skip("needs Mistral's tokenizers: pip install --no-deps mistral_common")
-    (root,) = importlib.util.find_spec("mistral_common").submodule_search_locations
-    pieces = list(_pieces((Path(root) / "data" / MISTRAL[name]).read_bytes()))
+    pieces = list(_pieces(real_file(MISTRAL[name]).read_bytes()))
     ids = {piece: index for index, (piece, _, _) in enumerate(pieces)}
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     merges = merges_of(scores, ids)
@@ -95,3 +129,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, bytes | int]]:
             size = {1: 8, 5: 4}.get(key & 7) or number()
             yield key >> 3, content[at : at + size]
             at += size
+
+
+if __name__ == "__main__":
+    fetch(Path(sys.argv[1]))
