@@ -103,9 +103,9 @@ class RequestOutput:
 
     prompt_logprobs: for each token of the prompt the asked-for candidates, by token id; None for
         the first token, which nothing predicts.
-    error: what ended the request, all its completions together: what its own logits processor
-        raised; a `ValueError` if its constraints, or processors, left no token to choose; a
-        `FloatingPointError` if the model computed logits that are NaN or infinite.
+    error: what ended the request, all its completions together: what its own logits processor, or
+        making its text, raised; a `ValueError` if its constraints, or processors, left no token to
+        choose; a `FloatingPointError` if the model computed logits that are NaN or infinite.
     """
 
     request_id: str

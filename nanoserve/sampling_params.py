@@ -71,7 +71,8 @@ class SamplingParams:
         tokens in prompt and output; 1 is off.
     logit_bias: added to the logits of these token ids; each in [-100, 100].
     allowed_token_ids: no other token can be chosen.
-    bad_words: texts that are never completed.
+    bad_words: texts that are never completed, after a space, a line end, a bracket or nothing; as
+        tokens of their own, so a token that goes on behind one is allowed, as in vLLM.
     min_tokens: before so many tokens, neither EOS nor a stop token nor a stop string ends it.
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
         for this request alone, after everything else that changes its logits. What they return

@@ -1,14 +1,21 @@
-"""Text to token ids and back, through the checkpoint's own Hugging Face tokenizer."""
+"""Text to token ids and back, through the checkpoint's own Hugging Face tokenizer.
+
+The ids are those of its tokenizer.json. Classes of transformers, which tokenizer_config.json names,
+build their own way from text to tokens: LlamaTokenizer and GPT2Tokenizer, for some, take only words
+and merges from the file. They are asked for the tokens with a role alone.
+"""
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerBackend
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoserve.checkpoint.config_json import read_json
 from nanoserve.checks import shown
@@ -44,8 +51,7 @@ class Tokenizer:
             )
         _refuse_pipes(Path(path))
         try:
-            # Without False, transformers would ask at the terminal.
-            self._hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            self._hf = _as_its_file_says(_load(Path(path), trust_remote_code), Path(path))
         except Exception as error:  # whatever a damaged file makes transformers raise
             reason = _damage(Path(path)) or f"{error!r:.600}"
             raise ValueError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
@@ -134,6 +140,52 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and may raise anything
             told = f"the chat template cannot render {shown(messages)}"
             raise ValueError(f"{told}: {error}") from error
+
+
+def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Return what transformers makes of a folder, of the class that it names if it can."""
+    try:
+        # Without False, transformers would ask at the terminal.
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        config = folder / "tokenizer_config.json"
+        if config.is_file() and "auto_map" in read_json(config):
+            raise
+        try:  # a class that does not go with the file; the file is what counts
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        except Exception:
+            raise error from None
+
+
+def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer that cuts texts as tokenizer.json does, with the roles of tokens in `hf`.
+
+    What is put around a text is the file's, too; `add_bos_token` and `add_eos_token` in
+    tokenizer_config.json have no effect beside it, as in transformers 5. A class that the
+    checkpoint brings along is left as it is.
+    """
+    if not type(hf).__module__.startswith("transformers."):
+        return hf
+    found = hf
+    if type(hf) is not PreTrainedTokenizerFast:
+        found = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            token = getattr(hf, role)  # perhaps the class's own, which is not in the files
+            if getattr(found, role) is None and token in found.get_vocab():
+                found.add_special_tokens({role: token})
+    file = read_json(folder / "tokenizer.json")
+    backend, added = found.backend_tokenizer, file.get("added_tokens") or []
+    file |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    steps = TokenizerBackend.from_str(json.dumps(file))  # quick without the words
+    backend.normalizer, backend.pre_tokenizer = steps.normalizer, steps.pre_tokenizer
+    backend.decoder, backend.post_processor = steps.decoder, steps.post_processor
+    # A token that has a role is special, whatever the file says; all else is as there.
+    specials = {token.content for token in found.added_tokens_decoder.values() if token.special}
+    tokens = [{k: v for k, v in token.items() if k != "id"} for token in added]
+    backend.add_tokens(
+        [AddedToken(**token | {"special": token["content"] in specials}) for token in tokens]
+    )
+    return found
 
 
 def _with_marks(value: Any, mark_text: Callable[[str], str]) -> Any:

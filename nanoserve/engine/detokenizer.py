@@ -1,15 +1,16 @@
 """Tokens to text: at the end of a request at once, or token by token where somebody looks on.
 
-To decode the whole output once costs about a fifth of decoding it token by token, and most requests
+To decode the whole output once costs a fraction of decoding it token by token, and most requests
 need no more. Streams and stop strings have a `TextStream`, which is loaded when the first one asks.
+Either way it is the same decoder, so the pieces of a stream concatenate to the text.
 """
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
+from nanoserve.engine.incremental_decoder import IncrementalDecoder, TokenTexts
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.tokenizer import Tokenizer
-from nanoserve.sampling_params import RequestOutputKind
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from nanoserve.engine.stop_strings import StopStrings
@@ -22,11 +23,18 @@ class Detokenizer:
     """Text of every sequence's output."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self._specials = {i: token.content for i, token in added.items() if token.special}
+        self._texts = TokenTexts(tokenizer.backend)
         self._streams: dict[Sequence, TextStream] = {}
         self._stops: dict[tuple[str, ...], StopStrings] = {}  # those asked for last
+
+    def text_of_token(self, token_id: int) -> str:
+        """Return what a token adds to a text, its space included; U+FFFD for half a character."""
+        return self._texts.text_of_token(token_id)
+
+    def context(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the few tokens at the end of a prompt on which the text of its output depends."""
+        num_tokens = len(prompt_token_ids)
+        return self._texts.context(prompt_token_ids, num_tokens, params.skip_special_tokens)
 
     def advance(self, seq: Sequence) -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
@@ -49,14 +57,13 @@ class Detokenizer:
         The deltas of a sequence concatenate to its final text.
         """
         stream = self._streams.get(seq)
-        if seq.finished and not isinstance(seq.stop_reason, str):  # else a stop string has cut it
-            # The last bytes may never have become a character; the full decode says how they end.
-            full = self._decode(seq)
-            if stream is None:
-                return full
-            stream.text = full
+        if stream is None:
+            decoder = self._decoder(seq)
+            return decoder.feed(seq.output_token_ids) + decoder.finish()
         if seq.finished:
             del self._streams[seq]
+            if not isinstance(seq.stop_reason, str):  # else a stop string has cut it
+                stream.finish()
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
@@ -70,20 +77,16 @@ class Detokenizer:
             self._stops[strings] = stops
             if len(self._stops) > _MOST_STOPS_KEPT:
                 del self._stops[next(iter(self._stops))]
-        return TextStream(seq, self._tokenizer, self._specials, stops)
+        return TextStream(seq, self._decoder(seq), stops)
 
-    def _decode(self, seq: Sequence) -> str:
-        """The whole output of `seq` at once."""
-        token_ids = seq.output_token_ids
-        if not seq.params.sets_special_tokens_apart:
-            return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
-        text = ""
-        for is_special, group in groupby(token_ids, key=self._specials.__contains__):
-            if is_special:
-                text += "".join(self._specials[token_id] for token_id in group)
-            else:
-                text += self._tokenizer.decode(list(group), False)
-        return text
+    def _decoder(self, seq: Sequence) -> IncrementalDecoder:
+        """Return a new one, for the output of `seq` from its first token on."""
+        params, texts = seq.params, self._texts
+        skips = params.skip_special_tokens
+        context = texts.context(seq.token_ids, seq.num_prompt_tokens, skips)
+        # What obeys a grammar does so with its first space.
+        may_begin = params.structured_outputs is None
+        return texts.decoder(context, skips, params.sets_special_tokens_apart, may_begin)
 
 
 def _needs_text(seq: Sequence) -> bool:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
+# Characters on the left of a bad word, in prose, code and Markdown; of a long one, the first alone.
+_BEFORE_A_WORD = "\n\t([{<\"'`*_-/.:#“"
+_LONGEST_WORD = 64  # characters
+_MOST_WORDS_KEPT = 2**14
+
 
 def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
     """One prompt or several? A string, a dictionary and a list of integers are one."""
@@ -74,6 +79,7 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
+        self._known_spellings: dict[str, list[tuple[int, ...]]] = {}  # of bad words
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -174,14 +180,38 @@ class InputProcessor:
         return text, prompt.tolist() if is_array else list(prompt)
 
     def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as it is and after a space: to a tokenizer these are different tokens."""
-        spellings = [
-            spelling for word in params.bad_words or () for spelling in (word, " " + word.lstrip())
+        """Return the token sequences that complete a bad word, whatever stands before it.
+
+        To a tokenizer, a word at the beginning of a text, after a space and after a bracket are
+        different tokens; the first one may hold the bracket, too.
+        """
+        found = {
+            spelling: None for word in params.bad_words or () for spelling in self._spellings(word)
+        }
+        for spelling in found:
+            self._check_token_ids(spelling, "bad_words: token id")
+        # What ends with another one cannot be completed without that.
+        return [
+            list(spelling)
+            for spelling in found
+            if not any(spelling[i:] in found for i in range(1, len(spelling)))
         ]
-        words = [self._tokenizer.encode(spelling, False) for spelling in spellings]
-        for word in words:
-            self._check_token_ids(word, "bad_words: token id")
-        return [word for word in words if word]
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Return the tokens of a word behind nothing, a space and other characters."""
+        if word not in self._known_spellings:
+            if len(self._known_spellings) >= _MOST_WORDS_KEPT:
+                self._known_spellings.clear()
+            plain = (word, " " + word.lstrip())
+            found = {tuple(self._tokenizer.encode(text, False)): None for text in plain}
+            for before in _BEFORE_A_WORD if len(word) <= _LONGEST_WORD else _BEFORE_A_WORD[:1]:
+                encoding = self._tokenizer.backend.encode(before + word, add_special_tokens=False)
+                ends = [end for _, end in encoding.offsets]
+                first = next((i for i, end in enumerate(ends) if end > len(before)), 0)
+                found[tuple(encoding.ids[first:])] = None
+            found.pop((), None)
+            self._known_spellings[word] = list(found)
+        return self._known_spellings[word]
 
     def _check_params(self, params: SamplingParams) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):

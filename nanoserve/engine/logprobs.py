@@ -1,13 +1,13 @@
 """Log-probabilities on their way to the user: of tokens, with their texts."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from nanoserve.engine.plan import Row
 from nanoserve.engine.request import Request
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.outputs import Logprob, TokenLogprobs
 
 
@@ -16,9 +16,13 @@ def collect_logprobs(
     rows: list[Row],
     joined: list[int],
     values: TokenLogprobs,
-    tokenizer: Tokenizer | None,
-) -> None:
-    """`values` has a row for each of `rows` whose request asked; `joined` says who got a token."""
+    text_of_token: Callable[[int], str],
+) -> dict[Request, Exception]:
+    """`values` has a row for each of `rows` whose request asked; `joined` says who got a token.
+
+    Returns the requests whose texts could not be made, and why.
+    """
+    failed: dict[Request, Exception] = {}
     asked = [
         (row.seq, num_new)
         for row, num_new in zip(rows, joined, strict=True)
@@ -33,16 +37,21 @@ def collect_logprobs(
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         if num_new:  # a stop token has not joined
             listed, k = seq.params.logprob_token_ids, seq.params.logprobs
-            candidates = _candidates(values, index, k, tokenizer, listed)
+            try:
+                candidates = _candidates(values, index, k, text_of_token, listed)
+            except Exception as error:  # of a text: no other request may end of it
+                failed[request] = error
+                continue
             completion.logprobs.append(candidates)
             completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
+    return failed
 
 
 class PromptLogprobsCollector:
     """Takes what the head `nanoserve.sampling.prompt_logprobs` made, chunk by chunk."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, text_of_token: Callable[[int], str]) -> None:
+        self._text_of_token = text_of_token
 
     def __call__(
         self, request: Request, row: Row, values: TokenLogprobs, first: int
@@ -56,7 +65,7 @@ class PromptLogprobsCollector:
                     f"the logits that the model computed before it are not finite"
                 )
             k = request.params.prompt_logprobs
-            request.prompt_logprobs.append(_candidates(values, index, k, self._tokenizer))
+            request.prompt_logprobs.append(_candidates(values, index, k, self._text_of_token))
         return None
 
 
@@ -64,7 +73,7 @@ def _candidates(
     values: TokenLogprobs,
     row: int,
     k: int,
-    tokenizer: Tokenizer | None,
+    text_of_token: Callable[[int], str],
     listed: list[int] | None = None,
 ) -> dict[int, Logprob]:
     """The row's own token and the k most likely ones, or of these those that are `listed`."""
@@ -79,6 +88,5 @@ def _candidates(
         ranks[1:] = columns[1:].tolist()
     candidates: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
-        text = "" if tokenizer is None else tokenizer.decode([token_id], False)
-        candidates.setdefault(token_id, Logprob(logprob, rank, text))
+        candidates.setdefault(token_id, Logprob(logprob, rank, text_of_token(token_id)))
     return candidates

@@ -29,12 +29,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         self.requests: dict[str, Request] = {}
         self.collectors: dict[str, Any] = {}  # by the name of a head
-        self._tokenizer = tokenizer
         self._detokenizer: Any = None  # of those who have a tokenizer
+        self._text_of_token: Callable[[int], str] = _no_text
         if tokenizer is not None:
             from nanoserve.engine.detokenizer import Detokenizer
 
             self._detokenizer = Detokenizer(tokenizer)
+            self._text_of_token = self._detokenizer.text_of_token
 
     def forget(self, outputs: Iterable[RequestOutput]) -> None:
         """These are handed out: nothing more comes of a request whose last output is among them."""
@@ -61,12 +62,14 @@ class OutputProcessor:
             from nanoserve.engine.prompt_outputs import collect_from_heads
 
             failed = collect_from_heads(
-                plan, result.of_heads, self.requests, self.collectors, self._tokenizer
+                plan, result.of_heads, self.requests, self.collectors, self._text_of_token
             )
         if result.logprobs is not None:
             from nanoserve.engine.logprobs import collect_logprobs
 
-            collect_logprobs(self.requests, rows, joined, result.logprobs, self._tokenizer)
+            failed |= collect_logprobs(
+                self.requests, rows, joined, result.logprobs, self._text_of_token
+            )
         for index, error in result.errors.items():
             if joined[index] >= 0:  # else, with a step ahead, the row comes too late
                 failed.setdefault(self.requests[rows[index].seq.request_id], error)
@@ -81,13 +84,16 @@ class OutputProcessor:
             if is_final_only and not seq.finished and not seq.params.stop:
                 continue  # nobody looks at it now, and this is by far the most common case
             request = self.requests[seq.request_id]
-            self._stop_at_string(seq, finish)
+            completions = progressed.setdefault(request, [])
+            self._stop_at_string(request, seq, finish)
             if seq.finished:
                 seq.metrics.finished_time = now
-            # One that goes on although its request has failed is completed below, once.
             if seq.finished or (not is_final_only and request.error is None):
-                completion = self._complete(request.completions[seq.index])
-                progressed.setdefault(request, []).append(completion)
+                completion = request.completions[seq.index]
+                text = self._text(request, completion)
+                # One that goes on although its request has failed is completed below, once.
+                if seq.finished or request.error is None:
+                    completions.append(self._complete(completion, text))
         for request, completions in progressed.items():
             if request.error is not None:
                 completions += self._end(request, "error", finish, now)
@@ -102,15 +108,36 @@ class OutputProcessor:
     ) -> RequestOutput:
         return self._output(request, self._end(request, reason, finish, now))
 
-    def _stop_at_string(self, seq: Sequence, finish: Finish) -> None:
+    def _stop_at_string(self, request: Request, seq: Sequence, finish: Finish) -> None:
         """End `seq` if its text, which may be decoded now, has run into a stop string."""
         if self._detokenizer is None or not seq.params.detokenize:
             return
-        stop_string = self._detokenizer.advance(seq)
+        try:
+            stop_string = self._detokenizer.advance(seq)
+        except Exception as error:  # of this text: no other request may end of it
+            _note_error(request, error)
+            if seq.finished:
+                seq.finish_reason, seq.stop_reason = "error", None
+            return
         if stop_string is not None and seq.finished:  # by its length, on this very token
             seq.finish_reason, seq.stop_reason = "stop", stop_string
         elif stop_string is not None:
             finish(seq, "stop", stop_string)
+
+    def _text(self, request: Request, completion: Completion) -> str:
+        """Return what belongs in the next output; if that raises, the request has failed."""
+        seq = completion.seq
+        if self._detokenizer is None or not seq.params.detokenize:
+            return ""
+        try:
+            return self._detokenizer.text(seq)
+        except Exception as error:
+            _note_error(request, error)
+            if seq.finished:
+                seq.finish_reason, seq.stop_reason = "error", None
+        if seq.params.output_kind is RequestOutputKind.DELTA or completion.latest is None:
+            return ""
+        return completion.latest.text
 
     def _end(
         self, request: Request, reason: str, finish: Finish, now: float
@@ -122,7 +149,7 @@ class OutputProcessor:
             if not seq.finished:
                 finish(seq, reason, None)
                 seq.metrics.finished_time = now
-                ended.append(self._complete(completion))
+                ended.append(self._complete(completion, self._text(request, completion)))
         return ended
 
     def _output(self, request: Request, completions: list[CompletionOutput]) -> RequestOutput:
@@ -140,15 +167,14 @@ class OutputProcessor:
             request.error,
         )
 
-    def _complete(self, completion: Completion) -> CompletionOutput:
+    def _complete(self, completion: Completion, text: str) -> CompletionOutput:
         """The completion as it stands, or what is new in it."""
         seq, logprobs, first_new = completion.seq, completion.logprobs, 0
-        has_text = self._detokenizer is not None and seq.params.detokenize
         if seq.params.output_kind is RequestOutputKind.DELTA:
             first_new, completion.num_sent = completion.num_sent, seq.num_output_tokens
         completion.latest = CompletionOutput(
             index=seq.index,
-            text=self._detokenizer.text(seq) if has_text else "",
+            text=text,
             token_ids=seq.token_ids[seq.num_prompt_tokens + first_new :],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
@@ -161,9 +187,20 @@ class OutputProcessor:
 def _note_errors(failed: dict[Request, Exception]) -> dict[Request, list[CompletionOutput]]:
     """For each of these requests the completions that have ended, of which there are none yet."""
     for request, error in failed.items():
+        _note_error(request, error)
+    return {request: [] for request in failed}
+
+
+def _note_error(request: Request, error: Exception) -> None:
+    """What ends `request`, and no other one; the first one counts."""
+    if request.error is None:
         logger.error("request %r failed", request.request_id, exc_info=error)
         request.error = error
-    return {request: [] for request in failed}
+
+
+def _no_text(token_id: int) -> str:
+    """Without a tokenizer."""
+    return ""
 
 
 def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Request
-from nanoserve.engine.tokenizer import Tokenizer
 
 # Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
 # the row's first output in it). Returns an exception if that is to end the request.
@@ -51,7 +50,7 @@ def collect_from_heads(
     of_heads: dict[str, Any],
     requests: dict[str, Request],
     collectors: dict[str, Collector],
-    tokenizer: Tokenizer | None,
+    text_of_token: Callable[[int], str],
 ) -> dict[Request, Exception]:
     """Hand each collector what its head made, row by row; the requests that end with that."""
     failed: dict[Request, Exception] = {}
@@ -59,7 +58,7 @@ def collect_from_heads(
         if name == "prompt_logprobs" and name not in collectors:
             from nanoserve.engine.logprobs import PromptLogprobsCollector
 
-            collectors[name] = PromptLogprobsCollector(tokenizer)
+            collectors[name] = PromptLogprobsCollector(text_of_token)
         first = 0
         for row in plan.rows:
             count = row.num_outputs - row.num_sampled
@@ -67,7 +66,10 @@ def collect_from_heads(
                 request = requests.get(row.seq.request_id)
                 # Not if it has ended meanwhile, and its id belongs to another one.
                 if request is not None and row.seq in request.sequences:
-                    error = collectors[name](request, row, values, first)
+                    try:
+                        error = collectors[name](request, row, values, first)
+                    except Exception as raised:  # no other request may end of it
+                        error = raised
                     if error is not None:
                         failed[request] = error
                 first += count

@@ -1,40 +1,26 @@
 """The text of one sequence while it grows, and the stop strings that end it.
 
 A token is not a character: a byte-level tokenizer may spread one Chinese character over three
-tokens. A `DecodeStream` holds back the bytes of an unfinished character.
+tokens. The decoder holds back what a later token may still change.
 """
 
-from tokenizers.decoders import DecodeStream
-
+from nanoserve.engine.incremental_decoder import IncrementalDecoder
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stop_strings import StopStrings
-from nanoserve.engine.tokenizer import Tokenizer
-
-_LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
-_MOST_HELD = 16  # tokens without text before their bytes are taken for broken
 
 
 class TextStream:
-    """Costs about 0.6 us a token; stop strings, some 0.1 us for each of its characters."""
+    """Costs about 0.4 us a token; stop strings, some 0.1 us for each of its characters."""
 
     def __init__(
-        self,
-        seq: Sequence,
-        tokenizer: Tokenizer,
-        specials: dict[int, str],
-        stops: StopStrings | None,
+        self, seq: Sequence, decoder: IncrementalDecoder, stops: StopStrings | None
     ) -> None:
         self.text = ""
-        self._seq, self._tokenizer, self._specials = seq, tokenizer, specials
-        self._skip = seq.params.skip_special_tokens
-        self._decoder = DecodeStream(skip_special_tokens=self._skip)
-        self._before = ""  # text up to the last special token, where those are set apart
-        self._segment: list[int] = []  # the tokens since
-        self._stops = stops
+        self._seq, self._decoder, self._stops = seq, decoder, stops
+        self._num_decoded = 0  # output tokens fed to the decoder
         self._stop_state = 0  # of `stops`, after as much of the text as
         self._num_searched = 0  # characters
-        self._num_decoded = 0  # output tokens fed to the decoder
-        self._num_held = 0  # of which the last ones have given no text yet
+        self._pending, self._pending_state = "", 0  # behind these; searched, but not certain yet
         self._num_sent = 0  # characters already handed out as deltas
 
     def advance(self) -> str | None:
@@ -42,16 +28,28 @@ class TextStream:
 
         The text is cut at the earliest stop string in it, which may have begun tokens ago.
         """
-        self._feed()
-        return None if self._stops is None else self._cut_at_stop(self._stops)
+        new = self._take_new()
+        if self._stops is None:
+            self.text += self._decoder.feed(new)
+            return None
+        num_before = self._num_decoded - len(new)
+        for num_tokens, token_id in enumerate(new, start=num_before + 1):
+            self.text += self._decoder.feed([token_id])
+            found = self._search(self._stops)
+            if found is not None and num_tokens > self._seq.params.min_tokens:
+                return self._cut(self._stops, *found)
+        return None
 
     def catch_up(self) -> None:
         """Decode tokens that were searched, and whose text was handed out, by another stream."""
-        self._feed()
+        self.text += self._decoder.feed(self._take_new())
         if self._stops is not None:
-            self._stop_state, _ = self._stops.advance(0, self.text)
-            self._num_searched = len(self.text)
+            self._search(self._stops)
         self.delta(is_whole=False)
+
+    def finish(self) -> None:
+        """Decode what is left: bytes that never became a character, too."""
+        self.text += self._decoder.feed(self._take_new()) + self._decoder.finish()
 
     def visible(self, is_whole: bool) -> str:
         """The text that may be shown; not all of it is, unless it `is_whole`, while its end may be
@@ -65,63 +63,36 @@ class TextStream:
         self._num_sent = max(self._num_sent, end)
         return piece
 
-    def _feed(self) -> None:
-        first_new = self._seq.num_prompt_tokens + self._num_decoded
-        for token_id in self._seq.token_ids[first_new:]:
-            self._num_decoded += 1
-            if self._seq.params.sets_special_tokens_apart and token_id in self._specials:
-                rest = self._tokenizer.decode(self._segment, False)
-                self.text = self._before + rest + self._specials[token_id]
-                self._before, self._segment, self._num_held = self.text, [], 0
-                self._decoder = DecodeStream(skip_special_tokens=False)
-            else:
-                self._decode(token_id)
-                self._segment.append(token_id)
-                if self._num_held >= _MOST_HELD:
-                    self._give_up_on_held()
+    def _take_new(self) -> list[int]:
+        new = self._seq.token_ids[self._seq.num_prompt_tokens + self._num_decoded :]
+        self._num_decoded += len(new)
+        return new
 
-    def _decode(self, token_id: int) -> None:
-        piece = self._decoder.step(self._tokenizer.backend, token_id)
-        self._num_held = 0 if piece else self._num_held + 1
-        self.text += piece or ""
+    def _search(self, stops: StopStrings) -> tuple[int, int] | None:
+        """Find the stop string that begins first in the text that was not searched before: where
+        it ends, and its index.
 
-    def _give_up_on_held(self) -> None:
-        """Hand out bytes that can no longer become characters, as they will be in the final text.
-
-        A decoder that waits for them decodes all that it holds again at every token. The last
-        tokens may still begin a character, so they go into a decoder of their own.
+        Characters that are not certain yet count, too: a line end may end an answer at once.
         """
-        decode, skip = self._tokenizer.decode, self._skip
-        held = self._segment[-self._num_held :]
-        broken, recent = held[:-_LONGEST_CHARACTER], held[-_LONGEST_CHARACTER:]
-        text = decode(broken, skip)
-        if text + decode(recent, skip) != decode(held, skip):
-            return  # the cut would go through a character: the next one will not
-        self.text += text
-        self._decoder, self._num_held = DecodeStream(skip_special_tokens=skip), 0
-        for token_id in recent:
-            self._decode(token_id)
-
-    def _settled(self) -> str:
-        """The whole characters in front of the unfinished one that the decoder holds back."""
-        held = self._segment[-self._num_held :]
-        return self._tokenizer.decode(held, self._skip).rstrip("\ufffd")
-
-    def _cut_at_stop(self, stops: StopStrings) -> str | None:
-        """The stop string that begins first, if any; the text is cut before or behind it."""
-        # What came before has been searched, or came before min_tokens.
-        before, new = self._num_searched, self.text[self._num_searched :]
-        state, self._num_searched = self._stop_state, len(self.text)
+        begin, state, new = self._num_searched, self._stop_state, self.text[self._num_searched :]
         self._stop_state, found = stops.advance(state, new)
-        if self._num_held:  # the decoder may hold the end of one
-            new += self._settled()
-            _, found = stops.advance(state, new)
-        params = self._seq.params
-        if found is None or self._seq.num_output_tokens <= params.min_tokens:
-            return None
-        end, stop = before + found[0], stops.strings[found[1]]
-        text = self.text[:before] + new
-        self.text = text[: end if params.include_stop_str_in_output else end - len(stop)]
+        self._num_searched = len(self.text)
+        pending = self._decoder.pending()
+        if pending or self._pending:
+            new += pending
+            if new.startswith(self._pending):
+                begin, new = begin + len(self._pending), new[len(self._pending) :]
+                state = self._pending_state if self._pending else state
+            self._pending_state, found = stops.advance(state, new)
+            self._pending = pending
+        return None if found is None else (begin + found[0], found[1])
+
+    def _cut(self, stops: StopStrings, end: int, index: int) -> str:
+        """Cut the text before or behind a stop string."""
+        stop = stops.strings[index]
+        text = self.text + self._decoder.pending()
+        keeps = self._seq.params.include_stop_str_in_output
+        self.text = text[: end if keeps else end - len(stop)]
         return stop
 
     def _held_back(self) -> int:

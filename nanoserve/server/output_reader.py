@@ -77,8 +77,16 @@ class OutputReader:
         for request_id in unread:
             self._num_due[request_id] = self._num_tokens[request_id] + self._interval
         return [
-            one.output() if isinstance(one, FollowedRequest) else one for one in unread.values()
+            self._output_of(request_id, one) if isinstance(one, FollowedRequest) else one
+            for request_id, one in unread.items()
         ]
+
+    def _output_of(self, request_id: str, followed: FollowedRequest) -> RequestOutput:
+        """What is new of a request whose text is made here. If that raises, it ends with that."""
+        output = followed.output()
+        if followed.error is not None and self._are_deltas.pop(request_id, None) is not None:
+            self._owner.abort(request_id)
+        return output
 
     def take(self, output: RequestOutput) -> None:
         """Keep an output until it is read."""
@@ -86,6 +94,8 @@ class OutputReader:
         followed, earlier = self._followed.get(request_id), self._unread.get(request_id)
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         if followed is not None:
+            if followed.error is not None:
+                return  # it has ended here before
             followed.end(output)
         elif self._are_deltas.get(request_id):
             num_tokens += self._num_tokens[request_id]
@@ -99,6 +109,8 @@ class OutputReader:
     def take_tokens(self, new: NewTokens) -> None:
         """Keep tokens until they are read, and become text only then."""
         followed = self._followed[new.request_id]
+        if followed.error is not None:
+            return  # it has ended here before
         followed.add(new)
         self._unread[new.request_id] = followed
         num_tokens = self._num_tokens[new.request_id] + len(new.token_ids)

@@ -6,6 +6,7 @@ takes less than a microsecond for each, and whoever reads makes text of them: on
 come since.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
 
 
 class NewTokens(NamedTuple):
@@ -85,13 +88,19 @@ class _Completion:
 
 
 class FollowedRequest:
-    """Where it is read: a request's tokens, and the text that they become."""
+    """Where it is read: a request's tokens, and the text that they become.
+
+    What its text raises is its `error`: it has ended with that, and nothing more is made of it.
+    """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
+        self.error: Exception | None = None
         self._request, self._detokenizer = request, detokenizer
         params = replace(request.params, output_kind=RequestOutputKind.DELTA)
+        # Of the prompt, only the end matters to the text of the output.
+        context = detokenizer.context(request.prompt_token_ids, params)
         self._completions = [
-            _Completion(Sequence(request.request_id, [], params, 2**31, index=index))
+            _Completion(Sequence(request.request_id, [*context], params, 2**31, index=index))
             for index in range(params.n)
         ]
         self._last: RequestOutput | None = None
@@ -107,7 +116,7 @@ class FollowedRequest:
         self._last = output
         for completion in output.outputs:
             seq = self._completions[completion.index].seq
-            seq.token_ids[len(seq.token_ids) :] = completion.token_ids[len(seq.token_ids) :]
+            seq.token_ids += completion.token_ids[seq.num_output_tokens :]
             _end(seq, completion.finish_reason, completion.stop_reason)
 
     def output(self) -> RequestOutput:
@@ -115,35 +124,63 @@ class FollowedRequest:
         request, last, outputs = self._request, self._last, []
         for completion in self._completions:
             seq, num_told = completion.seq, completion.num_told
-            if completion.is_told or (len(seq.token_ids) == num_told and not seq.finished):
+            if completion.is_told or (seq.num_output_tokens == num_told and not seq.finished):
                 continue
-            self._detokenizer.advance(seq)
-            completion.num_told, completion.is_told = len(seq.token_ids), seq.finished
+            completion.num_told, completion.is_told = seq.num_output_tokens, seq.finished
+            text = self._text(seq)
             outputs.append(
                 CompletionOutput(
                     seq.index,
-                    self._detokenizer.text(seq),
-                    seq.token_ids[num_told:],
+                    text,
+                    seq.token_ids[seq.num_prompt_tokens + num_told :],
                     seq.finish_reason,
                     seq.stop_reason,
                 )
             )
+        if self.error is not None:
+            outputs = self._failed(outputs)
         return RequestOutput(
             request.request_id,
             request.prompt,
             request.prompt_token_ids,
             outputs,
-            last is not None,
+            last is not None or self.error is not None,
             # In another process than the engine's, these stand still until it sends its own.
             request.sequences[0].metrics if last is None else last.metrics,
-            error=None if last is None else last.error,
+            error=self.error if last is None else last.error or self.error,
         )
 
     def forget(self) -> None:
         """Nobody reads it to its end: the detokenizer need not remember where it was."""
         for completion in self._completions:
-            completion.seq.token_ids = []
+            del completion.seq.token_ids[completion.seq.num_prompt_tokens :]
             self._detokenizer.restart(completion.seq)
+
+    def _text(self, seq: Sequence) -> str:
+        """The new text of `seq`, unless there is none to be had any more."""
+        if self.error is None:
+            try:
+                self._detokenizer.advance(seq)
+                return self._detokenizer.text(seq)
+            except Exception as error:
+                logger.error("request %r failed", seq.request_id, exc_info=error)
+                self.error = error
+        return ""
+
+    def _failed(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The last outputs of a request whose text has raised: of all that had not ended before."""
+        new = {output.index: output for output in outputs}
+        for completion in self._completions:
+            if completion.seq.index in new or not completion.is_told:
+                _end(completion.seq, "error", None)
+                completion.is_told = True
+                output = new.get(completion.seq.index) or CompletionOutput(
+                    completion.seq.index, "", [], None, None
+                )
+                output.finish_reason, output.stop_reason = "error", None
+                new[output.index] = output
+        self.forget()
+        return [new[index] for index in sorted(new)]
 
 
 def _end(seq: Sequence, finish_reason: str | None, stop_reason: int | str | None) -> None:

@@ -80,7 +80,10 @@ class MatchedByXGrammar:
 
     def forced(self, most: int) -> list[int]:
         """The text that must come, as it is cut by itself: its last token may go on behind it."""
-        text = self._matcher.find_jump_forward_string()
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # byte tokens have begun a character: its rest is no text
+            return []
         token_ids = self._backend.encode(text, add_special_tokens=False).ids[:-1] if text else []
         return token_ids[: min(most, count_legal(self, token_ids))]
 

@@ -36,11 +36,9 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from tokenizers import Tokenizer as TokenizerBackend
-from tokenizers.decoders import DecodeStream
-
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -57,7 +55,6 @@ _OPTIONS = (
     "scheduling_policy",
     "enable_prefix_caching",
 )
-_MOST_HELD = 16  # tokens without text before their bytes are taken for broken
 
 
 class TraceRecorder:
@@ -65,9 +62,10 @@ class TraceRecorder:
 
     def __init__(self, engine: LLMEngine, file: WholeLines) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
-        self._backend = None if engine.tokenizer is None else engine.tokenizer.backend
+        tokenizer = engine.tokenizer
+        self._token_texts = None if tokenizer is None else TokenTexts(tokenizer.backend)
         self._block_size = engine.config.block_size
-        self._texts: dict[Sequence, TokenTexts] = {}  # of all sequences that have not ended
+        self._texts: dict[Sequence, SequenceTexts] = {}  # of all sequences that have not ended
         self._tables: dict[Sequence, list[int]] = {}  # of those that run
         self._cached: set[int] = set()
         self._file = file
@@ -152,7 +150,7 @@ class TraceRecorder:
 
     def _arrival(self, seq: Sequence) -> dict[str, Any]:
         """`texts` are those of the prompt's tokens: together they are its text."""
-        texts = self._texts[seq] = TokenTexts(self._backend)
+        texts = self._texts[seq] = SequenceTexts(self._token_texts)
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         return {
             "seq": seq.arrival,
@@ -243,36 +241,25 @@ class TraceRecorder:
         return sorted(evicted)
 
 
-class TokenTexts:
+class SequenceTexts:
     """The texts of a sequence's tokens, one by one; together they are the text of all.
 
     A token that ends within a character has none: the one that completes the character has it.
     Without a tokenizer, no token has.
     """
 
-    def __init__(self, backend: TokenizerBackend | None) -> None:
-        self._backend = backend
-        self._restart()
-
-    def _restart(self) -> None:
-        self._decoder, self._num_held = DecodeStream(skip_special_tokens=False), 0
+    def __init__(self, texts: TokenTexts | None) -> None:
+        self._texts = texts
+        self._decoder = None if texts is None else texts.decoder([], False, False, True)
 
     def next(self, token_id: int | None) -> str:
-        if self._backend is None or token_id is None:
+        if self._decoder is None or token_id is None:
             return ""
-        text = self._decoder.step(self._backend, token_id)
-        if text:
-            self._num_held = 0
-            return text
-        self._num_held += 1
-        if self._num_held == _MOST_HELD:  # a decoder decodes all that it holds at every token
-            self._restart()
-            return "\ufffd"
-        return ""
+        return self._decoder.feed([token_id])
 
     def alone(self, token_id: int) -> str:
         """Of a token that has not joined."""
-        return "" if self._backend is None else self._backend.decode([token_id], False)
+        return "" if self._texts is None else self._texts.text_of_token(token_id)
 
 
 def _yielded(seq: Sequence, num_tokens: int) -> int | None:

@@ -170,6 +170,8 @@ class Scenario:
         sys.settrace(trace)
 
     def _take(self, output: RequestOutput) -> None:
+        if isinstance(output.error, Mishap):  # in the making of its text, which ends it alone
+            self.torn.add(output.request_id)
         for completion in output.outputs:
             key = output.request_id, completion.index
             is_delta = key[0] in STREAMED or REQUESTS[key[0]][1].output_kind is DELTA

@@ -18,12 +18,13 @@ from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
+from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.trace import start_trace
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace, phases, step_end
 from nanoserve.trace.reader import Pool, Trace, read_trace
-from nanoserve.trace.recorder import TokenTexts
+from nanoserve.trace.recorder import SequenceTexts
 from nanoserve.trace.whole_lines import WholeLines
 
 NODE = shutil.which("node")
@@ -108,12 +109,13 @@ def test_one_of_several_ends_of_sequence_is_not_known(tmp_path: Path) -> None:
 def test_texts_of_tokens_are_whole_characters_and_add_up() -> None:
     tokenizer = byte_tokenizer()
     text = "KV 块表 ✓"
-    texts = TokenTexts(tokenizer.backend)
+    all_texts = TokenTexts(tokenizer.backend)
+    texts = SequenceTexts(all_texts)
     pieces = [texts.next(token_id) for token_id in tokenizer.encode(text)]
     assert "".join(pieces) == text and "\ufffd" not in pieces
-    broken = [TokenTexts(tokenizer.backend), [200] * 40]
-    assert "\ufffd" in "".join(broken[0].next(token_id) for token_id in broken[1])
-    assert TokenTexts(None).next(7) == ""
+    broken = SequenceTexts(all_texts)
+    assert "\ufffd" in "".join(broken.next(token_id) for token_id in [200] * 40)
+    assert SequenceTexts(None).next(7) == ""
 
 
 def test_a_real_model_leaves_a_trace_of_its_answer(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Tokenizers that were written into GGUF files by the package `gguf`, and read back."""
+"""Tokenizers that were written into GGUF files by the package `gguf`, and read back; and those in
+llama.cpp's own files, with its test texts."""
 
 import itertools
 import random
@@ -11,6 +12,7 @@ import pytest
 gguf = pytest.importorskip("gguf")
 
 from gguf_models import BUNDLED, ModelWriter, add_setting, close, write_bundled  # noqa: E402
+from real_tokenizers import READ, REFUSED, texts_of, vocabulary  # noqa: E402
 from tiny_checkpoints import make_qwen3  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -107,7 +109,9 @@ def by_scores(text: str, words: list[str], scores: list[float]) -> list[int]:
     return out
 
 
-def test_sentencepiece_is_read_by_transformers(tmp_path: Path) -> None:
+def write_sentencepiece(
+    path: Path, arch: str = "llama", **extra: Any
+) -> tuple[list[str], list[float]]:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     learned = ["\u2581t", "he", "\u2581the", "in", "\u2581a", "ing", "\u2581c", "ac", "ache"]
     words += [*learned, *"\u2581abcdefghijklmnopqrstuvwxyz"]
@@ -115,7 +119,10 @@ def test_sentencepiece_is_read_by_transformers(tmp_path: Path) -> None:
     kinds = gguf.TokenType
     types = [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL] + [kinds.BYTE] * 256
     types += [kinds.NORMAL] * (len(words) - 259)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    words += ["<|end|>", "\n\n"]
+    scores += [0.0, 0.0]
+    types += [kinds.CONTROL, kinds.USER_DEFINED]
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(words)
     writer.add_token_scores(scores)
@@ -123,15 +130,80 @@ def test_sentencepiece_is_read_by_transformers(tmp_path: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
-    add_setting(writer, "llama.block_count", 1)
+    for name, value in extra.items():
+        add_setting(writer, f"tokenizer.ggml.{name}", value)
+    add_setting(writer, f"{arch}.block_count", 1)
     close(writer)
+    return words, scores
+
+
+def test_sentencepiece_joins_the_neighbours_of_the_best_score(tmp_path: Path) -> None:
+    """Without the package gguf, and also where a text begins with spaces."""
+    words, scores = write_sentencepiece(tmp_path / "model.gguf")
     tokenizer = Tokenizer(tmp_path / "model.gguf")
-    for text in ["the caching", "a cache in a thing", "zebra é 中", "tin the  ac"]:
-        ids = by_scores(text, words, scores)
-        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
-        assert tokenizer.encode(text) == [1, *ids]
-        assert tokenizer.decode(ids) == text
+    for text in [
+        *("the caching", "a cache in a thing", "zebra é 中", "tin the  ac", " the", "   the"),
+        *(" ", "  ", "\nthe", "t\n the", "\tin", "<s>", "<0x0A>"),
+    ]:
+        token_ids = by_scores(text, words, scores)
+        if text == "<s>":  # a control token, written out
+            token_ids = [1]
+        assert tokenizer.encode(text, add_special_tokens=False) == token_ids, text
+        assert tokenizer.encode(text) == [1, *token_ids]
+        assert tokenizer.decode(token_ids, False) == text
     assert tokenizer.eos_token_id == 2
+    end, lines = words.index("<|end|>"), words.index("\n\n")
+    the = words.index("\u2581the")
+    assert tokenizer.encode("the<|end|>the", False) == [the, end, the]
+    assert tokenizer.encode("the\n\nthe", False) == [the, lines, the]
+    assert tokenizer.decode([the, end, lines]) == "the\n\n"
+
+
+def test_sentencepiece_without_a_space_in_front(tmp_path: Path) -> None:
+    """Gemma's kind. Its decoder removes no space either."""
+    words, _ = write_sentencepiece(
+        tmp_path / "model.gguf", add_space_prefix=False, add_bos_token=False
+    )
+    tokenizer = Tokenizer(tmp_path / "model.gguf")
+    the = words.index("\u2581the")
+    assert tokenizer.encode("the") == [words.index("t"), words.index("he")]
+    assert tokenizer.encode(" the") == [the] and tokenizer.decode([the]) == " the"
+
+
+def test_control_tokens_of_phi_3_swallow_the_spaces_behind_them(tmp_path: Path) -> None:
+    for arch, space in (("phi3", 0), ("llama", 1)):
+        words, _ = write_sentencepiece(tmp_path / f"{arch}.gguf", arch)
+        found = Tokenizer(tmp_path / f"{arch}.gguf").encode("<|end|> the", False)
+        assert len(found) == 2 + space and found[0] == words.index("<|end|>")
+
+
+def test_as_many_scores_as_words(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "a"])
+    writer.add_token_types([2, 1])
+    close(writer)
+    with pytest.raises(ValueError, match=r"2 tokens, 2 token types and 0 scores.*tokenizer=FOLDER"):
+        Tokenizer(tmp_path / "model.gguf")
+
+
+@pytest.mark.size("full")
+@pytest.mark.parametrize("name", READ)
+def test_the_vocabularies_of_llama_cpp_give_its_ids(name: str) -> None:
+    """All of the texts that it tests itself with; and back."""
+    path = vocabulary(name)
+    tokenizer, cases = Tokenizer(path), texts_of(path)
+    assert len(cases) == 46
+    for text, token_ids in cases:
+        assert tokenizer.encode(text, add_special_tokens=False) == token_ids, text
+        assert tokenizer.decode(token_ids, False) == text
+
+
+@pytest.mark.size("full")
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_of_llama_cpp_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.(pre|model)=.*tokenizer=FOLDER"):
+        Tokenizer(vocabulary(name))
 
 
 @pytest.mark.parametrize(

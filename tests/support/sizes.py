@@ -179,6 +179,7 @@ BRINGS = {
     "pip install 'nanoserve[xgrammar]'": ("xgrammar",),
     "pip install 'nanoserve[serve]'": ("serve", "fastapi", "prometheus_client", "uvicorn"),
     "pip install 'nanoserve[ray]'": ("ray",),
+    "python tests/support/real_tokenizers.py FOLDER": ("real_vocabularies",),
     "pip install 'nanoserve[gguf]'": ("gguf",),
     "pip install 'nanoserve[bench]'": ("matplotlib",),
     "pip install 'nanoserve[cpu]'": ("numba",),

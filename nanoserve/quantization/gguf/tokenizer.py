@@ -3,8 +3,8 @@
 Of byte-level BPE ("gpt2") a file holds words and merges, and a name for how text is cut before
 they apply: the cuts behind the names that are known here are those of the models' own
 tokenizer.json. A name that is not known is refused, for a wrong cut gives other tokens to a tenth
-of all texts, and nobody would see it. SentencePiece ("llama") is left to transformers, which has to
-reconstruct the merges.
+of all texts, and nobody would see it. Of SentencePiece ("llama") it holds words with scores, and
+the merges follow from these. Both give the ids of llama.cpp.
 """
 
 from pathlib import Path
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nanoserve.checks import is_int, require, shown
 from nanoserve.quantization.gguf.container import GGUFFile
 from nanoserve.quantization.gguf.settings import list_of
 
 _ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"
-_CONTROL, _USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type: special, and never cut
+# In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never cut.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class _Cut(NamedTuple):
@@ -59,15 +60,72 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         f"{path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
         f"skip_tokenizer_init=True to work with token ids alone",
     )
-    return _byte_level(file) if kind == "gpt2" else _sentencepiece(path)
+    return _byte_level(file) if kind == "gpt2" else _sentencepiece(file)
 
 
-def _sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # whatever transformers raises, for one that gguf is not installed
-        told = f"transformers cannot read the tokenizer in {path}"
-        raise ValueError(f"{told} ({error!s:.300}): {_ADVICE}") from error
+def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
+    """BPE of SentencePiece, in the form of Llama 2's tokenizer.json."""
+    path, settings = file.path, file.settings
+    words = list_of(file, "tokenizer.ggml.tokens", str)
+    types = list_of(file, "tokenizer.ggml.token_type", int)
+    scores = list_of(file, "tokenizer.ggml.scores", float)
+    require(
+        0 < len(words) == len(types) == len(scores),
+        f"{path}: {len(words)} tokens, {len(types)} token types and {len(scores)} scores must be "
+        f"as many: {_ADVICE}",
+    )
+    # llama.cpp's defaults for what a file does not say.
+    numbers = {"bos": 1, "eos": 2, "unknown": 0}
+    defaults = {f"tokenizer.ggml.{name}_token_id": i for name, i in numbers.items()}
+    settings = {**defaults, "tokenizer.ggml.add_bos_token": True} | settings
+    unknown = settings["tokenizer.ggml.unknown_token_id"]
+    ids = {word: i for i, word in enumerate(words)}
+    normal = {w: s for w, s, kind in zip(words, scores, types, strict=True) if kind == _NORMAL}
+    has_unknown = is_int(unknown) and 0 <= unknown < len(words)
+    model = BPE(
+        ids,
+        merges_of(normal, ids),
+        unk_token=words[unknown] if has_unknown else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    adds_space = settings.get("tokenizer.ggml.add_space_prefix") is not False
+    spaces = normalizers.Replace(" ", "\u2581")
+    before = [normalizers.Prepend("\u2581")] if adds_space else []
+    backend.normalizer = normalizers.Sequence([*before, spaces])
+    after = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    text = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*text, *after])
+    for word, kind in zip(words, types, strict=True):
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            takes_spaces = kind == _CONTROL and _takes_spaces(word, settings)
+            token = AddedToken(
+                word, normalized=False, special=kind != _USER_DEFINED, rstrip=takes_spaces
+            )
+            backend.add_tokens([token])
+    return _with_marks(backend, words, settings)
+
+
+def merges_of(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Return, best first, all pairs of words that make up another one: SentencePiece joins the
+    neighbours whose whole has the highest score."""
+    found = [
+        (-score, ids[word[:i]], ids[word[i:]], word[:i], word[i:])
+        for word, score in scores.items()
+        for i in range(1, len(word))
+        if word[:i] in scores and word[i:] in scores
+    ]
+    found.sort(key=lambda merge: merge[:3])
+    return [merge[3:] for merge in found]
+
+
+def _takes_spaces(word: str, settings: dict[str, Any]) -> bool:
+    """Return whether a control token swallows the spaces behind it: those of Phi-3 do, which a file
+    does not say; llama.cpp knows it by the name of the model, too."""
+    names = (settings.get("general.name"), settings.get("general.architecture"))
+    is_phi3 = any("phi3" in str(name).lower().replace("-", "") for name in names)
+    return is_phi3 and word not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:

@@ -1,0 +1,361 @@
+"""Token ids to text, a few at a time: what was returned once is never taken back.
+
+The text of an output depends on what stands before it. A tokenizer of SentencePiece's kind writes
+"▁Paris" for " Paris", and its decoder removes the first space of a text; but an output is no
+beginning: it continues its prompt. So a decoder is primed with the prompt's last tokens, and
+`decode(prompt) + output text == decode(prompt + output)`, as in vLLM.
+
+Where a text is the sum of what each token stands for, that sum is made here, and the last bytes
+wait until they are characters. Other decoders of the tokenizers library decode a window of tokens.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from tokenizers import Tokenizer as TokenizerBackend
+
+NUM_CONTEXT_TOKENS = 4  # of the prompt; a character has at most 4 bytes, so at most as many tokens
+_MAX_HELD_BYTES = 32  # of whole characters, before a stream shows them: see `ByteFallbackDecoder`
+_MAX_HELD_TOKENS = 16  # without whole characters, before a window shows them as they are
+_UNKNOWN = "\ufffd"  # what stands for bytes that are no character
+_BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
+# Byte tokens travel within texts as lone surrogates, which no token's own text can contain: the
+# idea of PEP 383, here for all 256 values.
+_BYTE_0 = 0xDC00
+_BYTES = re.compile("([\udc00-\udcff]+)")
+
+T = TypeVar("T", str, bytes)
+
+
+class IncrementalDecoder(Protocol):
+    """Decodes the tokens of one output in the order in which they come."""
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Return the text that is certain by now and was not returned before."""
+        ...
+
+    def pending(self) -> str:
+        """Return the whole characters behind it that a later token may still change."""
+        ...
+
+    def finish(self) -> str:
+        """Return the rest: no token follows."""
+        ...
+
+
+class ByteLevelDecoder:
+    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen): each token is some bytes of UTF-8."""
+
+    def __init__(self, bytes_of: dict[int, bytes], context: list[int]) -> None:
+        self._bytes_of = bytes_of.__getitem__
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begins_cut = False
+        self.feed(context)
+        # Bytes that the prompt ends with count as shown, as the U+FFFD that they are alone.
+        self._begins_cut = bool(self._utf8.getstate()[0])
+
+    def feed(self, token_ids: list[int]) -> str:
+        return self._with_prompt(self._utf8.decode(b"".join(map(self._bytes_of, token_ids))))
+
+    def pending(self) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return self._with_prompt(self._utf8.decode(b"", True))
+
+    def _with_prompt(self, text: str) -> str:
+        if self._begins_cut and text:
+            self._begins_cut = False
+            return text.removeprefix(_UNKNOWN)
+        return text
+
+
+class ByteFallbackDecoder:
+    """Decodes SentencePiece's kind (Llama 2, Mistral, Gemma): pieces of text, and single bytes.
+
+    The tokenizers library decodes neighbouring byte tokens, a *run*, together: into characters if
+    all of them are, else into a U+FFFD for each byte, the whole characters included. A line end is
+    such a byte, too, so while a run lasts, a stream keeps its characters back: usually for one
+    token. Where whole texts consist of bytes, as in scripts that are not in the vocabulary, that
+    would be for ever: here, `_MAX_HELD_BYTES` of characters are final, whatever follows.
+    """
+
+    def __init__(self, text_of: dict[int, str], context: list[int], strip: tuple[str, int]) -> None:
+        self._text_of = text_of.__getitem__
+        self._strip, self._num_to_strip = strip[0], 0
+        self._run = b""
+        self._is_broken = False  # this run has bytes that are no characters
+        self._num_shown = 0  # bytes at the beginning of the run that belong to the prompt
+        if context:
+            self._take_cut_character("".join(map(self._text_of, context)))
+        else:
+            self._num_to_strip = strip[1]
+
+    def feed(self, token_ids: list[int]) -> str:
+        text = "".join(map(self._text_of, token_ids))
+        if self._run or self._is_broken or not text.isascii():
+            text = self._decode_bytes(text)
+        if self._num_to_strip and text:
+            text, self._num_to_strip = self._stripped(text)
+        return text
+
+    def pending(self) -> str:
+        if not self._run:
+            return ""
+        return self._stripped(codecs.utf_8_decode(self._run, "strict", False)[0])[0]
+
+    def finish(self) -> str:
+        return self._stripped(self._end_run())[0]
+
+    def _take_cut_character(self, prompt: str) -> None:
+        """Begin with the bytes of a character that the prompt ends within, if it does."""
+        *_, last_run, rest = "", *_BYTES.split(prompt)
+        run = _bytes(last_run)[-3:] if not rest else b""
+        for begin in range(len(run)):
+            try:
+                _, num_whole = codecs.utf_8_decode(run[begin:], "strict", False)
+            except UnicodeDecodeError:
+                continue
+            if not num_whole:
+                self._run, self._num_shown = run[begin:], len(run) - begin
+                return
+
+    def _decode_bytes(self, text: str) -> str:
+        decoded = ""
+        for index, part in enumerate(_BYTES.split(text)):
+            if index % 2:
+                decoded += self._add(_bytes(part))
+            elif part:
+                decoded += self._end_run() + part
+        return decoded
+
+    def _add(self, new: bytes) -> str:
+        """Return what is certain now: nothing, while the run may become characters."""
+        if self._is_broken:
+            return _UNKNOWN * len(new)
+        if len(new) > 1 and len(self._run) + len(new) >= _MAX_HELD_BYTES:  # as if they came alone
+            return "".join(self._add(new[i : i + 1]) for i in range(len(new)))
+        self._run += new
+        try:
+            text, num_whole = codecs.utf_8_decode(self._run, "strict", False)
+        except UnicodeDecodeError:
+            text = self._unknown()
+            self._run, self._is_broken, self._num_shown = b"", True, 0
+            return text
+        if num_whole < _MAX_HELD_BYTES:
+            return ""
+        self._run, self._num_shown = self._run[num_whole:], 0
+        return text
+
+    def _end_run(self) -> str:
+        """Return the text of the run, which no byte continues."""
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError:
+            text = self._unknown()
+        self._run, self._is_broken, self._num_shown = b"", False, 0
+        return text
+
+    def _unknown(self) -> str:
+        return _UNKNOWN * (len(self._run) - self._num_shown)
+
+    def _stripped(self, text: str) -> tuple[str, int]:
+        """Return `text` without what is removed from the front of a text, and how much is left to
+        remove from what follows."""
+        num = 0
+        while num < min(self._num_to_strip, len(text)) and text[num] == self._strip:
+            num += 1
+        return text[num:], self._num_to_strip - num if num == len(text) else 0
+
+
+class WindowDecoder:
+    """Decodes with any other decoder of the library: a token with those before it.
+
+    `apart` are the special tokens that are written as they are, with no space around them.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        is_visible: Callable[[int], bool],
+        context: list[int],
+        apart: dict[int, str],
+    ) -> None:
+        self._decode, self._is_visible, self._apart = decode, is_visible, apart
+        self._window, self._num_shown, self._shown = list(context), len(context), decode(context)
+
+    def feed(self, token_ids: list[int]) -> str:
+        return "".join(map(self._step, filter(self._is_visible, token_ids)))
+
+    def pending(self) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return self._decode(self._window)[len(self._shown) :]
+
+    def _step(self, token_id: int) -> str:
+        if token_id in self._apart:
+            text = self.finish() + self._apart[token_id]
+            self._window, self._num_shown, self._shown = [], 0, ""
+            return text
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_held = len(self._window) - self._num_shown
+        if len(text) <= len(self._shown):
+            return ""
+        if text.endswith(_UNKNOWN) and num_held < _MAX_HELD_TOKENS:
+            return ""
+        new, self._window = text[len(self._shown) :], self._window[self._num_shown :]
+        self._num_shown, self._shown = len(self._window), self._decode(self._window)
+        return new
+
+
+class _Table(dict[int, T], Generic[T]):
+    """What tokens stand for, worked out when one is seen for the first time."""
+
+    def __init__(self, value_of: Callable[[int], T]) -> None:
+        self._value_of = value_of
+
+    def __missing__(self, token_id: int) -> T:
+        value = self[token_id] = self._value_of(token_id)
+        return value
+
+
+class TokenTexts:
+    """What the tokens of one tokenizer stand for; it makes the decoders of all outputs."""
+
+    def __init__(self, backend: TokenizerBackend) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.specials = {i: token.content for i, token in added.items() if token.special}
+        parts = _parts(backend)
+        kinds = [part["type"] for part in parts]
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._strip = None if self._is_byte_level else _strip_of_sum(parts)
+        self._has_byte_tokens = "ByteFallback" in kinds
+        # By what becomes of special tokens: they are skipped; written as they are; or decoded.
+        self._tables: dict[tuple[bool, bool], Any] = {}
+
+    def text_of_token(self, token_id: int) -> str:
+        """Return what a token adds to a text, U+FFFD for a part of a character."""
+        table = self._table(False, False)
+        if self._is_byte_level:
+            return table[token_id].decode("utf-8", "replace")
+        text = table[token_id]
+        return _bytes(text).decode("utf-8", "replace") if _BYTES.fullmatch(text) else text
+
+    def context(self, prompt: list[int], num_tokens: int, skips_specials: bool) -> list[int]:
+        """Return the last of the first `num_tokens` tokens of `prompt` that have a text, at most
+        `NUM_CONTEXT_TOKENS`: all that what follows depends on."""
+        found: list[int] = []
+        for index in range(num_tokens - 1, -1, -1):
+            if self._token(prompt[index], skips_specials):
+                found.append(prompt[index])
+                if len(found) == NUM_CONTEXT_TOKENS:
+                    break
+        return found[::-1]
+
+    def decoder(
+        self, context: list[int], skips_specials: bool, sets_apart: bool, is_beginning: bool
+    ) -> IncrementalDecoder:
+        """Return a decoder for what follows `context`.
+
+        Without any, it begins a text unless `is_beginning` is False.
+        """
+        table = self._table(skips_specials, sets_apart)
+        if self._is_byte_level:
+            return ByteLevelDecoder(table, context)
+        if self._strip is not None:
+            strip = self._strip if is_beginning else ("", 0)
+            return ByteFallbackDecoder(table, context, strip)
+
+        def decode(token_ids: list[int]) -> str:
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+
+        def is_visible(token_id: int) -> bool:
+            return bool(self._token(token_id, skips_specials))
+
+        return WindowDecoder(decode, is_visible, context, self.specials if sets_apart else {})
+
+    def _table(self, skips_specials: bool, sets_apart: bool) -> Any:
+        key = skips_specials, sets_apart
+        if key not in self._tables:
+            if self._is_byte_level:
+                self._tables[key] = _Table(lambda i: self._bytes_of(i, *key))
+            else:
+                self._tables[key] = _Table(lambda i: self._text_of(i, *key))
+        return self._tables[key]
+
+    def _bytes_of(self, token_id: int, skips_specials: bool, sets_apart: bool) -> bytes:
+        token = self._token(token_id, skips_specials)
+        if sets_apart and token_id in self.specials:
+            return token.encode()
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # as the library does for added tokens
+            return token.encode()
+
+    def _text_of(self, token_id: int, skips_specials: bool, sets_apart: bool) -> str:
+        token = self._token(token_id, skips_specials)
+        if not token or (sets_apart and token_id in self.specials):
+            return token
+        byte = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        if byte is not None:
+            return chr(_BYTE_0 + int(byte[1], 16))
+        if self._strip is None:
+            return self._backend.decode([token_id], skip_special_tokens=False)
+        return self._backend.decoder.decode(["a", token])[1:]  # what is no beginning
+
+    def _token(self, token_id: int, skips_specials: bool) -> str:
+        """Return "" for what adds nothing, as ids beyond the vocabulary that a model may have."""
+        if skips_specials and token_id in self.specials:
+            return ""
+        return self._backend.id_to_token(token_id) or ""
+
+
+def _bytes(run: str) -> bytes:
+    """Return the bytes that the surrogates of a run stand for: their low halves."""
+    return run.encode("utf-16-le", "surrogatepass")[::2]
+
+
+def _parts(backend: TokenizerBackend) -> list[dict[str, Any]]:
+    """Return the steps of the decoder, as tokenizer.json has them."""
+    if backend.decoder is None:
+        return [{"type": "none"}]
+
+    def steps(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        if decoder["type"] != "Sequence":
+            return [decoder]
+        return [step for inner in decoder["decoders"] for step in steps(inner)]
+
+    return list(steps(json.loads(backend.decoder.__getstate__())))
+
+
+def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
+    """Return what is removed from the front of a text, and how often at most; None if the text is
+    not the sum of what its tokens stand for."""
+    kinds = [part["type"] for part in parts]
+    strip = ("", 0)
+    if kinds[-1:] == ["Strip"] and "Fuse" in kinds and not parts[-1]["stop"]:
+        strip = parts[-1]["content"], parts[-1]["start"]
+        kinds.pop()
+    if "Fuse" in kinds and kinds.index("Fuse") == len(kinds) - 1:
+        kinds.pop()
+    if "ByteFallback" in kinds and kinds.index("ByteFallback") == len(kinds) - 1:
+        kinds.pop()
+    return strip if set(kinds) <= {"Replace"} else None
+
+
+def _byte_of_symbol() -> dict[str, int]:
+    """Return the bytes that GPT-2's symbols stand for: printable ones for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_of_symbol()
