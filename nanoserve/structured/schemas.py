@@ -39,8 +39,10 @@ _MOST_NAMED = 8  # ignored keywords, in a line of the log
 _BY_NAME = ("properties", "patternProperties")
 _ONE = ("items", "additionalItems", "additionalProperties")
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
-_MEETING = ("properties", "patternProperties", "additionalProperties", "required")
-_MEETING += ("minProperties", "maxProperties", "items", "prefixItems", "additionalItems")
+_MEETING = (
+    *("properties", "patternProperties", "additionalProperties", "required"),
+    *("minProperties", "maxProperties", "items", "prefixItems", "additionalItems"),
+)
 
 
 @lru_cache(maxsize=16)
