@@ -252,6 +252,9 @@ class ApiServer:
             raise ApiError.of(error) from None
         if body.model is not None:
             self._check_model(body.model)
+        defaults = self.settings.default_chat_template_kwargs
+        if defaults and isinstance(body, ChatBody):
+            body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
         body.check_extra()
         return body
 
