@@ -12,8 +12,11 @@ import numpy as np
 from nanoserve.checks import check_bool, check_choice, require, shown
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.inputs import Conversation, Conversations, Message
+from nanoserve.tool_arguments import with_objects
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nanoserve.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
@@ -38,7 +41,7 @@ def prompts_of(
     engine: LLMEngine,
     messages: Conversation | Conversations,
     *,
-    chat_template: str | None = None,
+    chat_template: "str | Path | None" = None,
     chat_template_content_format: str = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -69,7 +72,7 @@ def prompts_of(
     if continue_final_message:
         arguments["continue_final_message"] = True
     if chat_template is not None:
-        arguments["chat_template"] = chat_template
+        arguments["chat_template"] = _text_of_template(engine, chat_template)
     if tools is not None:
         arguments["tools"] = tools
     template = arguments.get("chat_template") or getattr(engine.tokenizer, "chat_template", "")
@@ -82,6 +85,17 @@ def prompts_of(
     if chat_template_content_format == "auto":
         as_text = not _LOOKS_INTO_CONTENT.search(template)
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
+
+
+def _text_of_template(engine: LLMEngine, given: Any) -> str:
+    """Of one of the checkpoint's several templates, by its name; else see `load_chat_template`."""
+    from nanoserve.chat_template import load_chat_template
+
+    if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
+        named: Any = engine.tokenizer.hugging_face.chat_template
+        if isinstance(named, dict) and given in named:
+            return named[given]
+    return load_chat_template(given, must_show_messages=False)
 
 
 def chat_prompts(
@@ -167,6 +181,7 @@ def _prompt_of(
     content_as_text: bool,
 ) -> dict[str, Any]:
     tokenizer: Tokenizer = engine.tokenizer
+    conversation = [with_objects(message) for message in conversation]
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens
     most = limit.most_characters(is_ascii=False)
     from_outside = [conversation, arguments.get("tools"), arguments.get("documents")]

@@ -69,6 +69,7 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None  # a folder, a GGUF file or a name, as `model` is
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    chat_template: str | Path | None = None  # a file, or the text, in the place of the checkpoint's
     revision: str | None = None  # of a model from the hub: branch, tag or commit
     download_dir: str | None = None  # of the hub's files; None is the hub's own cache
     trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
@@ -135,6 +136,8 @@ class EngineConfig:
     def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
         """As `LLM` takes them: vLLM's are known by name, and None is "not given" for all."""
         given = {name: value for name, value in options.items() if value is not None}
+        if given.get("max_model_len") in (-1, "auto"):  # as vLLM has it
+            del given["max_model_len"]
         known = {f.name for f in fields(cls)} - {"model"}
         is_foreign = not given.keys() <= known or "logits_processors" in given
         if is_foreign or any(value not in _CHOICES.get(n, [value]) for n, value in given.items()):
@@ -177,6 +180,12 @@ class EngineConfig:
         for name in ("tokenizer", "download_dir"):
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
+        if self.chat_template is not None:
+            from nanoserve.chat_template import load_chat_template
+
+            self.chat_template = load_chat_template(
+                self.chat_template, has_tokenizer=not self.skip_tokenizer_init
+            )
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class _Salted(TypedDict, total=False):
@@ -35,7 +38,7 @@ Conversations = AbstractSequence[Conversation]
 class ChatOptions(TypedDict, total=False):
     """How a conversation becomes a prompt; see `LLM.chat`."""
 
-    chat_template: str | None
+    chat_template: "str | Path | None"
     chat_template_content_format: str
     add_generation_prompt: bool
     continue_final_message: bool

@@ -33,7 +33,7 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
         from nanoserve.tokenizer import Tokenizer
 
         source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
-        tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+        tokenizer = Tokenizer.for_config(source.folder, config)
         if tokenizer.backend.get_vocab_size() > model_config.vocab_size:
             logger.warning("the tokenizer of %s has more tokens than the model", source.name)
     engine_class = LLMEngine

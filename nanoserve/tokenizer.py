@@ -23,6 +23,7 @@ from nanoserve.checks import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanoserve.config import EngineConfig
     from nanoserve.special_tokens import Marks, SpecialTokens
     from nanoserve.token_bytes import TokenBytes
 
@@ -59,6 +60,14 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer in {path} is a {type(self._hf).__name__}, not a fast one"
             )
+
+    @classmethod
+    def for_config(cls, path: str | Path, config: "EngineConfig") -> "Tokenizer":
+        """The tokenizer in `path` with the chat template that the user gave, if there is one."""
+        tokenizer = cls(path, config.trust_remote_code)
+        if config.chat_template is not None:
+            tokenizer._hf.chat_template = str(config.chat_template)
+        return tokenizer
 
     @property
     def backend(self) -> TokenizerBackend:
@@ -127,8 +136,12 @@ class Tokenizer:
 
         `mark_text` changes all texts that come from outside, before the template sees them.
         """
-        if not self.has_chat_template:
-            raise ValueError("this tokenizer has no chat template: use generate() with text")
+        if not self.has_chat_template and kwargs.get("chat_template") is None:
+            raise ValueError(
+                "this model has no chat template, which makes a text of messages: give one as "
+                "chat_template=FILE (--chat-template FILE of a server), or give a text as the "
+                "prompt (generate(), or /v1/completions of a server)"
+            )
         try:
             seen = list(messages)
             if mark_text is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.torch import attend_rows
+from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import ELEMENTS, address
 
@@ -32,6 +33,8 @@ class NumbaAttention(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        cache, scales = self._codes_and_scales(kv_cache, q)
+        checks.check_attention(layer, q, cache, metadata)
         q = q.contiguous()
         out = torch.empty_like(q)
         num_tokens, num_single = q.shape[0], metadata.num_decode_rows
@@ -40,11 +43,10 @@ class NumbaAttention(AttentionBackend):
             few, rows = _few_and_longer(metadata)
             few_at, num_few, longer = address(few), len(few), rows.tolist()
         if num_single or num_few:
-            cache, scales = self._codes_and_scales(kv_cache)
             starts, tables = metadata.cu_seqlens_q, metadata.block_tables
             tensors = q, out, starts, tables, metadata.context_lens, cache
             sizes = *tables.shape, *cache.shape[1:]
-            attend_decode(
+            num_wrong = attend_decode(
                 (*map(address, tensors), scales, few_at),
                 (num_single, num_few, num_tokens, layer.num_heads, *sizes),
                 layer.scale,
@@ -55,15 +57,20 @@ class NumbaAttention(AttentionBackend):
                 ELEMENTS[q.dtype],
                 ELEMENTS[cache.dtype],
             )
+            if num_wrong:
+                checks.refuse_rows(num_tokens, cache.shape, metadata)
         for row, start, end in longer:
+            checks.check_row(row, num_tokens, cache.shape, metadata)
             out[start:end] = self._attend_rows(layer, q, kv_cache, metadata, row, row + 1)
         return out
 
     # What another kind of cache has other answers to.
     _attend_rows = staticmethod(attend_rows)
 
-    def _codes_and_scales(self, kv_cache: Any) -> tuple[Tensor, int]:
+    def _codes_and_scales(self, kv_cache: Any, q: Tensor) -> tuple[Tensor, int]:
         """What K and V are kept as, and the address of their scales if they have any."""
+        if kv_cache.dtype != q.dtype:
+            checks.refuse("q and cache must be of one dtype", q=q, cache=kv_cache)
         return kv_cache, 0
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nanoserve.attention.numba import NumbaAttention
-from nanoserve.attention.quantized_kv import QuantizedKV
+from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.attention.quantized_torch import attend_quantized_rows
 from nanoserve.kernels_cpu.values import address
 
@@ -13,5 +13,6 @@ class QuantizedNumbaAttention(NumbaAttention):
 
     _attend_rows = staticmethod(attend_quantized_rows)
 
-    def _codes_and_scales(self, kv_cache: QuantizedKV) -> tuple[Tensor, int]:
+    def _codes_and_scales(self, kv_cache: QuantizedKV, q: Tensor) -> tuple[Tensor, int]:
+        codes_and_scales(kv_cache, q.dtype)
         return kv_cache.codes, address(kv_cache.scales)

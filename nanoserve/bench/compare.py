@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from nanoserve.bench.workloads import (
 )
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.commands.parser import Parser
 from nanoserve.config import DTYPES, EngineConfig
 
 _ROOT = Path(__file__).resolve().parents[2]  # where this nanoserve was found
@@ -187,7 +188,7 @@ def compare(args: Namespace, scratch: Path) -> bool:
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    parser = ArgumentParser("nanoserve bench", description="Speed of nanoserve and its peers.")
+    parser = Parser("nanoserve bench", description="Speed of nanoserve and its peers.")
     add = parser.add_argument
     engines = "NAME[:OPTION=VALUE...],... run in turns (%(default)s); known: " + ", ".join(SOURCES)
     add("--engine", default="nanoserve,transformers", help=engines)

@@ -102,7 +102,8 @@ def add_workload(parser: ArgumentParser) -> None:
 
 def parse_with_workload(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     """What is given wins over what the workload says."""
-    chosen = ArgumentParser(add_help=False)  # so that help, too, shows the workload's defaults
+    # Apart, so that help, too, shows the workload's defaults.
+    chosen = ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--workload", default="random")
     workload = chosen.parse_known_args(arguments)[0].workload
     parser.set_defaults(**WORKLOADS.get(workload, {}))

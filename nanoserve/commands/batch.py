@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import check_int, check_number, require
-from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options
+from nanoserve.commands.parser import Parser, Words, from_json
 
 if TYPE_CHECKING:
     from nanoserve.batch_jobs.job import Job
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 
 # vLLM's engine has them, too.
 _OURS = ("served_model_name", "reasoning_parser", "data_parallel_size")
-_SETTINGS = ("served_model_name", "tool_call_parser", "reasoning_parser")
+_SETTINGS = (
+    *("served_model_name", "tool_call_parser", "reasoning_parser"),
+    "default_chat_template_kwargs",
+)
 
 
 def main(arguments: list[str]) -> int:
     """0: every line has the answer that it asked for. 1: all is done, and some lines were wrong.
     2: it could not be run, or not to the end. 130, 143: Ctrl-C, SIGTERM."""
-    args = _parser().parse_args(with_dashes(arguments))
+    args = _parser().parse_args(arguments)
     try:
         return _run(args)
     except (ValueError, OSError, RuntimeError) as error:
@@ -113,7 +117,7 @@ def _one_of(name: str, by_place: str | None, by_flag: str | None) -> str:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = Parser(
         prog="nanoserve batch",
         description="Answer the requests of a file, in OpenAI's batch format. Whatever ends it, "
         "the same command goes on: what OUT has is not computed again.",
@@ -131,11 +135,13 @@ def _parser() -> ArgumentParser:
     add("--ray-address", metavar="ADDRESS", help="of a Ray cluster (one on this machine)")
     grace = "to end what runs, after SIGTERM or Ctrl-C (%(default)s)"
     add("--grace-period", type=float, default=30, metavar="S", help=grace)
-    add("--served-model-name", nargs="+", metavar="NAME", help="that requests may use")
+    add("--served-model-name", action=Words, metavar="NAME", help="that requests may use")
     tools = "how the model writes calls: hermes, llama3_json, mistral (as its template shows)"
     add("--tool-call-parser", metavar="NAME", help=tools)
     thoughts = "split off what the model thinks before it answers: qwen3, deepseek_r1"
     add("--reasoning-parser", metavar="NAME", help=thoughts)
+    kwargs = "what templates get if a request says nothing of it, as '{\"enable_thinking\": false}'"
+    add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
     process = "run the engine in a process of its own (%(default)s)"
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     add_engine_flags(parser, but=_OURS)

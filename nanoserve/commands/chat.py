@@ -10,7 +10,8 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options
+from nanoserve.commands.parser import Parser, add_model, model_of
 
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], Iterator[str]]  # the pieces of an answer, as they come
@@ -20,7 +21,8 @@ _SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": i
 
 
 def main(arguments: list[str]) -> int:
-    args = _parser().parse_args(with_dashes(arguments))
+    args = _parser().parse_args(arguments)
+    args.model = model_of(args)
     with contextlib.ExitStack() as closing:
         answer = _remote(args) if args.url else _local(args, closing)
         converse(answer, args.system)
@@ -121,10 +123,10 @@ def _given(args: Namespace) -> dict[str, Any]:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="nanoserve chat", description="Talk to a model.", epilog=_HELP)
+    parser = Parser(prog="nanoserve chat", description="Talk to a model.", epilog=_HELP)
     add = parser.add_argument
     model = "folder, file or name, as for LLM() (tiny-qwen3; of a server, its first)"
-    add("model", nargs="?", help=model)
+    add_model(parser, model)
     add("--url", help="a server that speaks OpenAI's protocol, instead of a model here")
     add("--api-key", metavar="KEY", help="of that server (OPENAI_API_KEY)")
     add("--system", metavar="TEXT", help="the system prompt")

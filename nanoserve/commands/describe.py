@@ -94,7 +94,7 @@ def _of_tokenizer(
     from nanoserve.tokenizer import Tokenizer
 
     source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
-    tokenizer = Tokenizer(source.folder, config.trust_remote_code)
+    tokenizer = Tokenizer.for_config(source.folder, config)
     eos = set() if model_config is None else set(model_config.eos_token_ids)
     eos |= {tokenizer.eos_token_id} - {None}
     return {

@@ -11,28 +11,28 @@ import argparse
 import json
 from typing import Any
 
-from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options
+from nanoserve.commands.parser import Parser, add_model, model_of
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def main(arguments: list[str]) -> int:
-    args = _parser().parse_args(with_dashes(arguments))
+    args = _parser().parse_args(arguments)
     from nanoserve.commands.describe import describe  # torch, which --help does without
 
-    facts = describe(args.model, **engine_options(args))
+    facts = describe(model_of(args, "tiny-qwen3"), **engine_options(args))
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
     return 1 if facts["refused"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nanoserve info",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = "folder, file or name, as for LLM() (%(default)s)"
-    parser.add_argument("model", nargs="?", default="tiny-qwen3", help=model)
+    add_model(parser, "folder, file or name, as for LLM() (tiny-qwen3)")
     parser.add_argument("--json", action="store_true", help="for programs: sizes in bytes")
     add_engine_flags(parser)
     return parser

@@ -2,22 +2,36 @@
 
 import logging
 import os
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 
-from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options
+from nanoserve.commands.parser import (
+    Parser,
+    Words,
+    add_model,
+    from_json,
+    model_of,
+    with_config_file,
+    with_dashes,
+)
+from nanoserve.drop_in.server_flags import add_server_flags, check_server_flags
 from nanoserve.replicas.settings import ReplicaSettings
 from nanoserve.server.settings import ServerSettings
 
 # vLLM's engine has them, too.
-_OURS = ("served_model_name", "reasoning_parser", "stream_interval", "data_parallel_size")
+_OURS = (
+    *("served_model_name", "reasoning_parser", "enable_reasoning"),
+    *("stream_interval", "data_parallel_size", "shutdown_timeout"),
+)
 _PACKAGES = "FastAPI, uvicorn and prometheus-client"
 
 
 def main(arguments: list[str]) -> int:
-    args = _parser().parse_args(with_dashes(arguments))
+    args = parse_args(arguments)
+    model = model_of(args, "tiny-qwen3")
     try:
         from nanoserve.server.app import ApiServer
         from nanoserve.server.run import bind, serve
@@ -44,36 +58,48 @@ def main(arguments: list[str]) -> int:
         if replicas.is_fleet:
             from nanoserve.replicas.start import start_server
 
-            start = partial(start_server, args.model, options, replicas, settings)
+            start = partial(start_server, model, options, replicas, settings)
             api = ending.enter_context(start(args.stream_interval))
         else:
-            llm = AsyncLLM(args.model, args.engine_process, args.stream_interval, **options)
+            llm = AsyncLLM(model, args.engine_process, args.stream_interval, **options)
             ending.callback(llm.shutdown)
             api = ApiServer(llm, settings)
         return serve(api, bound, args.grace_period, args.access_log, **tls)
 
 
+def parse_args(arguments: list[str]) -> Namespace:
+    """Raises `ValueError` for flags of vLLM's that ask for what is not done here."""
+    parser = _parser()
+    args = parser.parse_args(with_config_file(with_dashes(arguments), parser))
+    check_server_flags(args)
+    return args
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = Parser(
         prog="nanoserve serve",
         description="Serve a model to OpenAI's clients, with a page to chat and to look on.",
         epilog="Send SIGTERM, or press Ctrl-C, to stop: what runs may end within the grace period.",
     )
-    model = "folder, file or name, as for LLM() (%(default)s)"
-    parser.add_argument("model", nargs="?", default="tiny-qwen3", help=model)
+    add_model(parser, "folder, file or name, as for LLM() (tiny-qwen3)")
+    yaml = "flags in YAML, without their dashes; those given here win"
+    parser.add_argument("--config", metavar="FILE", help=yaml)
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0 for all the world (%(default)s)")
     add("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
     add("--ssl-keyfile", metavar="FILE", help="for https")
     add("--ssl-certfile", metavar="FILE")
-    add("--grace-period", type=float, default=30, metavar="S", help="to end requests (%(default)s)")
+    grace = "to end requests (%(default)s)"
+    add("--grace-period", "--shutdown-timeout", type=float, default=30, metavar="S", help=grace)
     # Fields of ServerSettings, which has their defaults.
     add, usual = partial(group.add_argument, default=SUPPRESS), ServerSettings()
-    add("--served-model-name", nargs="+", metavar="NAME", help="that clients may use")
+    add("--served-model-name", action=Words, metavar="NAME", help="that clients may use")
     key = "that clients must send; several may be right (NANOSERVE_API_KEY)"
-    add("--api-key", nargs="+", metavar="KEY", help=key)
-    add("--allowed-origins", nargs="+", metavar="URL", help="other sites' pages (none)")
+    add("--api-key", action=Words, metavar="KEY", help=key)
+    add("--allowed-origins", action=Words, metavar="URL", help="other sites' pages (none)")
+    kwargs = "what templates get if a request says nothing of it, as '{\"enable_thinking\": false}'"
+    add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
     queue = "sequences that may wait before others get a 429 (all)"
     add("--max-queue", type=int, metavar="N", help=queue)
     tools = "how the model writes calls: hermes, llama3_json, mistral (as its template shows)"
@@ -94,12 +120,16 @@ def _parser() -> ArgumentParser:
     add = group.add_argument
     always = "as is always so; accepted for scripts made for vLLM"
     add("--enable-auto-tool-choice", action="store_true", help=always)
+    add("--enable-reasoning", action="store_true", help=SUPPRESS)  # of older vLLM, beside a parser
     add("--access-log", action="store_true", help="a line for each request")
     process = "run the engine in a process of its own (%(default)s)"
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
+    flag = "--disable-frontend-multiprocessing"  # vLLM's name of --no-engine-process
+    add(flag, dest="engine_process", action="store_false", default=SUPPRESS, help=SUPPRESS)
     interval = "tokens that an event of a stream has at least (%(default)s)"
     add("--stream-interval", type=int, default=1, metavar="N", help=interval)
     _add_replica_flags(parser)
+    add_server_flags(parser)
     add_engine_flags(parser)
     return parser
 

@@ -1,13 +1,12 @@
 """`EngineArgs`: the options of an engine as an object, and as flags of a script."""
 
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.commands.engine_flags import add_engine_flags, engine_options, with_dashes
+from nanoserve.commands.engine_flags import add_engine_flags, engine_options
+from nanoserve.commands.parser import Parser
 from nanoserve.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -63,11 +62,5 @@ class AsyncEngineArgs(EngineArgs):
     """The arguments of `AsyncLLM.from_engine_args`."""
 
 
-class FlexibleArgumentParser(ArgumentParser):
+class FlexibleArgumentParser(Parser):
     """One that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: AbstractSequence[str] | None = None, namespace: Any = None
-    ) -> Any:
-        given = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(with_dashes(given), namespace)

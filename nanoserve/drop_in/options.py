@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanoserve.checks import is_number, shown
+from nanoserve.checks import shown
+from nanoserve.drop_in.option_table import FOREIGN
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ RENAMED = {
     "num_gpu_blocks_override": "num_kv_blocks",
     "num_kvcache_blocks": "num_kv_blocks",
     "kvcache_block_size": "block_size",
+    "device_memory_utilization": "gpu_memory_utilization",
 }
 # Values that have another name here.
 SPELLINGS: dict[str, dict[Any, Any]] = {
@@ -73,161 +75,6 @@ _LIKE = {
     "token": "hf_token",
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1",
 }
-
-
-class Foreign(NamedTuple):
-    """An option that is vLLM's and not ours."""
-
-    accepts: Callable[[Any], bool]
-    instead: str  # of a value that is not accepted
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is one or (type(value) is type(one) and value == one)
-                             for one in values)  # fmt: skip
-
-
-def _anything(value: Any) -> bool:
-    return True
-
-
-def _is_empty(value: Any) -> bool:
-    """Of what is passed in dictionaries, lists and texts."""
-    return value in ({}, [], (), "", False)
-
-
-def _is_size(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
-def _known(
-    names: str, instead: str, accepts: Callable[[Any], bool] = _is_empty
-) -> dict[str, Foreign]:
-    return {name: Foreign(accepts, instead) for name in names.split()}
-
-
-_one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
-_TEXT = "nanoserve runs text models only: leave it out"
-_REPLICAS = (
-    "one engine is one replica, of tensor_parallel_size x pipeline_parallel_size ranks; for "
-    "several take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
-)
-_RANKS = "ranks are tensor_parallel_size x pipeline_parallel_size"
-_EXPERTS = "whole experts are distributed over the ranks of tensor_parallel_size, always"
-_LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
-_POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
-_GRAPHS = "which graphs are recorded follows from max_num_seqs; enforce_eager=True records none"
-_COMPILED = "kernels are fused by hand and nothing is compiled by torch: leave it out"
-_STATE = "no model that nanoserve runs has such a state"
-_NOT_MOVED = "weights and K and V stay on their device: take a smaller model, or quantization"
-_GUIDED = "give structured_outputs_config={'backend': ...}"
-_OBSERVED = "trace='run.jsonl' records every step, and get_metrics() and /metrics count them"
-
-# Everything of vLLM's that is neither in `EngineConfig` nor above. By subject.
-FOREIGN: dict[str, Foreign] = {
-    # What there is no choice about, because it is always so.
-    **_known("enable_chunked_prefill", "prompts are always computed in chunks, of at most "
-             "max_num_batched_tokens: leave it out", _on),
-    **_known("use_v2_block_manager", "there is one block manager", _anything),
-    **_known("enable_sleep_mode", "sleep() and wake_up() always work", _anything),
-    **_known("disable_log_requests enable_log_requests", _OBSERVED, _anything),
-    **_known("aggregate_engine_logging use_tqdm_on_load", "it changes no result", _anything),
-    **_known("swap_space", "a preempted sequence is computed again, not swapped", _is_size),
-    **_known("max_seq_len_to_capture max_context_len_to_capture", _GRAPHS, _is_size),
-    **_known("disable_async_output_proc", "see async_scheduling", _anything),
-    **_known("disable_custom_all_reduce", "NCCL, or gloo on a CPU, reduces", _anything),
-    **_known("max_parallel_loading_workers", "16 threads load, at most", _is_size),
-    **_known("safetensors_load_strategy pt_load_map_location", "weights are copied from mapped "
-             "files in pieces", _one_of("lazy", "auto", "cpu")),
-    **_known("served_model_name", "give --served-model-name to `nanoserve serve`", _anything),
-    **_known("prefix_caching_hash_algo", "hashes only find a block, and its tokens are compared",
-             _anything),
-    # The model and its files.
-    **_known("task runner convert", _POOLING, _one_of("auto", "generate", "none")),
-    **_known("pooler_config override_pooler_config", _POOLING),
-    **_known("config_format", "config.json is read", _one_of("auto", "hf")),
-    **_known("tokenizer_mode", "the checkpoint's tokenizer.json is used, by the tokenizers library",
-             _one_of("auto", "hf")),
-    **_known("model_impl", "models are nanoserve's own; see nanoserve.models.registry for yours",
-             _one_of("auto", "vllm")),
-    **_known("hf_config_path", "config.json lies beside the weights: make a folder of both"),
-    **_known("hf_token", "set HF_TOKEN, or log in with `hf auth login`", _on),
-    **_known("code_revision", "no code of a checkpoint runs for a model"),
-    **_known("tokenizer_revision", "give tokenizer=FOLDER, of the version that you want"),
-    **_known("rope_scaling rope_theta", "give hf_overrides={'rope_scaling': ...}, in the words of "
-             "config.json"),
-    **_known("disable_sliding_window", "the windows of config.json are kept; a shorter "
-             "max_model_len switches them off in effect", _off),
-    **_known("override_attention_dtype", "attention computes in the model's dtype"),
-    **_known("model_loader_extra_config ignore_patterns", "only what is read is fetched",
-             lambda value: _is_empty(value) or value in ("original/**/*", ["original/**/*"])),
-    **_known("skip_mm_profiling limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type "
-             "mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache mm_encoder_tp_mode "
-             "interleave_mm_strings disable_chunked_mm_input media_io_kwargs mm_processor_kwargs "
-             "allowed_local_media_path allowed_media_domains language_model_only",
-             _TEXT, _anything),
-    **_known("enable_mm_embeds mm_encoder_attn_backend video_pruning_rate default_mm_loras "
-             "enable_multimodal_encoder_data_parallel", _TEXT,
-             lambda value: _is_empty(value) or value == 0),
-    **_known("enable_return_last_hidden_states enable_return_routed_experts",
-             "outputs are tokens, texts and log-probabilities", _off),
-    **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
-    # Steps and caches.
-    **_known("max_num_partial_prefills max_long_partial_prefills",
-             "bound the tokens of one sequence with long_prefill_token_threshold", _one),
-    **_known("num_lookahead_slots", "guesses take blocks that are left over", _one_of(0)),
-    **_known("scheduler_cls", "to change the policy, see scheduling_policy"),
-    **_known("external_parameters additional_config", "there is nothing that would read it"),
-    **_known("cpu_offload_gb kv_offloading_size", _NOT_MOVED, lambda value: value in (0, None)),
-    **_known("kv_offloading_backend", _NOT_MOVED, _one_of("native")),
-    **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
-    **_known("kv_sharing_fast_prefill", _STATE, _off),
-    **_known("disable_hybrid_kv_cache_manager disable_cascade_attn", "there is none", _anything),
-    **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _STATE, _one_of("auto")),
-    **_known("mamba_block_size", _STATE),
-    **_known("logprobs_mode", "log-probabilities are of the model's own distribution",
-             _one_of("raw_logprobs")),
-    **_known("stream_interval", "it is an option of AsyncLLM and of `nanoserve serve`", _one),
-    # Compilers and graphs.
-    **_known("compilation_config optimization_level", _COMPILED,
-             lambda value: value in ({}, 0) and value is not False),
-    **_known("cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size", _GRAPHS),
-    # More than one device, machine or engine.
-    **_known("data_parallel_size data_parallel_size_local", _REPLICAS, _one),
-    **_known("decode_context_parallel_size prefill_context_parallel_size", _RANKS, _one),
-    **_known("data_parallel_backend", _REPLICAS, _one_of("mp")),
-    **_known("data_parallel_rank data_parallel_start_rank data_parallel_address "
-             "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb",
-             _REPLICAS),
-    **_known("ray_workers_use_nsight worker_use_ray engine_use_ray",
-             "give distributed_executor_backend='ray'", _off),
-    **_known("worker_cls", "ranks are nanoserve.worker's", _one_of("auto")),
-    **_known("worker_extension_cls", "ranks are nanoserve.worker's"),
-    **_known("enable_expert_parallel", _EXPERTS, _anything),
-    **_known("enable_eplb enable_dbo eplb_log_balancedness "
-             "disable_nccl_for_dp_synchronization", _EXPERTS, _off),
-    **_known("expert_placement_strategy", _EXPERTS, _one_of("linear")),
-    **_known("all2all_backend eplb_config", _EXPERTS),
-    **_known("num_redundant_experts", _EXPERTS, _one_of(0)),
-    **_known("eplb_window_size eplb_step_interval dbo_decode_token_threshold "
-             "dbo_prefill_token_threshold", _EXPERTS, _is_size),
-    **_known("kv_transfer_config kv_events_config ec_transfer_config",
-             "K and V stay in one engine"),
-    # Adapters.
-    **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),
-    **_known("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size lora_dtype "
-             "long_lora_scaling_factors", _LORA, _anything),
-    # Formats of answers.
-    **_known("reasoning_parser", "give --reasoning-parser to `nanoserve serve`"),
-    **_known("guided_decoding_backend", _GUIDED, _one_of("auto")),
-    **_known("guided_decoding_disable_fallback", "there is no fallback", _anything),
-    **_known("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties",
-             "they are fields of StructuredOutputsParams", _off),
-    **_known("logits_processor_pattern io_processor_plugin", "programs pass logits_processors"),
-    # Watching.
-    **_known("show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
-             "profiler_config", _OBSERVED),
-}  # fmt: skip
 
 
 def translate(

@@ -150,6 +150,22 @@ def _ordered(bits):
 
 
 @njit(**_INNER)
+def _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
+    """Whether a row's tokens are some of the batch's, and the blocks that it reads are some of the
+    cache's: (its first token, the next row's, its context's length)."""
+    start, end, length = of_row
+    if not (0 <= start < end <= num_tokens and end - start <= length):
+        return False
+    if length > len(blocks) * block_size:
+        return False
+    first = max(0, length - (end - start - 1) - window)
+    for i in range(first // block_size, (length + block_size - 1) // block_size):
+        if not 0 <= blocks[i] < num_blocks:
+            return False
+    return True
+
+
+@njit(**_INNER)
 def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element):
     """Of a row's last n tokens, the heads q, out [n, num_kv_heads, group, head_dim] that belong to
     a range of KV heads.
@@ -191,6 +207,8 @@ def _made(sources):
 
         A cache of codes has scales, see `nanoserve.attention.quantized_kv`; the address of others'
         is 0. A scale is that of a whole head, so it is multiplied into a score, or a weight.
+
+        Returns 0, or how many rows name tokens or blocks that do not exist; those are left out.
         """
         _ = sources
         num_single, num_few, num_tokens, num_heads, num_rows, columns = sizes[:6]
@@ -207,22 +225,28 @@ def _made(sources):
         scales = array_at(scales_at, shape, np.float32(0))
         options = np.float32(scale), window, np.float32(soft_cap)
         kv_heads, num_taken = num_kv_heads // parts, num_single + num_few  # of a task; in all
+        num_wrong = 0 if starts[0] == 0 and starts[num_rows] == num_tokens else 1
         for task in prange(parts * num_taken):  # neighbours go to one thread
             part, row = task // num_taken, task % num_taken
             if row >= num_single:
                 row = few[row - num_single]
             first, end = part * kv_heads, (part + 1) * kv_heads
-            _attend_row(
-                q[starts[row] : starts[row + 1], first:end],
-                out[starts[row] : starts[row + 1], first:end],
-                cache,
-                scales,
-                block_tables[row],
-                (first, end),
-                context_lens[row],
-                options,
-                cache_element,
-            )
+            of_row = starts[row], starts[row + 1], context_lens[row]
+            if _exists(of_row, block_tables[row], num_tokens, num_blocks, block_size, window):
+                _attend_row(
+                    q[starts[row] : starts[row + 1], first:end],
+                    out[starts[row] : starts[row + 1], first:end],
+                    cache,
+                    scales,
+                    block_tables[row],
+                    (first, end),
+                    context_lens[row],
+                    options,
+                    cache_element,
+                )
+            else:
+                num_wrong += 1
+        return num_wrong
 
     return attend_decode
 

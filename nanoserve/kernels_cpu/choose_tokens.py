@@ -9,13 +9,39 @@ import math
 
 import numpy as np
 from numba import njit, prange
+from torch import Tensor
 
-from nanoserve.kernels_cpu.values import EXACT, FAST, array_at, to_float
+from nanoserve.kernels_cpu import checks
+from nanoserve.kernels_cpu.values import ELEMENTS, EXACT, FAST, address, array_at, to_float
 
+FEW = 2**16  # logits; waking the other threads costs more than so few are worth
 _AT_ONCE = 256  # tokens, whose bounds are looked at together
 _WEYL = np.uint32(0x9E3779B9)
 _LN2 = np.float32(math.log(2))
 _SLACK = np.float32(1e-4)  # more than a bound is rounded by
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperatures: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    completions: np.ndarray,
+) -> np.ndarray:
+    """int64 [num_rows]: each row's token, as `Sampler` chooses it, or -1 where there is none.
+
+    logits: [num_rows, vocab_size], contiguous, float32 or bfloat16. The rest is [num_rows]: float32
+    temperatures (0 is greedy), uint64 seeds, int64 positions of the new tokens, uint32 completions.
+    Raises `ValueError` for other shapes and dtypes.
+    """
+    dtypes = np.float32, np.uint64, np.int64, np.uint32
+    names = "temperatures", "seeds", "positions", "completions"
+    of_rows = temperatures, seeds, positions, completions
+    checks.check_choice(logits, dict(zip(names, zip(of_rows, dtypes, strict=True), strict=True)))
+    out = np.empty(len(logits), dtype=np.int64)
+    choose = _one_by_one if logits.numel() <= FEW else _in_parallel
+    choose(address(logits), tuple(logits.shape), *of_rows, out, ELEMENTS[logits.dtype])
+    return out
 
 
 @njit(inline="always", **FAST)
@@ -104,12 +130,11 @@ def _choose(row, logits, temperatures, seeds, positions, completions, out):
 
 
 @njit(**FAST)
-def choose_tokens(logits, shape, temperatures, seeds, positions, completions, out, element):
+def _one_by_one(logits, shape, temperatures, seeds, positions, completions, out, element):
     """out[row] = the row's token, as `Sampler` chooses it.
 
-    logits: the address of [num_rows, vocab_size] such elements, see `array_at`. The rest is
-    [num_rows]: float32 temperatures (0 is greedy), uint64 seeds, int64 positions of the new tokens,
-    uint32 completions, int64 tokens.
+    logits: the address of [num_rows, vocab_size] such elements, see `array_at`. The rest is as in
+    `choose_tokens`.
     """
     logits = array_at(logits, shape, element)
     for row in range(shape[0]):
@@ -117,9 +142,7 @@ def choose_tokens(logits, shape, temperatures, seeds, positions, completions, ou
 
 
 @njit(parallel=True, **FAST)
-def choose_tokens_parallel(
-    logits, shape, temperatures, seeds, positions, completions, out, element
-):
+def _in_parallel(logits, shape, temperatures, seeds, positions, completions, out, element):
     logits = array_at(logits, shape, element)
     for row in prange(shape[0]):
         _choose(row, logits, temperatures, seeds, positions, completions, out)

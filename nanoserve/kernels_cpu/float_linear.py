@@ -1,17 +1,19 @@
 """Weights of 16 or 32 bits in panels, for our own tiles: forms, as in `torch_linear`."""
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.kernels_cpu import packed_linear
+from nanoserve.kernels_cpu import checks, packed_linear
 from nanoserve.kernels_cpu.float_tiles import KINDS, make_product
 from nanoserve.kernels_cpu.panels import PANEL, pack, unpadded
 from nanoserve.kernels_cpu.processor import has
 from nanoserve.kernels_cpu.torch_linear import Packed
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _product = functools.cache(make_product)
 
 
@@ -19,9 +21,10 @@ class FloatPanels:
     """kind: one of `nanoserve.kernels_cpu.float_tiles.KINDS`; None is the best that is here."""
 
     def __init__(self, weight: Tensor, kind: str | None = None) -> None:
+        checks.check_weight(weight, _DTYPES)
         self.outputs, self.inputs = weight.shape
-        self.kind = kind or best_kind(weight.dtype)
-        self.own = KINDS[self.kind]
+        self.kind, self.dtype = kind or best_kind(weight.dtype), weight.dtype
+        self.own = _own(self.kind, weight)
         self.weight = pack(weight, self.own.depth)
         self._use(self.weight.data_ptr())
 
@@ -31,6 +34,7 @@ class FloatPanels:
         self._stored = (address, -(-self.outputs // PANEL), steps)
 
     def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self.inputs, (self.dtype,))
         rows = F.pad(x, (0, self._padding)) if self._padding else x
         rows = (rows.float() if self.own.widens else rows).contiguous()
         num_rows = x.numel() // self.inputs
@@ -53,9 +57,10 @@ class SharedPanels(FloatPanels):
     """
 
     def __init__(self, weight: Tensor, num_rows: int, kind: str | None = None) -> None:
+        checks.check_weight(weight, (torch.bfloat16,))
         self.outputs, self.inputs = weight.shape
-        self.kind, self._num_rows = kind or best_kind(weight.dtype), num_rows
-        self.own = KINDS[self.kind]
+        self.kind, self.dtype = kind or best_kind(weight.dtype), weight.dtype
+        self.own, self._num_rows = _own(self.kind, weight), num_rows
         self._packed = Packed(weight)
         address, num_bytes = packed_linear.memory(self._packed.weight)
         self._use(address)
@@ -64,8 +69,17 @@ class SharedPanels(FloatPanels):
             self._num_rows = 0  # oneDNN has padded it in another way: all of it is oneDNN's
 
     def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self.inputs, (self.dtype,))
         num_rows = x.numel() // self.inputs
         return self._packed(x) if num_rows >= self._num_rows else super().__call__(x)
+
+
+def _own(kind: str, weight: Tensor) -> Any:
+    """What multiplies a kind of weight. Raises `ValueError` if it is for another dtype."""
+    own = KINDS[kind]
+    if str(weight.dtype) != f"torch.{own.dtype}":
+        checks.refuse(f"{kind!r} needs a weight of {own.dtype}", weight=weight)
+    return own
 
 
 def best_kind(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack, unpadded
@@ -25,9 +26,17 @@ class IntegerPanels:
     """
 
     def __init__(self, matrix: QuantizedMatrix, kind: str | None = None) -> None:
+        checks.check_weight(matrix.codes, (torch.int8,))
+        for values in (matrix.scale, matrix.offset):
+            if values is not None:
+                checks.check_weight(values, (torch.float32,))
         self.outputs, self.inputs = matrix.shape
         self.kind = kind or best_kind(matrix.bits, matrix.group_size)
         self.own, self.groups = KINDS[self.kind], matrix.scale.shape[1]
+        if self.own.bits < matrix.bits or not self.own.takes(matrix.group_size):
+            raise ValueError(
+                f"{self.kind!r} has no codes of {matrix.bits} bits in groups of {matrix.group_size}"
+            )
         if matrix.group_of_input is not None:
             raise ValueError("groups that are no runs of inputs have to be sorted before")
         self.codes = _pack_codes(matrix, self.own)
@@ -44,9 +53,14 @@ class IntegerPanels:
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
+        checks.check_linear(x, self.inputs, tuple(_NAMES))
         rows = (x if x.dtype != torch.float16 else x.float()).contiguous()
         dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
         num_rows = x.numel() // self.inputs
+        if largest is not None:
+            is_one = largest.dtype == torch.float32 and largest.numel() == num_rows
+            if not (is_one and largest.is_contiguous()):
+                checks.refuse(f"must be contiguous float32 [{num_rows}]", largest=largest)
         out = x.new_empty(num_rows, self.codes.shape[0] * PANEL, dtype=dtype)
         _product(self.kind, _NAMES[dtype], _NAMES[self.scale.dtype], self.offset is not None)(
             rows.data_ptr(),

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from nanoserve.kernels_cpu.checks import check_linear
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels
 from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
 from nanoserve.layers.context import LayerContext
@@ -78,4 +79,5 @@ class _Reordered:
         self._form, self._order = form, order
 
     def __call__(self, x: Tensor, *largest: Tensor) -> Tensor:
+        check_linear(x, len(self._order), (torch.float32, torch.bfloat16, torch.float16))
         return self._form(x[..., self._order], *largest)

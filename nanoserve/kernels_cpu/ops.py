@@ -12,6 +12,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.values import (
     ELEMENTS,
     EXACT,
@@ -24,11 +25,13 @@ from nanoserve.kernels_cpu.values import (
 )
 from nanoserve.layers.ops import TorchOps
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 FEW = 2**15  # values; waking the other threads costs more than so few are worth
 
 
 class NumbaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        checks.check_norm(x, weight)
         x = x.contiguous()
         out, (size,) = torch.empty_like(x), weight.shape
         rms_norm = _rms_norm if x.numel() <= FEW else _rms_norm_parallel
@@ -39,12 +42,17 @@ class NumbaOps(TorchOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
+        checks.check_norm(x, weight)
+        checks.check_residual(x, residual)
         add_rms_norm = _add_rms_norm if x.numel() <= FEW else _add_rms_norm_parallel
         elements = ELEMENTS[x.dtype], ELEMENTS[weight.dtype]
         add_rms_norm(*map(address, (x, residual, weight)), *x.shape, eps, *elements)
         return x, residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        checks.check_gate_up(gate_up)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r:.80} is none of {ACTIVATIONS}")
         if activation != "silu":
             return super().act_and_mul(gate_up, activation)
         num_rows, both = gate_up.shape
@@ -62,11 +70,16 @@ class NumbaOps(TorchOps):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """See `nanoserve.layers.ops.TorchOps`."""
+        checks.check_heads(heads, rotary, norms, kv_cache.shape, metadata)
+        if kv_cache.dtype != heads.dtype:
+            checks.refuse("heads and cache must be of one dtype", heads=heads, cache=kv_cache)
         _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
         q = heads.new_empty(heads.shape[0], heads.shape[1] - 2 * num_kv_heads, head_dim)
         store_kv = _store_kv if heads.numel() <= FEW else _store_kv_parallel
         cache_shape = num_blocks, num_kv_heads, block_size
-        store_kv(*tokens(heads, rotary, norms, metadata, q), address(kv_cache), cache_shape)
+        given = tokens(heads, rotary, norms, metadata, q)
+        num_wrong = store_kv(*given, address(kv_cache), cache_shape)
+        checks.check_store(num_wrong, rotary, kv_cache.shape, metadata)
         return q
 
 
@@ -190,28 +203,37 @@ def _silu_and_mul_parallel(gate_up, out, num_rows, size, element):
 
 @njit(**EXACT)
 def _store_kv(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
-    """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
+    """One token after the other; see `nanoserve.kernels.store_kv` for the shapes.
+
+    Returns how many tokens have a position or a slot that does not exist; those are left out.
+    """
     arrays = token_arrays(addresses, sizes, element, weight_element)
     kv_cache = array_at(kv_cache, (2, *cache_shape, sizes[2]), element)
+    num_wrong = 0
     for token in range(sizes[0]):
-        _store_token(token, arrays, eps, kv_cache)
+        num_wrong += _store_token(token, arrays, eps, kv_cache)
+    return num_wrong
 
 
 @njit(parallel=True, **EXACT)
 def _store_kv_parallel(addresses, sizes, eps, element, weight_element, kv_cache, cache_shape):
     arrays = token_arrays(addresses, sizes, element, weight_element)
     kv_cache = array_at(kv_cache, (2, *cache_shape, sizes[2]), element)
+    num_wrong = 0
     for token in prange(sizes[0]):
-        _store_token(token, arrays, eps, kv_cache)
+        num_wrong += _store_token(token, arrays, eps, kv_cache)
+    return num_wrong
 
 
 @njit(**EXACT)
 def _store_token(token, arrays, eps, kv_cache):
     all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
-    heads, q, slot = all_heads[token], all_q[token], slots[token]
-    cos, sin = all_cos[positions[token]], all_sin[positions[token]]
+    heads, q, slot, position = all_heads[token], all_q[token], slots[token], positions[token]
+    num_blocks, num_kv_heads, block_size = kv_cache.shape[1:4]
+    if not (0 <= slot < num_blocks * block_size and 0 <= position < len(all_cos)):
+        return 1
+    cos, sin = all_cos[position], all_sin[position]
     num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
     block, offset = slot // block_size, slot % block_size
     for head in range(num_heads):
         norm_and_turn(heads[head], q_weight, eps, cos, sin, q[head])
@@ -221,6 +243,7 @@ def _store_token(token, arrays, eps, kv_cache):
         source = heads[num_heads + num_kv_heads + head]
         for i in range(head_dim):
             v[i] = source[i]
+    return 0
 
 
 @njit(**EXACT)

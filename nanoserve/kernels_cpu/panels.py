@@ -26,6 +26,12 @@ def pack(weight: Tensor, depth: int) -> Tensor:
 
     In memory of its own, on large pages where the system has them, and at multiples of 64 bytes.
     """
+    is_matrix = len(weight.shape) == 2 and 0 not in weight.shape and weight.is_cpu
+    if not is_matrix or depth * weight.itemsize not in _WHOLE:
+        raise ValueError(
+            f"{weight.dtype} {list(weight.shape)} on {weight.device} cannot be packed with {depth} "
+            f"inputs side by side"
+        )
     outputs, inputs = weight.shape
     panels, steps = -(-outputs // PANEL), -(-inputs // depth)
     if inputs % depth:

@@ -7,7 +7,13 @@ from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.attention.quantized_kv import LARGEST_CODE, SMALLEST_SCALE, QuantizedKV
+from nanoserve.attention.quantized_kv import (
+    LARGEST_CODE,
+    SMALLEST_SCALE,
+    QuantizedKV,
+    codes_and_scales,
+)
+from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.ops import FEW, NumbaOps, norm_and_turn, token_arrays, tokens
 from nanoserve.kernels_cpu.values import ELEMENTS, EXACT, address, array_at, store, to_float
 
@@ -23,27 +29,32 @@ class QuantizedNumbaOps(NumbaOps):
     ) -> Tensor:
         """See `nanoserve.layers.ops.TorchOps`. K goes from float32 to codes, with no rounding to
         16 bits between."""
+        codes_and_scales(kv_cache, heads.dtype)
+        checks.check_heads(heads, rotary, norms, kv_cache.codes.shape, metadata)
         _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.codes.shape
         q = heads.new_empty(heads.shape[0], heads.shape[1] - 2 * num_kv_heads, head_dim)
         store_kv = _store_kv if heads.numel() <= FEW // 2 else _store_kv_parallel
-        store_kv(
+        num_wrong = store_kv(
             *tokens(heads, rotary, norms, metadata, q),
             tuple(map(address, kv_cache)),
             (num_blocks, num_kv_heads, block_size),
             LARGEST_CODE[kv_cache.codes.dtype],
             ELEMENTS[kv_cache.codes.dtype],
         )
+        checks.check_store(num_wrong, rotary, kv_cache.codes.shape, metadata)
         return q
 
 
 @njit(**EXACT)
 def _store_kv(addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code):
-    """One token after the other; see `nanoserve.kernels.store_kv` for the shapes."""
+    """As `nanoserve.kernels_cpu.ops._store_kv`, to codes."""
     arrays = token_arrays(addresses, sizes, element, weight_element)
     codes = array_at(cache[0], (2, *shape, sizes[2]), code)
     scales = array_at(cache[1], (2, *shape), np.float32(0))
+    num_wrong = 0
     for token in range(sizes[0]):
-        _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
+        num_wrong += _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
+    return num_wrong
 
 
 @njit(parallel=True, **EXACT)
@@ -53,17 +64,21 @@ def _store_kv_parallel(
     arrays = token_arrays(addresses, sizes, element, weight_element)
     codes = array_at(cache[0], (2, *shape, sizes[2]), code)
     scales = array_at(cache[1], (2, *shape), np.float32(0))
+    num_wrong = 0
     for token in prange(sizes[0]):
-        _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
+        num_wrong += _store_token(token, arrays, eps, codes, scales, np.float32(largest_code))
+    return num_wrong
 
 
 @njit(**EXACT)
 def _store_token(token, arrays, eps, codes, scales, largest_code):
     all_heads, all_q, all_cos, all_sin, q_weight, k_weight, positions, slots = arrays
-    heads, q, slot = all_heads[token], all_q[token], slots[token]
-    c, s = all_cos[positions[token]], all_sin[positions[token]]
+    heads, q, slot, position = all_heads[token], all_q[token], slots[token], positions[token]
+    num_blocks, num_kv_heads, block_size = codes.shape[1:4]
+    if not (0 <= slot < num_blocks * block_size and 0 <= position < len(all_cos)):
+        return 1
+    c, s = all_cos[position], all_sin[position]
     num_heads, head_dim = q.shape
-    num_kv_heads, block_size = codes.shape[2:4]
     block, offset = slot // block_size, slot % block_size
     values = np.empty(head_dim, dtype=np.float32)
     for head in range(num_heads):
@@ -76,6 +91,7 @@ def _store_token(token, arrays, eps, codes, scales, largest_code):
         for i in range(head_dim):
             values[i] = to_float(v[i])
         scales[1, block, head, offset] = quantize_head(values, largest_code, v_codes)
+    return 0
 
 
 @njit(**EXACT)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.kernels_cpu import packed_linear
+from nanoserve.kernels_cpu import checks, packed_linear
 
 _TILE = 512  # outputs that are widened at a time: they stay in the cache until they are used
 
@@ -27,9 +27,11 @@ class Packed:
     """oneDNN's product of bfloat16: see `nanoserve.kernels_cpu.packed_linear`."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = packed_linear.pack(weight)
+        checks.check_weight(weight, (torch.bfloat16,))
+        self.weight, self._inputs = packed_linear.pack(weight), weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self._inputs, (torch.bfloat16,))
         return packed_linear.linear(x, self.weight)
 
 

@@ -33,6 +33,11 @@ class QuantizedMatrix:
 
     def __post_init__(self) -> None:
         out, num_inputs = self.codes.shape
+        if len(self.scale.shape) != 2 or 0 in (num_inputs, self.scale.shape[1]):
+            raise ValueError(
+                f"codes {list(self.codes.shape)} and scale {list(self.scale.shape)} must be "
+                f"[out, in] and [out, groups], with inputs and groups"
+            )
         groups = self.scale.shape[-1]
         if self.codes.dtype != torch.int8 or self.bits not in (4, 8):
             raise ValueError(

@@ -6,13 +6,10 @@ import numpy as np
 import torch
 
 from nanoserve.engine.executor import SlotChange
-from nanoserve.kernels_cpu.choose_tokens import choose_tokens, choose_tokens_parallel
-from nanoserve.kernels_cpu.values import ELEMENTS, address
+from nanoserve.kernels_cpu.choose_tokens import FEW, choose_tokens
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import tensor_of
 from nanoserve.sampling.sampler import Sampler
-
-_FEW = 2**16  # logits; waking the other threads costs more than so few are worth
 
 
 class NumbaSampler(Sampler):
@@ -25,7 +22,7 @@ class NumbaSampler(Sampler):
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile for logits of this dtype, before anybody waits for it."""
-        for num_rows in (1, _FEW // self._vocab_size + 2):
+        for num_rows in (1, FEW // self._vocab_size + 2):
             logits = torch.zeros(num_rows, self._vocab_size, dtype=dtype)
             rows = np.zeros(num_rows, dtype=np.int64)
             self._race(logits, self._settings[rows], np.ones(num_rows, dtype=np.float32), rows)
@@ -58,10 +55,6 @@ class NumbaSampler(Sampler):
         positions: np.ndarray,
     ) -> torch.Tensor:
         logits = logits.contiguous()  # of ranks with unequal shares, rows lie apart
-        choose = choose_tokens if logits.numel() <= _FEW else choose_tokens_parallel
         seeds, completions = settings["seed"].copy(), settings["completion"].copy()
-        out = np.empty(len(logits), dtype=np.int64)
         places = positions.astype(np.int64)
-        of_rows = temperatures, seeds, places, completions, out
-        choose(address(logits), tuple(logits.shape), *of_rows, ELEMENTS[logits.dtype])
-        return torch.from_numpy(out)
+        return torch.from_numpy(choose_tokens(logits, temperatures, seeds, places, completions))

@@ -303,6 +303,9 @@ class ApiServer:
             if body.model is not None:
                 self._check_model(body.model)
             body.is_large = received.is_large
+            defaults = self.settings.default_chat_template_kwargs
+            if defaults and isinstance(body, ChatBody):
+                body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
             check_fields(body, self._unknown_names, engine.tokenizer.chat_template or "")
             return body
 

@@ -1,12 +1,28 @@
 """What whoever runs a server chose for it; what concerns the engine is in `EngineConfig`."""
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanoserve.checks import check_choice, check_int, check_list, check_number, is_text
+from nanoserve.checks import (
+    check_choice,
+    check_int,
+    check_list,
+    check_number,
+    is_text,
+    require,
+    shown,
+)
 from nanoserve.server.tools.formats import FORMATS
 from nanoserve.server.tools.reasoning import STARTS
 
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
+_NO_KWARGS = {
+    *("messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "mark_text"),
+    *("add_generation_prompt", "continue_final_message"),
+}
 
 
 @dataclass
@@ -30,6 +46,8 @@ class ServerSettings:
     metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
     tool_call_parser: str | None = None  # how the model writes calls; None: as its template shows
     reasoning_parser: str | None = None  # how it writes what it thinks before it answers
+    # What templates get where a request's chat_template_kwargs say nothing of it.
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
@@ -44,3 +62,11 @@ class ServerSettings:
             check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
         for name in ("served_model_name", "api_key", "allowed_origins"):
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
+        for origin in self.allowed_origins:
+            told = "must be '*', or as 'https://example.org:8443', without a path"
+            require(_ORIGIN.fullmatch(origin), f"allowed_origins: {origin!r:.200} {told}")
+        kwargs = self.default_chat_template_kwargs
+        is_object = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+        require(is_object, f"default_chat_template_kwargs={shown(kwargs)} must be an object")
+        for name in _NO_KWARGS & kwargs.keys():
+            raise ValueError(f"default_chat_template_kwargs: {name!r} is the server's to say")

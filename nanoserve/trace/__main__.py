@@ -7,11 +7,11 @@ python -m nanoserve.trace run.jsonl --chrome run.json  writes a Chrome trace, fo
 The address `run.html#step=12` opens the page at that step.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from nanoserve.commands.parser import Parser
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace
 from nanoserve.trace.reader import Pool, Trace, read_trace
@@ -19,7 +19,7 @@ from nanoserve.trace.stages import tell_stages
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m nanoserve.trace", description="Look at what LLM(..., trace=...) recorded."
     )
     parser.add_argument("trace", type=Path, help="what was recorded, as JSON Lines")

@@ -143,7 +143,7 @@ def test_the_best_kind_is_of_the_dtype(dtype: torch.dtype) -> None:
     ("functions", "sources", "others"),
     [
         ({"float_tiles", "integer_tiles"}, tile_walk.SOURCES, {"ops", "panels", "processor"}),
-        ({"attention"}, attention.SOURCES, {"ops", "processor", "tile_walk"}),
+        ({"attention"}, attention.SOURCES, {"checks", "ops", "processor", "tile_walk"}),
     ],
 )
 def test_numbas_cache_knows_the_files_that_instructions_come_from(

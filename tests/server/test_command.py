@@ -136,14 +136,14 @@ def test_what_cannot_be_served_is_told_in_one_line(arguments, told, capsys) -> N
 
 
 def test_every_option_of_the_engine_is_a_flag() -> None:
-    from nanoserve.commands.engine_flags import engine_options, with_dashes
+    from nanoserve.commands.engine_flags import engine_options
     from nanoserve.commands.serve import _OURS, _parser
 
     given = ["--max_model_len", "99", "--no-enable-prefix-caching", "--async-scheduling"]
     given += ["--gpu-memory-utilization=0.5", "--trace", "a_b.jsonl"]
     given += ["--speculative-config", '{"method": "ngram"}']
     given += ["--swap-space", "4", "--enable-lora", "--reasoning-parser", "qwen3"]
-    args = _parser().parse_args(with_dashes(given))
+    args = _parser().parse_args(given)
     assert engine_options(args, _OURS) == {
         "swap_space": 4,
         "enable_lora": True,

@@ -14,11 +14,12 @@ from nanoserve.bench.workloads import (
     rates,
 )
 from nanoserve.checks import require
+from nanoserve.commands.parser import Parser
 
 
 def parse_args(arguments: list[str]) -> Namespace:
     """Raises `ValueError` for files that cannot be written, before anything is measured."""
-    parser = ArgumentParser("nanoserve bench", description="Speed of a server, over HTTP.")
+    parser = Parser("nanoserve bench", description="Speed of a server, over HTTP.")
     add = parser.add_argument
     add("--url", required=True, help="http://HOST:PORT, with /v1 behind it or without")
     add("--endpoint", choices=PATHS, default="chat", help="%(default)s")

@@ -1,12 +1,12 @@
 """The tools that a request brings, and whether one of them must be called."""
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.server.errors import ApiError
 from nanoserve.server.tools.formats import ToolFormat
+from nanoserve.tool_arguments import arguments_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_TOOLS = 128
@@ -101,17 +101,10 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(400, "messages: a tool call has no function with a name", "messages")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str) and arguments.strip() in ("", "null"):
-            arguments = {}  # as models and servers write a call without arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            told = f"messages: the arguments of {function['name']!r:.64} are no JSON object"
-            raise ApiError(400, told, "messages")
+        try:
+            arguments = arguments_of(function)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from error
         parsed.append(call | {"function": function | {"arguments": arguments}})
     return message | {"tool_calls": parsed}
 

@@ -1,0 +1,240 @@
+"""`Parser`: an `ArgumentParser` that takes flags as vLLM's does, and says what was meant.
+
+No flag may be abbreviated: a prefix of one may be a flag of another server. Flags are written with
+dashes or underscores, entries of JSON also one by one (`--speculative-config.method ngram`). What
+is unknown is an error that names what is near it, or what another server's flag is called here.
+"""
+
+import json
+import re
+import sys
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Container, Iterable, Mapping
+from collections.abc import Sequence as AbstractSequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+_LONG = re.compile(r"--[a-z][a-z-]+")
+_SHORT = re.compile(r"-[A-Za-z]")
+
+
+class Parser(ArgumentParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_args(  # type: ignore[override]
+        self, args: AbstractSequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = self.parse_known_args(given, namespace)
+        if unknown:
+            self.error("; ".join(self._tell(unknown)))
+        return parsed
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: AbstractSequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        given = with_dashes(sys.argv[1:] if args is None else list(args))
+        given, strange = self._without_strange(self._with_entries(given))
+        parsed, unknown = super().parse_known_args(given, namespace)
+        return parsed, [*strange, *unknown]
+
+    def _without_strange(self, arguments: list[str]) -> tuple[list[str], list[str]]:
+        """Without single-dash flags that are none of ours: argparse would take `-t`, a flag of
+        llama.cpp's, for the beginning of `-tp`."""
+        from nanoserve.drop_in.server_flags import ELSEWHERE
+
+        known, strange, ours = [], [], self._option_string_actions
+        for number, argument in enumerate(arguments):
+            if argument == "--":
+                return known + arguments[number:], strange
+            name = argument.partition("=")[0]
+            is_flag = name in ours or (name[:2] in ours and name not in ELSEWHERE)  # as -O3
+            (known if is_flag or not _SHORT.match(argument) else strange).append(argument)
+        return known, strange
+
+    def _with_entries(self, arguments: list[str]) -> list[str]:
+        """`--config.a.b 1 --config.c x` as `--config '{"a": {"b": 1}, "c": "x"}'`."""
+        kept: list[str] = []
+        entries: dict[str, dict[str, Any]] = {}
+        waiting = iter(arguments)
+        for argument in waiting:
+            name, equals, value = argument.partition("=")
+            flag, *keys = name.split(".")
+            if not (keys and flag in self._option_string_actions and flag.startswith("-")):
+                kept.append(argument)
+                continue
+            if not equals:
+                value = next(waiting, "")
+            inner = entries.setdefault(flag, {})
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+                if not isinstance(inner, dict):
+                    self.error(f"{name}: {key} is given as a value and as an object")
+            inner[keys[-1]] = json_or_text(value)
+        return kept + [part for flag, own in entries.items() for part in (flag, json.dumps(own))]
+
+    def error(self, message: str) -> NoReturn:
+        """In one line: the usage would be sixty, with the message below them."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _tell(self, unknown: Iterable[str]) -> list[str]:
+        from nanoserve.drop_in.server_flags import ELSEWHERE
+
+        ours = self._option_string_actions
+        shown = [flag for flag, action in sorted(ours.items()) if action.help != SUPPRESS]
+        elsewhere = {  # what this command has in its place
+            flag: told for flag, told in ELSEWHERE.items() if {*_LONG.findall(told)} <= ours.keys()
+        }
+        told: list[str] = []
+        for argument in unknown:
+            name = argument.partition("=")[0]
+            for known in (name, name.rstrip("0123456789")):  # of llama.cpp, -c4096
+                if known in elsewhere:
+                    told.append(f"unrecognized argument {name}: {elsewhere[known]}")
+                    break
+            else:
+                if name.startswith("-"):
+                    told.append(f"unrecognized argument {name}{_near(name, shown, elsewhere)}")
+                elif not told:  # else it may be the value of one that is told
+                    told.append(f"unrecognized argument {argument}")
+        return told
+
+
+def _near(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
+    near = get_close_matches(name, [*ours, *elsewhere], n=2, cutoff=0.75)
+    if not near:
+        return ""
+    if near[0] in elsewhere:
+        return f": did you mean {near[0]}? {elsewhere[near[0]]}"
+    return f": did you mean {' or '.join(flag for flag in near if flag in ours)}?"
+
+
+class Words(Action):
+    """Several words, or one list in JSON, as vLLM takes some of its flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"nargs": "+", **kwargs})
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        if len(values) == 1 and values[0].lstrip().startswith("["):
+            try:
+                values = json.loads(values[0])
+            except ValueError as error:
+                parser.error(f"argument {flag}: {values[0]!r} is not JSON: {error}")
+            if not all(isinstance(value, str) for value in values):
+                parser.error(f"argument {flag}: {json.dumps(values)} must be a list of texts")
+        setattr(namespace, self.dest, values)
+
+
+def whole_number(text: str) -> int:
+    """An integer as vLLM reads it: 1k is 1000, 1K is 1024, 2.5k is 2500."""
+    text = text.strip()
+    found = _WITH_UNIT.fullmatch(text)
+    try:
+        if found is None:
+            return int(text)
+        number, unit = found.groups()
+        return round(float(number) * _UNITS[unit]) if unit.islower() else int(number) * _UNITS[unit]
+    except ValueError as error:
+        told = "must be an integer, as 4096, 4k (4000), 4.5k (4500) or 4K (4096)"
+        raise ArgumentTypeError(f"{text!r} {told}") from error
+
+
+def length_or_auto(text: str) -> int | None:
+    """The same; -1 and "auto" are None, as for vLLM."""
+    return None if text.strip().lower() in ("-1", "auto") else whole_number(text)
+
+
+def json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+
+
+def with_dashes(arguments: list[str]) -> list[str]:
+    """vLLM takes `--max_model_len` for `--max-model-len`, and so do scripts written for it.
+
+    Of an entry of JSON, as `--speculative-config.num_x 4`, the flag's name only.
+    """
+    dashed = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            flag, dot, keys = name.partition(".")
+            argument = flag.replace("_", "-") + dot + keys + equals + value
+        dashed.append(argument)
+    return dashed
+
+
+def with_config_file(arguments: list[str], parser: ArgumentParser) -> list[str]:
+    """Arguments with those of the YAML file that `--config` names before them, as vLLM has it.
+
+    An entry is a flag without its dashes: true and false switch it, a list is several words, an
+    object JSON; "model" is the model, unless there is one among the arguments. What is given beside
+    the file wins. Raises `ValueError` for what is no such file.
+    """
+    for number, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--config":
+            if not equals and number + 1 >= len(arguments):
+                raise ValueError("--config needs a file, in YAML")
+            rest = arguments[number + (1 if equals else 2) :]
+            path = value if equals else arguments[number + 1]
+            return [*_flags_in(path, parser), *arguments[:number], *rest]
+    return arguments
+
+
+def _flags_in(path: str, parser: ArgumentParser) -> list[str]:
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        raise ValueError(f"--config {path} must be an object in YAML: a flag's name and its value")
+    if "config" in entries:
+        raise ValueError(f"--config {path} names another one")
+    known = parser._option_string_actions
+    return [word for name, value in entries.items() for word in _words(name, value, known)]
+
+
+def _words(name: str, value: Any, known: Container[str]) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        off = f"--no-{flag[2:]}"
+        return [flag] if value else [off] if off in known or flag not in known else []
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [flag, *map(str, value)] if value else []
+    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def add_model(parser: ArgumentParser, told: str) -> None:
+    """The model, by its place or as `--model`, which vLLM's older server and its files have."""
+    parser.add_argument("model", nargs="?", help=told)
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
+
+
+def model_of(args: Namespace, default: str | None = None) -> Any:
+    """Raises `ValueError` if two models are given."""
+    by_place, by_flag = args.model, args.model_flag
+    if by_place is not None and by_flag is not None and by_place != by_flag:
+        raise ValueError(f"two models are given, {by_place!r} and --model {by_flag!r}: give one")
+    return by_place or by_flag or default

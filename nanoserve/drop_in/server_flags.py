@@ -1,0 +1,186 @@
+"""Flags of vLLM's server, and of others, that `nanoserve serve` does not have.
+
+As for the engine's options: a value that asks for what is done anyway is accepted, and any other
+one is refused with what to do instead.
+"""
+
+import logging
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from nanoserve.checks import shown
+from nanoserve.drop_in.option_table import Foreign
+
+logger = logging.getLogger(__name__)
+
+
+def _known(
+    names: str, instead: str, accepts: Callable[[Any], bool] = lambda value: False
+) -> dict[str, Foreign]:
+    return {name: Foreign(accepts, instead) for name in names.split()}
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == one and type(value) is type(one) for one in values)
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+_off, _on = _one_of(False), _one_of(True)
+_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_PROXY = "put a proxy such as nginx or Caddy in front of the server"
+_ANSWER_ID = "the id of an answer is in its body; a proxy can add headers"
+_LOGGED = "neither prompts nor answers are logged"
+_ACCESS = "there is no access log unless --access-log asks for one"
+_ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts engines behind it"
+_ALL_ALLOWED = "--allowed-origins may use every method and header"
+_PARSERS = "hermes, llama3_json and mistral are known; see --tool-call-parser"
+_GRPC = "the server speaks HTTP"
+_H11 = "--max-body-bytes, --max-connections and --body-timeout bound what clients send"
+_NO_DOCS = "there is no page of the API's schema"
+_OTHER_PROTOCOLS = "/v1/completions and /v1/chat/completions are served, and no other protocol"
+
+# All of vLLM 0.32's `vllm serve` that is neither a flag of ours nor an option of its engine.
+FLAGS: dict[str, Foreign] = {
+    # Prompts.
+    **_known("chat_template_content_format", "templates get the content of a message as a text",
+             _one_of("auto", "string")),
+    **_known("trust_request_chat_template", "a template is a program, which no request can bring: "
+             "give the server --chat-template FILE", _off),
+    **_known("trust_request_mm_kwargs", "nanoserve runs text models only", _anything),
+    **_known("response_role", "answers come from the assistant", _one_of("assistant")),
+    **_known("cohere_is_reasoning_model cohere_format anthropic_disabled_thinking_effort",
+             _OTHER_PROTOCOLS, _anything),
+    # Tools.
+    **_known("exclude_tools_when_tool_choice_none", "leave `tools` out of such a request", _off),
+    **_known("tool_parser_plugin", _PARSERS, _one_of("")),
+    **_known("tool_strict_level", "a tool with strict: true obeys its schema",
+             _one_of("auto")),
+    **_known("tool_server", "tools are called by clients"),
+    # Answers.
+    **_known("return_tokens_as_token_ids", "send return_tokens_as_token_ids with each request",
+             _off),
+    **_known("enable_force_include_usage", "send stream_options={'include_usage': true} with each "
+             "stream", _off),
+    **_known("enable_per_request_metrics", "/metrics has the times of all requests", _off),
+    **_known("enable_request_id_headers", _ANSWER_ID, _off),
+    **_known("sse_keep_alive_interval", "it is --heartbeat-interval S"),
+    **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
+    **_known("fingerprint_value", "system_fingerprint is null"),
+    # Endpoints.
+    **_known("enable_server_load_tracking", "/metrics has num_requests_running and _waiting", _off),
+    **_known("enable_tokenizer_info_endpoint", "/tokenize and /detokenize are served", _off),
+    **_known("enable_scale_out", _OTHER_PROTOCOLS, _off),
+    **_known("disable_fastapi_docs", _NO_DOCS, _anything),
+    **_known("enable_offline_docs", _NO_DOCS, _off),
+    **_known("enable_flash_late_interaction", "nanoserve generates, and scores nothing", _anything),
+    **_known("lora_modules", _LORA),
+    # Logs.
+    **_known("max_log_len", _LOGGED, _anything),
+    **_known("enable_log_outputs log_error_stack", _LOGGED, _off),
+    **_known("enable_log_deltas", _LOGGED, _anything),
+    **_known("uvicorn_log_level", _ACCESS, _anything),
+    **_known("disable_uvicorn_access_log disable_access_log_for_endpoints", _ACCESS, _anything),
+    # Sockets and processes.
+    **_known("root_path", f"{_PROXY} that takes the prefix off the path"),
+    **_known("uds", "give --host 127.0.0.1 and --port; socat or a proxy can listen on a socket of "
+             "the file system"),
+    **_known("middleware", f"{_PROXY}, or wrap the ASGI application "
+             "nanoserve.server.app.ApiServer(llm, settings).app"),
+    **_known("allow_credentials", "nothing here needs cookies: clients send an API key", _off),
+    **_known("allowed_methods allowed_headers", _ALL_ALLOWED, _one_of(["*"], "*")),
+    **_known("ssl_ca_certs", f"to ask clients for certificates, {_PROXY}"),
+    **_known("ssl_cert_reqs", f"to ask clients for certificates, {_PROXY}", _one_of(0)),
+    **_known("ssl_ciphers", f"Python's are used; for others, {_PROXY}"),
+    **_known("enable_ssl_refresh", f"start the server again, or {_PROXY}", _off),
+    **_known("h11_max_incomplete_event_size h11_max_header_count", _H11),
+    **_known("headless", _ONE_PROCESS, _off),
+    **_known("api_server_count", _ONE_PROCESS, _one_of(1)),
+    **_known("grpc", _GRPC, _off),
+    **_known("grpc_port", _GRPC),
+    **_known("data_parallel_supervisor_port dp_supervisor_probe_interval_s "
+             "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
+             "with --data-parallel-size N, Ray looks after the engines", _anything),
+}  # fmt: skip
+# That may stand behind a flag without a value.
+_SWITCHES = {
+    *("trust_request_chat_template", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
+    *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
+    *("headless", "allow_credentials", "grpc"),
+}
+_LISTS = {"lora_modules"}  # of several words
+_SHORT = {"api_server_count": ["-asc"]}
+
+_TEMPLATES = "templates are always Jinja's: leave it out"
+_ON_GPU = "all layers are on the device: --device cuda or --device cpu"
+# Of llama.cpp, SGLang, TGI and of old versions, as they are written: what to do here.
+ELSEWHERE = {
+    **dict.fromkeys(("-c", "--ctx-size", "--context-length", "--max-total-tokens", "--max-seq-len"),
+                    "it is --max-model-len N"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), _ON_GPU),
+    **dict.fromkeys(("--jinja", "--no-jinja"), _TEMPLATES),
+    **dict.fromkeys(("-a", "--alias"), "it is --served-model-name NAME"),
+    **dict.fromkeys(("-np", "--parallel", "--max-running-requests", "--max-concurrent-requests"),
+                    "it is --max-num-seqs N"),
+    **dict.fromkeys(("-m", "--model-path", "--model-id", "--model-tag", "-hf", "-hfr", "--hf-repo"),
+                    "the model is the first argument: nanoserve serve MODEL"),
+    **dict.fromkeys(("-t", "--threads"), "it is --num-threads N"),
+    **dict.fromkeys(("-b", "--batch-size", "--max-batch-prefill-tokens", "--chunked-prefill-size"),
+                    "it is --max-num-batched-tokens N"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "it is --attention-backend NAME"),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "it is --kv-cache-dtype"),
+    **dict.fromkeys(("-md", "--model-draft"), "it is --speculative-config '{\"method\": "
+                    "\"draft_model\", \"model\": ...}'"),
+    **dict.fromkeys(("--n-predict", "--predict", "--temp", "--temperature", "--top-k", "--top-p",
+                     "--min-p", "--max-tokens"),
+                    "send it with each request, or give --override-generation-config"),
+    **dict.fromkeys(("--tp", "--tp-size", "--num-shard", "-sm"), "it is --tensor-parallel-size N"),
+    **dict.fromkeys(("--pp", "--pp-size"), "it is --pipeline-parallel-size N"),
+    **dict.fromkeys(("--dp", "--dp-size"), "it is --data-parallel-size N"),
+    **dict.fromkeys(("--mem-fraction-static", "--cuda-memory-fraction"),
+                    "it is --gpu-memory-utilization X"),
+    **dict.fromkeys(("--cont-batching", "-cb", "--mlock", "--no-mmap", "--no-webui", "-ub"),
+                    "leave it out"),
+    **dict.fromkeys(("--reasoning-format",), "it is --reasoning-parser NAME"),
+    **dict.fromkeys(("--timeout",), "it is --body-timeout S, or the client's own"),
+    **dict.fromkeys(("--embedding", "--embeddings", "--is-embedding", "--rerank", "--reranking"),
+                    "nanoserve generates; for embeddings take sentence-transformers or vLLM"),
+    **dict.fromkeys(("--mmproj", "-mm"), "nanoserve runs text models only"),
+    **dict.fromkeys(("--lora", "--lora-scaled"), _LORA),
+    **dict.fromkeys(("--disable-radix-cache",), "it is --no-enable-prefix-caching"),
+    **dict.fromkeys(("--disable-cuda-graph",), "it is --enforce-eager"),
+    **dict.fromkeys(("--schedule-policy",), "it is --scheduling-policy NAME"),
+    **dict.fromkeys(("--api-key-file",), "set NANOSERVE_API_KEY"),
+    **dict.fromkeys(("--quantize",), "it is --quantization NAME"),
+}  # fmt: skip
+
+
+def add_server_flags(parser: ArgumentParser) -> None:
+    """Hidden flags for those in `FLAGS`; what is not given is not in the namespace."""
+    from nanoserve.commands.parser import json_or_text
+
+    for name in FLAGS:
+        flags = [f"--{name.replace('_', '-')}", *_SHORT.get(name, ())]
+        told: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
+        if name in _SWITCHES or name.startswith(("enable_", "disable_f", "disable_u")):
+            parser.add_argument(*flags, action=BooleanOptionalAction, **told)
+        elif name in _LISTS:
+            parser.add_argument(*flags, nargs="+", **told)
+        else:
+            parser.add_argument(*flags, type=json_or_text, **told)
+
+
+def check_server_flags(args: Namespace) -> None:
+    """Raise `ValueError` for the first flag that asks for what is not done, with what to do."""
+    for name, (accepts, instead) in FLAGS.items():
+        if name not in args:
+            continue
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        given = flag if value is True else f"--no-{flag[2:]}" if value is False else ""
+        given = given or f"{flag} {shown(value)}"
+        if not accepts(value):
+            raise ValueError(f"{given} is vLLM's and not implemented here: {instead}")
+        logger.info("%s changes nothing here: %s", given, instead)
