@@ -226,12 +226,21 @@ class _Sender:
             try:
                 for told in others:
                     self._pipe.send_bytes(pickled(told))
-                if tokens or outputs:
-                    load = self.engine_thread.backlog, self.num_received
-                    self._pipe.send_bytes(pickled(("news", tokens, outputs, *load)))
+                load = self.engine_thread.backlog, self.num_received
+                for some_tokens, some_outputs in _parts(tokens, outputs):
+                    self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
             except OSError:
                 return  # nobody is there any more
         self._pipe.close()
+
+
+def _parts(tokens: list[Any], outputs: list[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """What goes into one message. An output with log-probabilities is thousands of objects, and
+    whoever unpickles it holds its interpreter's lock until all of the message is there."""
+    large = [output for output in outputs if output.prompt_logprobs]
+    small = [output for output in outputs if not output.prompt_logprobs]
+    parts = [(tokens, small)] if tokens or small else []
+    return parts + [([], [output]) for output in large]
 
 
 def pickled(told: tuple[Any, ...]) -> bytes:
