@@ -30,6 +30,13 @@ class BodyCost:
         for start in range(0, len(piece), _PIECE):
             self._count(self._held + piece[start : start + _PIECE])
 
+    @classmethod
+    def of(cls, text: str) -> int:
+        """The cost of JSON that is a text within a body, where it was counted as one string."""
+        cost = cls()
+        cost.add(text.encode("utf-8", "surrogatepass"))
+        return cost.total
+
     def _count(self, piece: bytes) -> None:
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
         self._held = piece[-1:] if num_backslashes % 2 else b""

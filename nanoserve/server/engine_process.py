@@ -315,9 +315,18 @@ class _Sender:
                 is_over = self._is_over
             for told in others:
                 self._pipe.send_bytes(pickled(told))
-            if tokens or outputs:
+            for some_tokens, some_outputs in _parts(tokens, outputs):
                 load = self.engine_thread.backlog, self.num_received
-                self._pipe.send_bytes(pickled(("news", tokens, outputs, *load)))
+                self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
+
+
+def _parts(tokens: list[Any], outputs: list[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """What goes into one message. An output with log-probabilities is thousands of objects, and
+    whoever unpickles it holds its interpreter's lock until all of the message is there."""
+    large = [output for output in outputs if output.prompt_logprobs]
+    small = [output for output in outputs if not output.prompt_logprobs]
+    parts = [(tokens, small)] if tokens or small else []
+    return parts + [([], [output]) for output in large]
 
 
 def pickled(told: tuple[Any, ...]) -> bytes:

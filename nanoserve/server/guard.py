@@ -75,23 +75,30 @@ async def read_body(
     content, cost = bytearray(), BodyCost()
     most_cost = max(most // _BYTES_FOR_A_UNIT, least_cost, _SMALL_COST)
 
+    size = 0
+
     async def read() -> None:
+        nonlocal size
         async for piece in request.stream():
-            content.extend(piece)
-            if len(content) > most:
+            size += len(piece)
+            if size > most:
                 raise told
+            if cost.total <= most_cost:
+                content.extend(piece)
             for start in range(0, len(piece), _PIECE):
+                if cost.total > most_cost:
+                    break  # the rest is taken, and dropped, so that its client can read an answer
                 if start:  # a server that hands over all at once: others are served meanwhile
                     await asyncio.sleep(0)
                 cost.add(piece[start : start + _PIECE])
-                if cost.total > most_cost:
-                    raise ApiError(413, _TOO_MANY_ITEMS.format(most_cost), headers=_CLOSE)
 
     try:
         await asyncio.wait_for(read(), settings.body_timeout)
     except asyncio.TimeoutError:
         late = f"the body took more than {settings.body_timeout:g} seconds"
         raise ApiError(408, late, headers=_CLOSE) from None
+    if cost.total > most_cost:
+        raise ApiError(413, _TOO_MANY_ITEMS.format(most_cost))
     return ReceivedBody(content, cost.total)
 
 

@@ -24,7 +24,11 @@ from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.first_error import stops_at_first_error
 from nanoserve.server.guides import field_of_guide, guide_of
-from nanoserve.server.tools.asked import with_both_names_of_reasoning, with_parsed_arguments
+from nanoserve.server.tools.asked import (
+    check_arguments,
+    with_both_names_of_reasoning,
+    with_parsed_arguments,
+)
 from nanoserve.structured.params import StructuredOutputsParams
 
 # Fields of `SamplingParams` that have the same name here.
@@ -248,6 +252,7 @@ class ChatBody(GenerationBody):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as templates know them: every content is a text, every role one of theirs."""
+        check_arguments(self.messages)
         return [_as_template_has_it(message) for message in self.messages]
 
     @property

@@ -4,12 +4,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from nanoserve.server.body_cost import BodyCost
 from nanoserve.server.errors import ApiError
 from nanoserve.server.tools.formats import ToolFormat
 from nanoserve.tool_arguments import arguments_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_TOOLS = 128
+_MOST_ARGUMENTS = 2**18  # of all calls in a conversation, in units of `BodyCost`
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = ("none", "auto", "required")
 
@@ -84,6 +86,24 @@ def tool_use_of(
         functions = [function for function in functions if function.name == wanted]
     several = allows_several is not False and wanted is None
     return ToolUse(format, functions, must_call, wanted is not None, several)
+
+
+def check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise `ApiError` if the arguments of all calls together have too many items to be parsed."""
+    total = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                total += BodyCost.of(arguments)
+    if total > _MOST_ARGUMENTS:
+        told = "messages: the arguments of tool calls have too many items: a number counts 1, a "
+        told += (
+            f"string 2, a name 4, a list or an object 16, and together at most {_MOST_ARGUMENTS}"
+        )
+        raise ApiError(400, told, "messages")
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
