@@ -40,13 +40,24 @@ class Ingress:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
-        self.heard = time.monotonic()
+        self._silence, self._looked = 0.0, time.monotonic()
         self.num_listeners = 0
         self.running: dict[str, tuple[Request, asyncio.Future[None]]] = {}  # done when it has ended
 
-    @property
+    def hear(self) -> None:
+        """It has said something."""
+        self._silence, self._looked = 0.0, time.monotonic()
+
     def is_lost(self) -> bool:
-        return time.monotonic() - self.heard > _LOST_AFTER
+        """Whether it has been silent for too long. Asked about once a second.
+
+        From one look to the next, no more than two seconds count: if it was longer, this process
+        was stopped itself, perhaps together with the ingress.
+        """
+        now = time.monotonic()
+        self._silence += min(now - self._looked, 2 * HEARD_EVERY)
+        self._looked = now
+        return self._silence > _LOST_AFTER
 
     @property
     def work(self) -> tuple[int, int]:
@@ -94,7 +105,7 @@ class Replica:
         if self._thread.stall is not None:
             raise EngineDeadError(self._thread.stall)
         for name, ingress in list(self._ingresses.items()):
-            if ingress.is_lost:
+            if ingress.is_lost():
                 self._abort_all(ingress)
                 if not ingress.num_listeners and not ingress.running:
                     del self._ingresses[name]
@@ -140,7 +151,7 @@ class Replica:
             blocks = None if self._events is None else list(self._blocks)
             yield pickle.dumps((self._engine.scheduler.block_manager.num_blocks, blocks))
             # Where the ingress is no more, Serve would wait for this before it stops the replica.
-            while ingress.running or not ingress.is_lost:
+            while ingress.running or not ingress.is_lost():
                 if await ingress.outbox.wait(1):
                     yield pickled(ingress.outbox.take())
                     await asyncio.sleep(_INTERVAL)
@@ -152,7 +163,7 @@ class Replica:
     async def hear(self, content: bytes) -> tuple[int, int]:
         """An ingress lives. What the others have here: sequences, and tokens of work."""
         own = self._join(pickle.loads(content))
-        own.heard = time.monotonic()
+        own.hear()
         others = [one.work for one in self._ingresses.values() if one is not own]
         return sum(number for number, _ in others), sum(work for _, work in others)
 

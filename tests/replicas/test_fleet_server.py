@@ -1,7 +1,9 @@
 """The server in front of replicas in this process: its metrics, its health, and its page."""
 
+import asyncio
 import re
 import shutil
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from fake_serve import FakeServe
 from ray_server import read_stream
 from serving import Served, behind_http, wait_until
 
+from nanoserve.replicas import fleet_llm
 from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
+from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.settings import ServerSettings
+from nanoserve.worker import heartbeat
 
 
 class FleetServed(Served):
@@ -75,6 +80,26 @@ def test_metrics_of_all_and_health_of_any(serve: FakeServe, server: FleetServed)
     serve.start("c")
     wait_until(lambda: len(server.api.llm.owner.replicas) == 1)
     assert server.get("/health") == ""
+
+
+def test_a_replica_that_hangs_hides_nobodys_metrics_and_says_that_it_is_not_well(
+    serve: FakeServe, server: FleetServed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "IDLE_LIMIT", 1.0)
+    monkeypatch.setattr(fleet_llm, "_SCRAPE_SECONDS", 0.5)
+    goes_on = threading.Event()
+    numbers = {name: number for number, name in server.api.llm.owner.replicas.items()}
+    serve.replicas["b"]._thread.call(lambda engine: goes_on.wait(), lambda *told: None)
+    try:
+        told = server.get("/metrics")
+        assert f'replica="{numbers["a"]}"' in told and f'replica="{numbers["b"]}"' not in told
+        wait_until(lambda: serve.replicas["b"]._thread.stall is not None)
+        with pytest.raises(EngineDeadError, match="computed nothing"):
+            asyncio.run(serve.replicas["b"].check_health())  # so Serve replaces it
+        asyncio.run(serve.replicas["a"].check_health())
+        assert server.get("/health") == ""
+    finally:
+        goes_on.set()
 
 
 def test_a_replica_that_is_not_there_cannot_be_watched(server: FleetServed) -> None:
