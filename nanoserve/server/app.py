@@ -69,7 +69,13 @@ class ApiServer:
         self._started = int(time.time())
         self._measure()
         self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
-        self.app = FastAPI(title="nanoserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        self.app = FastAPI(
+            title="nanoserve",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            redirect_slashes=False,
+        )
         self._add_routes()
         add_page(self.app)
         self.live = self._show_live()
@@ -202,7 +208,7 @@ class ApiServer:
         self,
         request: Request,
         body: GenerationBody,
-        make: Callable[..., list[Any]],
+        make: Callable[..., Iterable[Any]],
         answer_kind: Callable[..., Answer],
     ) -> Response:
         """Tokenise, queue, and answer, at once or as it comes."""
