@@ -224,7 +224,7 @@ class ApiServer:
         self,
         request: Request,
         body: GenerationBody,
-        make: Callable[..., list[Any]],
+        make: Callable[..., Iterable[Any]],
         answer_kind: Callable[..., Answer],
     ) -> Response:
         """Tokenise, queue, and answer, at once or as it comes."""

@@ -1,6 +1,6 @@
-"""What a JSON body will cost to read, counted while it arrives and before anything is made of it.
+"""How much a JSON body will cost to read, counted while it arrives, before it is parsed.
 
-A parser holds Python's interpreter lock until it is done, and makes 50 to 300 bytes of an item that
+A parser holds Python's interpreter lock until it is done, and makes 50 to 150 bytes of an item that
 is sent as three: so one body of some megabytes can stop the event loop for seconds and take
 gigabytes. Long texts cost next to nothing; what has to be bounded is the number of items.
 """

@@ -24,7 +24,7 @@ _NUM_TRIES = 2  # of a step, before the requests in it are given up
 _MOST_FAILURES = 6  # one after another, before the engine is
 
 # Orders that are obeyed between two steps, where there is work: who orders without end must not
-# keep all others from their tokens. A call may take milliseconds; another order microseconds.
+# keep all others from their tokens. A call may take milliseconds; another order takes microseconds.
 _MOST_ORDERS = 1024
 _MOST_CALLS = 1
 

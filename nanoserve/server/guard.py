@@ -61,8 +61,8 @@ async def read_body(
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        told = f"content-encoding: {encoding!r:.50} is not supported; send plain JSON"
-        raise ApiError(415, told, headers=_CLOSE)
+        refusal = f"content-encoding: {encoding!r:.50} is not supported; send plain JSON"
+        raise ApiError(415, refusal, headers=_CLOSE)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         # A page of another site can send everything else without asking the browser's leave.
@@ -73,9 +73,7 @@ async def read_body(
     if length.isdecimal() and int(length[:20]) > most:
         raise told
     content, cost = bytearray(), BodyCost()
-    most_cost = max(most // _BYTES_FOR_A_UNIT, least_cost, _SMALL_COST)
-
-    size = 0
+    most_cost, size = max(most // _BYTES_FOR_A_UNIT, least_cost, _SMALL_COST), 0
 
     async def read() -> None:
         nonlocal size
@@ -108,8 +106,7 @@ _BYTES_FOR_A_UNIT = 16  # 2^19 units in 8 MiB: 0.05 s of parsing
 _PIECE = 2**16
 _TOO_MANY_ITEMS = (
     "the body has too many items: a number counts 1, a string 2, a name 4, a list or an object 16, "
-    "and together they may count {}, which is a sixteenth of max_body_bytes, or what the model "
-    "takes"
+    "and together at most {}: a sixteenth of max_body_bytes, or what the model takes"
 )
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _CLOSE = {"connection": "close"}  # what is still on its way would be read as the next request

@@ -20,6 +20,7 @@ from nanoserve.server.port import Port
 
 logger = logging.getLogger(__name__)
 
+_FORCED_SECONDS = 2.0  # that a second Ctrl-C still waits
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _ENDING = (*_ALWAYS, *(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)))
 
@@ -98,6 +99,11 @@ class Server(uvicorn.Server):
         late = loop.call_later(self._grace, loop.run_in_executor, None, llm.shutdown)
         await super().shutdown(sockets)
         late.cancel()
+        if self.force_exit and self.server_state.tasks:
+            # Streams end with that error, too, unless it takes longer than anybody wants to wait.
+            ending = loop.run_in_executor(None, llm.shutdown)
+            await asyncio.wait([ending, *self.server_state.tasks], timeout=_FORCED_SECONDS)
+            await asyncio.sleep(0)
 
 
 def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **tls: str) -> int:

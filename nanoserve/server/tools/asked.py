@@ -100,9 +100,7 @@ def check_arguments(messages: list[dict[str, Any]]) -> None:
                 total += BodyCost.of(arguments)
     if total > _MOST_ARGUMENTS:
         told = "messages: the arguments of tool calls have too many items: a number counts 1, a "
-        told += (
-            f"string 2, a name 4, a list or an object 16, and together at most {_MOST_ARGUMENTS}"
-        )
+        told += f"string 2, a name 4, a list or an object 16; at most {_MOST_ARGUMENTS}"
         raise ApiError(400, told, "messages")
 
 
