@@ -12,7 +12,6 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
-from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics
@@ -247,12 +246,14 @@ class InputProcessor:
     def _check_prompt_length(self, num_tokens: int, max_tokens: int | None) -> None:
         if num_tokens == 0:
             raise ValueError("the prompt is empty: there is no token to continue from")
-        if num_tokens >= self.max_model_len:
+        limit = self.max_model_len
+        if num_tokens >= limit:
+            from nanoserve.engine.context_length import ContextLengthError
+
             raise ContextLengthError.of(
-                self.max_model_len,
+                limit,
                 num_tokens,
                 max_tokens,
-                f"The prompt is too long: it has {num_tokens} tokens; "
-                f"max_model_len={self.max_model_len} leaves room for at most "
-                f"{self.max_model_len - 1} and one token of output.",
+                f"The prompt is too long: it has {num_tokens} tokens; max_model_len={limit} "
+                f"leaves room for at most {limit - 1} and one token of output.",
             )

@@ -40,11 +40,11 @@ class TextLimit:
             return
         most = self.most_characters(text.isascii())
         if most is not None and self._has_more_than(most, text):
+            limit = self._max_model_len
             raise self.error(
                 max_tokens,
-                f"The prompt is too long: it has {len(text)} characters; "
-                f"max_model_len={self._max_model_len} leaves room for at most "
-                f"{self._max_model_len - 1} tokens, which stand for no more than {most}.",
+                f"The prompt is too long: it has {len(text)} characters; max_model_len={limit} "
+                f"leaves room for at most {limit - 1} tokens, which stand for no more than {most}.",
             )
 
     def error(self, max_tokens: int | None, reason: str) -> ContextLengthError:
