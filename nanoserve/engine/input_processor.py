@@ -18,15 +18,11 @@ from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanoserve.engine.bad_words import BadWords
     from nanoserve.engine.text_limit import TextLimit
     from nanoserve.engine.tokenizer import Tokenizer
 
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
-
-# Characters on the left of a bad word, in prose, code and Markdown; of a long one, the first alone.
-_BEFORE_A_WORD = "\n\t([{<\"'`*_-/.:#“"
-_LONGEST_WORD = 64  # characters
-_MOST_WORDS_KEPT = 2**14
 
 
 def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
@@ -78,7 +74,6 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
-        self._known_spellings: dict[str, list[tuple[int, ...]]] = {}  # of bad words
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -126,7 +121,9 @@ class InputProcessor:
         self._check_token_ids(token_ids, f"{told}token id")
         self._check_params(params)
         token_ids = [int(token_id) for token_id in token_ids]
-        bad_words = self._tokenize_bad_words(params)
+        bad_words = self._bad_words.sequences(params.bad_words) if params.bad_words else []
+        for word in bad_words:
+            self._check_token_ids(word, "bad_words: token id")
         sequences = [
             Sequence(
                 request_id,
@@ -178,39 +175,11 @@ class InputProcessor:
         self._check_prompt_length(len(prompt), max_tokens)  # before anybody looks at each of them
         return text, prompt.tolist() if is_array else list(prompt)
 
-    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Return the token sequences that complete a bad word, whatever stands before it.
+    @cached_property
+    def _bad_words(self) -> "BadWords":
+        from nanoserve.engine.bad_words import BadWords
 
-        To a tokenizer, a word at the beginning of a text, after a space and after a bracket are
-        different tokens; the first one may hold the bracket, too.
-        """
-        found = {
-            spelling: None for word in params.bad_words or () for spelling in self._spellings(word)
-        }
-        for spelling in found:
-            self._check_token_ids(spelling, "bad_words: token id")
-        # What ends with another one cannot be completed without that.
-        return [
-            list(spelling)
-            for spelling in found
-            if not any(spelling[i:] in found for i in range(1, len(spelling)))
-        ]
-
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Return the tokens of a word behind nothing, a space and other characters."""
-        if word not in self._known_spellings:
-            if len(self._known_spellings) >= _MOST_WORDS_KEPT:
-                self._known_spellings.clear()
-            plain = (word, " " + word.lstrip())
-            found = {tuple(self._tokenizer.encode(text, False)): None for text in plain}
-            for before in _BEFORE_A_WORD if len(word) <= _LONGEST_WORD else _BEFORE_A_WORD[:1]:
-                encoding = self._tokenizer.backend.encode(before + word, add_special_tokens=False)
-                ends = [end for _, end in encoding.offsets]
-                first = next((i for i, end in enumerate(ends) if end > len(before)), 0)
-                found[tuple(encoding.ids[first:])] = None
-            found.pop((), None)
-            self._known_spellings[word] = list(found)
-        return self._known_spellings[word]
+        return BadWords(self._tokenizer)
 
     def _check_params(self, params: SamplingParams) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):

@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
@@ -420,3 +421,40 @@ def test_the_logprobs_of_tokens_add_up_to_the_text() -> None:
     detokenizer = Detokenizer(as_tokenizer(BACKEND))
     assert detokenizer.text_of_token(FIRST_BYTE + 0xF0) == UNKNOWN
     assert detokenizer.text_of_token(NEWLINE) == "\n"
+
+
+# -- Bad words ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FORMS, "bundled"])
+def test_bad_words_are_found_behind_whatever_stands_before_them(name: str) -> None:
+    """Whichever way the text is cut, its tokens end with a sequence that is held off."""
+    backend = SMALL[name]()
+    bad_words = BadWords(as_tokenizer(backend))
+    for word in ("Paris", "the Paris", "é", "你好", "</s>", "cache", " is", "x1"):
+        held_off = bad_words.sequences([word, "never"])
+        for before in (
+            "",
+            "x ",
+            "x\n",
+            "(",
+            " [",
+            ' "',
+            "- ",
+            "\n\n",
+            "\t",
+            "* ",
+            "**",
+            "1. ",
+            "> ",
+        ):
+            token_ids = backend.encode(before + word, add_special_tokens=False).ids
+            ends = [token_ids[-len(sequence) :] == sequence for sequence in held_off]
+            assert any(ends), (word, before)
+        again = bad_words.sequences(["never", word, word])  # from what is known by now
+        assert sorted(again) == sorted(held_off)
+
+
+def test_other_words_are_not_held_off() -> None:
+    held_off = BadWords(as_tokenizer(BACKEND)).sequences(["Paris"])
+    assert held_off == [[BACKEND.token_to_id("▁Paris")], [BACKEND.token_to_id("Paris")]]
