@@ -28,7 +28,8 @@ def load_chat_template(
     if _is_file(path):
         text = _text_of(path)
     else:
-        is_text = isinstance(given, str) and ("{" in text or "\n" in text)
+        may_be_text = "{" in text or "\n" in text or len(text) >= _LONGEST_PATH
+        is_text = isinstance(given, str) and may_be_text
         require(is_text, f"chat_template={_shown(given)} is no file, and no text of a template")
     _check(text)
     is_good = "messages" in text or not must_show_messages

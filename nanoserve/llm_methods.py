@@ -50,9 +50,10 @@ class LLMMethods:
 
         A content is a text, or a list of `{"type": "text", "text": ...}`. `chat_options`, as in
         vLLM: `chat_template_kwargs` are the template's own, such as `{"enable_thinking": False}`;
-        `chat_template`, a file or its text, takes the place of the checkpoint's; `tools` are told
-        to the template; with `continue_final_message` (and `add_generation_prompt=False`) the
-        answer goes on where the last message ends. The other keywords are those of `generate`.
+        `chat_template`, a file or a text, takes the place of the checkpoint's; `tools` are told to
+        the template, and arguments of tool calls that are texts, as OpenAI's clients keep them, are
+        parsed for it; with `continue_final_message` (and `add_generation_prompt=False`) the answer
+        goes on where the last message ends. The other keywords are those of `generate`.
 
         What messages say is text: a special token that somebody typed, such as "<|im_end|>", is a
         word like others, and control tokens are those that the template writes. vLLM, and
