@@ -179,7 +179,7 @@ def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
     """
     if not type(hf).__module__.startswith("transformers."):
         return hf
-    found = hf
+    found: Any = hf
     if type(hf) is not PreTrainedTokenizerFast:
         found = PreTrainedTokenizerFast.from_pretrained(str(folder))
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -187,7 +187,8 @@ def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
             if getattr(found, role) is None and token in found.get_vocab():
                 found.add_special_tokens({role: token})
     file = read_json(folder / "tokenizer.json")
-    backend, added = found.backend_tokenizer, file.get("added_tokens") or []
+    backend: TokenizerBackend = found.backend_tokenizer
+    added = file.get("added_tokens") or []
     file |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     steps = TokenizerBackend.from_str(json.dumps(file))  # quick without the words
     backend.normalizer, backend.pre_tokenizer = steps.normalizer, steps.pre_tokenizer

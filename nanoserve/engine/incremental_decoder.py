@@ -217,6 +217,7 @@ class _Table(dict[int, T], Generic[T]):
     """What tokens stand for, worked out when one is seen for the first time."""
 
     def __init__(self, value_of: Callable[[int], T]) -> None:
+        super().__init__()
         self._value_of = value_of
 
     def __missing__(self, token_id: int) -> T:
