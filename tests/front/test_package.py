@@ -40,6 +40,7 @@ DISTRIBUTIONS = {
     "numpy": "numpy",
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
+    "pydantic_core": "pydantic-core",
     "safetensors": "safetensors",
     "starlette": "starlette",
     "tokenizers": "tokenizers",

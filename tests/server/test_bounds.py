@@ -358,8 +358,8 @@ def test_a_port_is_held_before_anybody_serves() -> None:
             with pytest.raises(OSError, match=f"{port}.*in use"):
                 bind(host, port)
         # Nobody waits for a model that is being loaded.
-        client = socket.create_connection(("127.0.0.1", port), timeout=30)
-        with client, pytest.raises(ConnectionError):
+        address = ("127.0.0.1", port)
+        with pytest.raises(ConnectionError), socket.create_connection(address, 30) as client:
             client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
             client.recv(1)
         held.open()
