@@ -5,7 +5,7 @@ so that 127 + 1 may be -128. A bool is neither.
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from reprlib import Repr
 from typing import Any
 
@@ -51,6 +51,15 @@ def is_number(value: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def attribute_error(owner: object, name: str, advice: Mapping[str, str]) -> AttributeError:
+    """An error for an attribute that `owner` has not, with what there is instead, if it is known.
+
+    Raised by `__getattr__`, which must not look at the object: it may not be made yet.
+    """
+    told = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{told}: {advice[name]}" if name in advice else told)
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

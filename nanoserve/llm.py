@@ -55,7 +55,7 @@ class LLM(LLMMethods):
 
     def generate(
         self,
-        prompts: Prompt | AbstractSequence[Prompt],
+        prompts: Prompt | AbstractSequence[Prompt] | None = None,
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
         use_tqdm: "UseTqdm" = True,
         priority: AbstractSequence[int] | None = None,
@@ -78,8 +78,8 @@ class LLM(LLMMethods):
         or that has no token to choose because its constraints leave none or the model computes NaN,
         ends with finish reason "error" and the reason as `error`; the others go on.
         """
-        prompts = as_prompt_list(prompts)
         self._refuse(lora_request, unknown)
+        prompts = as_prompt_list(prompts)
         if tokenization_kwargs:
             from nanoserve.drop_in.keywords import tokenized
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as AbstractSequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.checks import attribute_error
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -154,8 +155,7 @@ class LLMMethods:
         def __getattr__(self, name: str) -> Any:
             from nanoserve.drop_in.missing import METHODS
 
-            told = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(f"{told}: {METHODS[name]}" if name in METHODS else told)
+            raise attribute_error(self, name, METHODS)
 
     def _refuse(
         self, lora_request: None, unknown: Mapping[str, Any] = MappingProxyType({})

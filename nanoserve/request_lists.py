@@ -69,14 +69,24 @@ def _checked_texts(name: str, value: Any, most: tuple[int, int]) -> str | list[s
 
 
 def _checked_bias(value: Any) -> dict[int, float]:
-    allowed = "must map token ids to numbers in [-100, 100]"
+    allowed = "must map token ids, integers, to numbers in [-100, 100]"
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias={shown(value)} {allowed}")
     _check_size("logit_bias", value, MOST_TOKEN_IDS)
+    found: dict[int, float] = {}
     for token_id, number in value.items():
-        if not is_int(token_id) or not is_number(number) or not -100 <= number <= 100:
+        is_id = is_int(token_id) or _is_id_in_text(token_id)
+        if not is_id or not is_number(number) or not -100 <= number <= 100:
             raise ValueError(f"logit_bias={{{shown(token_id)}: {shown(number)}}} {allowed}")
-    return {int(token_id): float(number) for token_id, number in value.items()}
+        if int(token_id) in found:
+            raise ValueError(f"logit_bias has the token id {int(token_id)} as a number and a text")
+        found[int(token_id)] = float(number)
+    return found
+
+
+def _is_id_in_text(token_id: Any) -> bool:
+    """As OpenAI's clients have them, whose keys are JSON's."""
+    return isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal()
 
 
 def _check_size(name: str, value: Any, most: int) -> None:

@@ -244,8 +244,9 @@ if not TYPE_CHECKING:  # which knows the fields, and need know no more
     SamplingParams.__init__ = _init_by_name
 
     def __getattr__(name: str) -> Any:
-        if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # where vLLM has them
-            raise AttributeError(f"module 'nanoserve.sampling_params' has no attribute {name!r}")
         import nanoserve
+        from nanoserve.drop_in.missing import refuse
 
+        if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # where vLLM has them
+            refuse(__name__, name)
         return getattr(nanoserve, name)

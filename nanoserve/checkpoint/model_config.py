@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_choice, check_int, require, shown
+from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ class ModelConfig:
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     quantization_config: Mapping[str, Any] | None = None  # as the file has it; None: plain weights
+
+    if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            from nanoserve.drop_in.missing import MODEL_CONFIG
+
+            raise attribute_error(self, name, MODEL_CONFIG)
 
     @classmethod
     def from_checkpoint(

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from nanoserve.engine.text_limit import TextLimit
     from nanoserve.engine.tokenizer import Tokenizer
 
+_TOKENIZERS_OUTPUT = (
+    ": of what a tokenizer returns, give prompt['input_ids'], or let apply_chat_template return "
+    "that alone, with return_dict=False"
+)
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 
-def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt] | None) -> list[Prompt]:
     """One prompt or several? A string, a dictionary and a list of integers are one."""
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
@@ -158,6 +162,8 @@ class InputProcessor:
                 raise ValueError(
                     f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "
                     f"'cache_salt' (messages are for chat); {unknown=}"
+                    + _TOKENIZERS_OUTPUT
+                    * ("input_ids" in unknown)
                 )
             text = prompt.get("prompt")  # beside token ids it is only carried along
             token_ids = prompt.get("prompt_token_ids")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.engine_methods import EngineMethods
 from nanoserve.engine.executor import Executor, SlotChange, StepResult
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import Turns, recovery
@@ -36,7 +37,7 @@ class Step:
     outputs: list[RequestOutput] | None = None  # when it has ended
 
 
-class LLMEngine:
+class LLMEngine(EngineMethods):
     """Takes requests at any time and advances all of them step by step.
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
@@ -72,11 +73,6 @@ class LLMEngine:
         self._stats = EngineStats()
         self._watch = Stopwatch(clock)
         self.refusal: str | None = None  # what it is when it takes no requests
-
-    @classmethod
-    def from_engine_args(cls, engine_args: Any) -> "LLMEngine":
-        """As scripts for vLLM make one: of `nanoserve.EngineArgs`."""
-        return engine_args.create_engine()
 
     @property
     def stats(self) -> EngineStats:

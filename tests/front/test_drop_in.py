@@ -1,6 +1,7 @@
 """What scripts for vLLM and nano-vllm ask for is had, or refused with what to do instead."""
 
 import argparse
+import copy
 import logging
 from dataclasses import asdict
 from importlib import import_module
@@ -17,7 +18,7 @@ import nanoserve
 from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, drop_in, progress
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.missing import METHODS, NAMES
+from nanoserve.drop_in.missing import IN_DROP_IN, METHODS, NAMES
 from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.drop_in.speculation import FOREIGN as FOREIGN_SPECULATION
@@ -302,6 +303,79 @@ def test_a_keyword_that_generate_does_not_know_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         llm.generate("x", GREEDY, use_tqdm=False, **keywords)
+
+
+@pytest.mark.parametrize("more", [{}, {"prompts": None}])
+def test_the_older_keyword_for_token_ids_is_told_alone_too(llm: LLM, more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"give \{'prompt_token_ids': \[\.\.\.\]\}"):
+        llm.generate(prompt_token_ids=[[1, 2]], sampling_params=GREEDY, **more)
+    with pytest.raises(ValueError, match="prompts must be a list of prompts"):
+        llm.generate(sampling_params=GREEDY, **more)
+
+
+def test_what_a_tokenizer_returns_is_no_prompt_but_holds_one(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    encoded = tokenizer("The KV cache")
+    for prompts in (encoded, [encoded], tokenizer.apply_chat_template(QUESTION, tokenize=True)):
+        if isinstance(prompts, list) and isinstance(prompts[0], int):
+            continue  # as transformers 4 returns them
+        with pytest.raises(ValueError, match=r"prompt\['input_ids'\], or .*return_dict=False"):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    (found,) = llm.generate([encoded["input_ids"]], GREEDY, use_tqdm=False)
+    assert found.prompt_token_ids == encoded["input_ids"]
+
+
+def test_what_scripts_look_up_in_an_engine(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine.get_model_config() is engine.model_config
+    assert engine.get_tokenizer()("x") == llm.get_tokenizer()("x")
+    for owner, name, told in (
+        (engine.model_config, "max_model_len", "input_processor.max_model_len"),
+        (engine.model_config, "hf_config", "AutoConfig"),
+        (engine.model_config, "get_vocab_size", "it is vocab_size"),
+        (engine, "cache_config", "config.block_size"),
+        (engine, "model_executor", "executor.model"),
+        (engine, "vllm_config", "llm.engine.config"),
+        (llm, "model_config", "llm.engine.model_config"),
+        (llm, "llm_engin", "'LLM' object has no attribute 'llm_engin'"),
+    ):
+        with pytest.raises(AttributeError, match=told):
+            getattr(owner, name)
+        assert not hasattr(owner, name)
+    assert engine.input_processor.max_model_len and engine.executor.num_kv_blocks
+    assert copy.deepcopy(engine.model_config) == engine.model_config
+
+
+def test_names_that_drop_in_has_are_told_elsewhere() -> None:
+    assert {*drop_in.__all__} - {*nanoserve.__all__} == IN_DROP_IN
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "told"),
+    [
+        ("nanoserve.sampling_params", "GuidedDecodingParams", "structured_outputs="),
+        ("nanoserve.sampling_params", "LoRARequest", "merge_and_unload"),
+        ("nanoserve", "AsyncLLMEngine", "from nanoserve.drop_in import AsyncLLMEngine"),
+        ("nanoserve", "PromptType", "from nanoserve.drop_in import PromptType"),
+        ("nanoserve", "FlexibleArgumentParser", "from nanoserve.drop_in import"),
+        ("nanoserve.sampling_params", "NoSuchThing", "NoSuchThing"),
+    ],
+)
+def test_an_import_that_fails_says_what_to_import(module: str, name: str, told: str) -> None:
+    with pytest.raises(ImportError, match=told):
+        exec(f"from {module} import {name}")
+
+
+def test_keys_of_a_bias_may_be_texts_as_openai_has_them() -> None:
+    assert SamplingParams(logit_bias={"91": 100, 5: -1}).logit_bias == {91: 100.0, 5: -1.0}
+    for wrong in ({"91": 1, 91: 1}, {"a": 1}, {"-1": 1}, {"1.0": 1}, {"\u0661": 1}, {True: 1}):
+        with pytest.raises(ValueError, match="logit_bias"):
+            SamplingParams(logit_bias=wrong)
+
+
+def test_an_option_of_older_servers_is_told_where_it_belongs() -> None:
+    with pytest.raises(ValueError, match="--reasoning-parser NAME to `nanoserve serve`"):
+        EngineConfig.from_options("m", enable_reasoning=True)
 
 
 def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:

@@ -51,6 +51,7 @@ DISTRIBUTIONS = {
     "uvicorn": "uvicorn",
     "xgrammar": "xgrammar",
     "xxhash": "xxhash",
+    "yaml": "pyyaml",
 }
 # Rooms and files that are no part of the core, and the extras that bring what they import.
 ROOMS = {
