@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
+from nanoserve.drop_in.request_names import OF_VLLM
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.sampling_params import SamplingParams
 
@@ -70,7 +71,8 @@ def vllm_parameters() -> list[tuple[str, str, str]]:
     """The same of the fields of vLLM's `SamplingParams`, today's and those of before."""
     names = [field.name for field in fields(SamplingParams)]
     rows = [(name, "have", "") for name in names if name not in _OURS_ALONE]
-    for name, (instead, asks_nothing) in FOREIGN_PARAMETERS.items():
+    for name in OF_VLLM:
+        instead, asks_nothing = FOREIGN_PARAMETERS[name]
         values = ", ".join(f"`{value!r}`" for value in (None, *asks_nothing))
         rows.append((name, f"refused, but for {values}", instead))
     return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]

@@ -278,6 +278,14 @@ FOREIGN: dict[str, Foreign] = {
     "trace_decode_token_ids": Foreign("append the tokens to the prompt, with prompt_logprobs"),
 }  # fmt: skip
 
+# Those of vLLM's `SamplingParams`, today's and those of before.
+OF_VLLM = _names(
+    "best_of use_beam_search length_penalty early_stopping truncate_prompt_tokens "
+    "prompt_logprob_token_ids prompt_logprob_start flat_logprobs stream_interval "
+    "skip_reading_prefix_cache thinking_token_budget repetition_detection skip_clone "
+    "routed_experts_prompt_start trace_decode_token_ids watermarking"
+)
+
 # No answer depends on these: who asks and for what, where a server keeps and computes things, and
 # hints that make an answer quicker or not.
 HARMLESS = _names(
