@@ -30,3 +30,16 @@ class ContextLengthError(ValueError):
             f"{num_output} in the completion). Please reduce the length of the messages or "
             f"completion.{reason and f' {reason}'}"
         )
+
+
+def prompt_too_long(
+    max_model_len: int, num_tokens: int, max_tokens: int | None
+) -> ContextLengthError:
+    """Return the error for a prompt that leaves no room for a token of output."""
+    return ContextLengthError.of(
+        max_model_len,
+        num_tokens,
+        max_tokens,
+        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} leaves "
+        f"room for at most {max_model_len - 1} and one token of output.",
+    )

@@ -221,14 +221,7 @@ class InputProcessor:
     def _check_prompt_length(self, num_tokens: int, max_tokens: int | None) -> None:
         if num_tokens == 0:
             raise ValueError("the prompt is empty: there is no token to continue from")
-        limit = self.max_model_len
-        if num_tokens >= limit:
-            from nanoserve.engine.context_length import ContextLengthError
+        if num_tokens >= self.max_model_len:
+            from nanoserve.engine.context_length import prompt_too_long
 
-            raise ContextLengthError.of(
-                limit,
-                num_tokens,
-                max_tokens,
-                f"The prompt is too long: it has {num_tokens} tokens; max_model_len={limit} "
-                f"leaves room for at most {limit - 1} and one token of output.",
-            )
+            raise prompt_too_long(self.max_model_len, num_tokens, max_tokens)

@@ -9,7 +9,7 @@ import pytest
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import FOREIGN, RENAMED
-from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
+from nanoserve.drop_in.request_names import OF_VLLM
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_each_name_of_vllms_says_what_becomes_of_it() -> None:
     assert all(what.startswith("have") or instead for what, instead in told.values())
     assert not any(re.search(r"but for $", what) for what, _ in told.values())
     parameters = {name.strip("`") for name, _, _ in api_tables.vllm_parameters()}
-    assert parameters > FOREIGN_PARAMETERS.keys()
+    assert parameters > OF_VLLM
