@@ -16,6 +16,7 @@ MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
 MOST_STOPS = (1024, 16_384)
 MOST_LOGPROB_IDS = 128  # vLLM's limit
 MOST_BAD_WORDS = (4096, 65_536)  # each is compared with the end of the output at each token
+LONGEST_BAD_WORD = 1024  # characters; tokenizers of SentencePiece's kind take quadratic time
 
 
 def checked_lists(given: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,13 @@ def _checked(name: str, value: Any) -> Any:
     if name == "stop":
         return _checked_texts(name, value, MOST_STOPS)
     if name == "bad_words":
-        return _checked_texts(name, value, MOST_BAD_WORDS)
+        words = _checked_texts(name, value, MOST_BAD_WORDS)
+        longest = max(map(len, words), default=0)
+        told = (
+            f"bad_words has a text of {longest} characters; at most {LONGEST_BAD_WORD} are allowed"
+        )
+        require(longest <= LONGEST_BAD_WORD, told)
+        return words
     if name == "logit_bias":
         return _checked_bias(value)
     if name == "extra_args":
