@@ -309,8 +309,8 @@ HARMLESS = _names(
 # honoured.
 PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
     "response_format": (
-        _names("type json_schema structures triggers"),
-        {"schema": Foreign(_JSON), "value": Foreign(_JSON), "grammar": Foreign(_GRAMMAR),
+        _names("type json_schema schema structures triggers"),
+        {"value": Foreign(_JSON), "grammar": Foreign(_GRAMMAR),
          "regex": Foreign(_REGEX), "pattern": Foreign(_REGEX)},
     ),
     "response_format.json_schema": (

@@ -55,7 +55,10 @@ def sample_within(
             except ValueError as error:
                 errors[rows_of[slot][0]] = error
             else:
-                if index is not None:
+                if index is not None and rows_of[slot][index] in changed:
+                    told = "structured_outputs: its grammar refuses a token that it has allowed"
+                    errors[rows_of[slot][index]] = ValueError(told)
+                elif index is not None:
                     illegal[slot] = index
         masks, failed = fill_masks(
             ((limits[slot], index) for slot, index in illegal.items()), sampler._vocab_size

@@ -377,7 +377,7 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404:
         return missing_endpoint(request.method, request.url.path)
     told, headers = str(error.detail), dict(error.headers or {})
-    allowed = Headers(headers).get("allow")
+    allowed = ", ".join(sorted(Headers(headers).get("allow", "").replace(",", " ").split()))
     if error.status_code == 405 and allowed:
         told = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
     return ApiError(error.status_code, told, headers=headers)

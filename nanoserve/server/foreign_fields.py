@@ -118,7 +118,7 @@ def _check(
             if not asks_nothing(value, foreign[name].neutral):
                 full = f"{path}.{name}" if path else name
                 told = f"{full} is not supported: {foreign[name].instead}"
-                raise ApiError(400, told, full.partition(".")[0].partition("[")[0], "unsupported")
+                raise ApiError(400, told, full, "unsupported")
         elif num_unknown < _MOST_LOOKED_AT:
             num_unknown += 1
             unknown.note(place, name, known)

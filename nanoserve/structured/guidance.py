@@ -120,6 +120,21 @@ class GuidanceGrammar:
         return self._run
 
 
+def _without_forms(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Leave out Unicode's normal forms, which make other bytes of a text.
+
+    The tokens that are forced, and so those of a mask, are what the tokenizer makes of the bytes
+    that a grammar wants. For an e with a combining accent they would be those of \u00e9, which the
+    grammar refuses.
+    """
+    if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+        return None
+    if normalizer["type"] == "Sequence":
+        kept = [one for one in map(_without_forms, normalizer["normalizers"]) if one is not None]
+        return normalizer | {"normalizers": kept} if kept else None
+    return normalizer
+
+
 def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
     """The tokenizer, with special tokens under names that nobody can write.
 
@@ -136,6 +151,7 @@ def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
     else:  # of a Unigram model: texts and their scores
         state["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     state |= {"truncation": None, "padding": None, "post_processor": None}
+    state["normalizer"] = _without_forms(state["normalizer"])
     return TokenizerBackend.from_str(json.dumps(state))
 
 
