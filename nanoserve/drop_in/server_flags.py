@@ -27,7 +27,6 @@ def _anything(value: Any) -> bool:
 _off, _on = _one_of(False), _one_of(True)
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _PROXY = "put a proxy such as nginx or Caddy in front of the server"
-_ANSWER_ID = "the id of an answer is in its body; a proxy can add headers"
 _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log asks for one"
 _ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts engines behind it"
@@ -61,7 +60,7 @@ FLAGS: dict[str, Foreign] = {
     **_known("enable_force_include_usage", "send stream_options={'include_usage': true} with each "
              "stream", _off),
     **_known("enable_per_request_metrics", "/metrics has the times of all requests", _off),
-    **_known("enable_request_id_headers", _ANSWER_ID, _off),
+    **_known("enable_request_id_headers", "each answer has an x-request-id", _anything),
     **_known("sse_keep_alive_interval", "it is --heartbeat-interval S"),
     **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
     **_known("fingerprint_value", "system_fingerprint is null"),
