@@ -1,6 +1,7 @@
 """Attention on a CPU with numba (extra: `nanoserve[cpu]`): its own kernel for decode rows."""
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class NumbaAttention(AttentionBackend):
     """
 
     def __init__(self) -> None:
+        _refuse_forks()
         num_threads = torch.get_num_threads()
         set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
         # This has started numba's threads, which sets the number of OpenMP's, torch's too, to all.
@@ -72,6 +74,20 @@ class NumbaAttention(AttentionBackend):
         if kv_cache.dtype != q.dtype:
             checks.refuse("q and cache must be of one dtype", q=q, cache=kv_cache)
         return kv_cache, 0
+
+
+_started: set[int] = set()  # by whom numba's threads were, as a process; a fork has it, too
+
+
+def _refuse_forks() -> None:
+    """Raise `RuntimeError` in a fork of a process with such threads: OpenMP would end it."""
+    _started.add(os.getpid())
+    if len(_started) > 1:
+        _started.discard(os.getpid())
+        raise RuntimeError(
+            "this process was forked from one that has computed with numba: instead of fork, use "
+            "spawn, as multiprocessing.get_context('spawn')"
+        )
 
 
 def _few_and_longer(metadata: AttentionMetadata) -> tuple[Tensor, ...]:

@@ -26,8 +26,13 @@ _QWEN_WINDOWS = {
 }  # fmt: skip
 _SETTINGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0},
-    "Qwen2ForCausalLM": _QWEN_WINDOWS,
-    "Qwen3ForCausalLM": {"attention_bias": False, "head_dim": 128, **_QWEN_WINDOWS},
+    "Qwen2ForCausalLM": {"rope_theta": 10_000.0, **_QWEN_WINDOWS},
+    "Qwen3ForCausalLM": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "rope_theta": 10_000.0,
+        **_QWEN_WINDOWS,
+    },
 }
 _MAX_JSON_BYTES = 2**27  # an index of the largest models has some ten million
 # So that a product of two sizes and more, in bytes, is below 2^63: torch counts in 64 bits.
@@ -87,9 +92,10 @@ class ConfigFile:
         return is_off and has_one_rope and self.get("layer_types") == types
 
     def rope(self, head_dim: int, max_positions: int) -> RopeConfig:
-        """The one of all layers."""
-        is_silent = not any(self.raw.get(name) for name in ("rope_parameters", "rope_scaling"))
-        raw = {"rope_theta": self.implied["rope_theta"] if is_silent else None} | self.raw
+        """The one of all layers; where no theta is said, whatever the type, it is the implied."""
+        objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+        is_said = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
+        raw = {"rope_theta": None if is_said else self.implied["rope_theta"]} | self.raw
         return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 

@@ -11,18 +11,19 @@ _GEMMA = {
     "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
 }  # fmt: skip
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"sliding_window": 4096},
+    "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10_000.0},
     "MixtralForCausalLM": {
         "sliding_window": None, "num_experts": 8, "num_local_experts": None,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 2, "rope_theta": 1e6,
     },
     "Qwen3MoeForCausalLM": {
         "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
         "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        "rope_theta": 10_000.0,
     },
-    "Phi3ForCausalLM": {"sliding_window": None},
+    "Phi3ForCausalLM": {"sliding_window": None, "rope_theta": 10_000.0},
     "Gemma2ForCausalLM": {
         **_GEMMA,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,

@@ -4,7 +4,7 @@ Here a `RopeConfig` is any object with its fields. What each type means is in
 `nanoserve.layers.rope_scaling`. A checkpoint with none of them comes here only to be refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from nanoserve.checks import (
     check_int,
     check_list,
     check_number,
+    is_int,
     is_number,
     require,
     shown,
@@ -47,6 +48,17 @@ PARAMETERS = {
     ),
 }
 _OLD_NAMES = {"su": "longrope"}
+# What files have and transformers does not read, at values that ask for nothing: those of the code
+# that came with the first models of YaRN, and the context that a type does not compute with.
+_NO_EFFECT: dict[str, Callable[[Any], bool]] = {
+    "finetuned": lambda value: isinstance(value, bool),
+    "attn_factor": lambda value: is_number(value) and value == 1,
+    "extrapolation_factor": lambda value: is_number(value) and value == 1,
+}
+_NO_EFFECT_OF_TYPE: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "default": {"factor": lambda value: is_number(value) and value == 1},
+    "linear": {"original_max_position_embeddings": lambda value: is_int(value) and value > 0},
+}
 _OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
 _SMALLEST = 2.0**-126  # of float32, in which tables are computed: below it is nothing to divide by
 
@@ -121,6 +133,12 @@ def read_settings(
     _refuse_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
     if rope_type not in PARAMETERS:
         settings = {}  # the type is the news, not what comes with it
+    harmless = _NO_EFFECT | _NO_EFFECT_OF_TYPE.get(rope_type, {})
+    settings = {
+        name: value
+        for name, value in settings.items()
+        if not (name in harmless and harmless[name](value))
+    }
     _refuse_unknown(rope_type, settings)
     _add_implied(rope_type, settings, raw, max_position_embeddings)
     return {"rope_type": rope_type, "theta": theta, **settings}

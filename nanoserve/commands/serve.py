@@ -17,7 +17,7 @@ from nanoserve.commands.parser import (
     with_config_file,
     with_dashes,
 )
-from nanoserve.drop_in.server_flags import add_server_flags, check_server_flags
+from nanoserve.commands.server_flags import add_server_flags, check_server_flags
 from nanoserve.replicas.settings import ReplicaSettings
 from nanoserve.server.settings import ServerSettings
 

@@ -4,15 +4,10 @@ As for the engine's options: a value that asks for what is done anyway is accept
 one is refused with what to do instead.
 """
 
-import logging
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.checks import shown
 from nanoserve.drop_in.option_table import Foreign
-
-logger = logging.getLogger(__name__)
 
 
 def _known(
@@ -32,7 +27,6 @@ def _anything(value: Any) -> bool:
 _off, _on = _one_of(False), _one_of(True)
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _PROXY = "put a proxy such as nginx or Caddy in front of the server"
-_ANSWER_ID = "the id of an answer is in its body; a proxy can add headers"
 _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log asks for one"
 _ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts engines behind it"
@@ -66,7 +60,7 @@ FLAGS: dict[str, Foreign] = {
     **_known("enable_force_include_usage", "send stream_options={'include_usage': true} with each "
              "stream", _off),
     **_known("enable_per_request_metrics", "/metrics has the times of all requests", _off),
-    **_known("enable_request_id_headers", _ANSWER_ID, _off),
+    **_known("enable_request_id_headers", "each answer has an x-request-id", _anything),
     **_known("sse_keep_alive_interval", "it is --heartbeat-interval S"),
     **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
     **_known("fingerprint_value", "system_fingerprint is null"),
@@ -105,15 +99,6 @@ FLAGS: dict[str, Foreign] = {
              "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
              "with --data-parallel-size N, Ray looks after the engines", _anything),
 }  # fmt: skip
-# That may stand behind a flag without a value.
-_SWITCHES = {
-    *("trust_request_chat_template", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
-    *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
-    *("headless", "allow_credentials", "grpc"),
-}
-_LISTS = {"lora_modules"}  # of several words
-_SHORT = {"api_server_count": ["-asc"]}
-
 _TEMPLATES = "templates are always Jinja's: leave it out"
 _ON_GPU = "all layers are on the device: --device cuda or --device cpu"
 # Of llama.cpp, SGLang, TGI and of old versions, as they are written: what to do here.
@@ -156,31 +141,3 @@ ELSEWHERE = {
     **dict.fromkeys(("--api-key-file",), "set NANOSERVE_API_KEY"),
     **dict.fromkeys(("--quantize",), "it is --quantization NAME"),
 }  # fmt: skip
-
-
-def add_server_flags(parser: ArgumentParser) -> None:
-    """Hidden flags for those in `FLAGS`; what is not given is not in the namespace."""
-    from nanoserve.commands.parser import json_or_text
-
-    for name in FLAGS:
-        flags = [f"--{name.replace('_', '-')}", *_SHORT.get(name, ())]
-        told: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
-        if name in _SWITCHES or name.startswith(("enable_", "disable_f", "disable_u")):
-            parser.add_argument(*flags, action=BooleanOptionalAction, **told)
-        elif name in _LISTS:
-            parser.add_argument(*flags, nargs="+", **told)
-        else:
-            parser.add_argument(*flags, type=json_or_text, **told)
-
-
-def check_server_flags(args: Namespace) -> None:
-    """Raise `ValueError` for the first flag that asks for what is not done, with what to do."""
-    for name, (accepts, instead) in FLAGS.items():
-        if name not in args:
-            continue
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        given = flag if value is True else f"--no-{flag[2:]}" if value is False else ""
-        given = given or f"{flag} {shown(value)}"
-        if not accepts(value):
-            raise ValueError(f"{given} is vLLM's and not implemented here: {instead}")
-        logger.info("%s changes nothing here: %s", given, instead)

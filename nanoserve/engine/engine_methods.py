@@ -6,7 +6,6 @@ from nanoserve.checks import attribute_error, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
     from typing_extensions import Self
 
     from nanoserve.checkpoint.model_config import ModelConfig

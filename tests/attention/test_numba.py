@@ -241,3 +241,26 @@ print(torch.get_num_threads())"""
     command = [sys.executable, "-c", code]
     shown = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert shown.stdout == "2\n", shown.stderr
+
+
+FORK = """
+import multiprocessing, sys
+from nanoserve import LLM, SamplingParams
+
+def answer():
+    with LLM("tiny-qwen3", num_kv_blocks=64) as llm:
+        llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+
+answer()
+child = multiprocessing.get_context("fork").Process(target=answer)
+child.start()
+child.join(60)
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.size("full")  # two engines, in processes of their own
+def test_a_fork_of_a_process_that_has_computed_is_told_so() -> None:
+    """Else OpenMP ends it, in its own words."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "instead of fork, use spawn" in done.stderr, done.stderr[-500:]

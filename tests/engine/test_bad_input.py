@@ -467,7 +467,7 @@ def test_what_the_model_does_not_implement_is_refused(
     ("changes", "told"),
     [
         ({"max_position_embeddings": ...}, "max_position_embeddings"),
-        ({"rope_parameters": ...}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta"),
         ({"vocab_size": "300"}, "vocab_size"),
         ({"hidden_size": 48.0}, "hidden_size"),
         ({"num_key_value_heads": 0}, "num_key_value_heads"),

@@ -29,7 +29,7 @@ VLLM = [
     ("--disable-access-log-for-endpoints /health,/metrics", None),
     ("--api-server-count 1", None),
     ("-asc 4", "--data-parallel-size"),
-    ("--enable-request-id-headers", "body"),
+    ("--enable-request-id-headers", None),
     ("--no-enable-request-id-headers", None),
     ("--enable-force-include-usage", "stream_options"),
     ("--return-tokens-as-token-ids", "with each request"),

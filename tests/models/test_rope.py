@@ -1,5 +1,6 @@
 """RoPE types against transformers: frequencies, tables, whole models, and what is refused."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,14 @@ import pytest
 import torch
 from logits_recorder import LogitsRecorder
 from tiny_checkpoints import edit_json, make_qwen3
-from transformers import LlamaConfig, Qwen3ForCausalLM
+from transformers import AutoConfig, LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.overrides import read_with_overrides
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.rope_scaling import inverse_frequencies
 from nanoserve.layers.rotary import RotaryEmbedding
@@ -307,6 +310,94 @@ def test_a_rope_scaling_wins_but_the_base_is_not_guessed() -> None:
     with pytest.raises(ValueError, match="rope_theta=None"):
         read(**both)
     assert read(**both, rope_theta=5e5).rope == RopeConfig("linear", theta=5e5, factor=2.0)
+
+
+SILENT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "null": {"rope_scaling": None},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "linear, v5": {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, ORIGINAL: 512}},
+    "default": {"rope_parameters": {"rope_type": "default"}},
+    "default, v4": {"rope_scaling": {"type": "default"}},
+}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+}
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("settings", SILENT.values(), ids=SILENT)
+def test_a_base_that_is_nowhere_is_the_one_of_transformers(
+    settings: dict[str, Any], architecture: str
+) -> None:
+    theirs = AutoConfig.for_model(
+        MODEL_TYPES[architecture], max_position_embeddings=2048, **copy.deepcopy(settings)
+    )
+    ours = read(architectures=[architecture], **settings).rope
+    assert ours.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope_type == theirs.rope_parameters["rope_type"]
+
+
+def test_a_base_that_is_null_is_refused() -> None:
+    """In transformers, too, whose tables then have no numbers."""
+    for settings in (
+        {"rope_theta": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": None}},
+    ):
+        with pytest.raises(ValueError, match="rope_theta=None"):
+            read(**settings)
+
+
+def test_a_scaling_may_be_given_for_a_file_without_a_base(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    edit_json(tmp_path / "config.json", rope_parameters=...)
+    scaling = {"type": "linear", "factor": 4.0}
+    config = EngineConfig("m", hf_overrides={"rope_scaling": scaling})
+    found = read_with_overrides(tmp_path, config, ["Qwen3ForCausalLM"])
+    assert found.rope == RopeConfig("linear", theta=1e4, factor=4.0)
+    config = EngineConfig("m", hf_overrides={"rope_scaling": scaling, "rope_theta": 5e5})
+    assert read_with_overrides(tmp_path, config, ["Qwen3ForCausalLM"]).rope.theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("yarn", {"finetuned": True}),
+        ("yarn", {"finetuned": False, "attn_factor": 1, "extrapolation_factor": 1.0}),
+        ("linear", {"finetuned": True}),
+        ("linear", {ORIGINAL: 512}),
+        ("default", {"factor": 1.0}),
+    ],
+)
+def test_what_transformers_does_not_read_has_no_effect(name: str, more: dict[str, Any]) -> None:
+    settings, length = TYPES[name]
+    assert v5(settings | more, length).rope == v5(settings, length).rope
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("yarn", {"finetuned": "yes"}),
+        ("yarn", {"attn_factor": 0.5}),
+        ("yarn", {"extrapolation_factor": 2}),
+        ("dynamic", {"alpha": 1000.0}),
+        ("linear", {ORIGINAL: "512"}),
+        ("default", {"factor": 4.0}),
+    ],
+)
+def test_what_would_have_an_effect_elsewhere_is_refused(name: str, more: dict[str, Any]) -> None:
+    settings, length = TYPES[name]
+    with pytest.raises(ValueError, match=f"{next(iter(more))}.* not implemented"):
+        v5(settings | more, length)
 
 
 @pytest.mark.parametrize("share", [1, 1.0, None])
