@@ -194,4 +194,5 @@ def test_spaces_between_special_tokens(kind: RequestOutputKind, spaces: bool) ->
     while engine.has_unfinished_requests():
         texts += [output.outputs[0].text for output in engine.step()]
     text = "".join(texts) if kind is RequestOutputKind.DELTA else texts[-1]
-    assert text == ("a <s> <s> b" if spaces else "a<s><s>b")
+    # It continues "c", so its first token has its space, too.
+    assert text == (" a <s> <s> b" if spaces else " a<s><s>b")
