@@ -22,7 +22,10 @@ _OWN_OPTIONS = {
     *("distributed_timeout_seconds", "worker_timeout_seconds"),
 }
 # What may ask for nothing.
-_TEXTS = ("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native")
+_TEXTS = (
+    *("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native"),
+    *("info", "balanced"),
+)
 _NEUTRAL = (False, True, 0, 1, *_TEXTS, "raw_logprobs")
 # Fields of vLLM's SamplingParams that are ours under the same name, but for these.
 _OURS_ALONE = {"logits_processors", "num_speculative_tokens"}

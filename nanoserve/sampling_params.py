@@ -244,6 +244,8 @@ if not TYPE_CHECKING:  # which knows the fields, and need know no more
     SamplingParams.__init__ = _init_by_name
 
     def __getattr__(name: str) -> Any:
+        if name.startswith("__"):  # as an import looks for __path__
+            raise AttributeError(name)
         import nanoserve
         from nanoserve.drop_in.missing import refuse
 

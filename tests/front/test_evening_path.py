@@ -25,6 +25,7 @@ SUPPORT = {
     "nanoserve/checks.py",
     "nanoserve/config.py",
     "nanoserve/engine/batch_layout.py",
+    "nanoserve/engine/engine_methods.py",
     "nanoserve/engine/executor.py",
     "nanoserve/engine/input_processor.py",
     "nanoserve/engine/interrupts.py",
@@ -66,7 +67,7 @@ def test_the_path_can_be_read_in_an_evening() -> None:
 
 def test_what_lies_beside_the_path_is_bounded_too() -> None:
     counts = {name: lines_of_code(PACKAGE.parent / name) for name in SUPPORT}
-    assert sum(counts.values()) < 2390, counts
+    assert sum(counts.values()) < 2480, counts
 
 
 def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:
