@@ -39,7 +39,7 @@ from nanoserve.bench.workloads import (
 )
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.commands.parser import Parser
+from nanoserve.commands.parser import Parser, length_or_auto, whole_number
 from nanoserve.config import DTYPES, EngineConfig
 
 _ROOT = Path(__file__).resolve().parents[2]  # where this nanoserve was found
@@ -202,8 +202,9 @@ def parse_args(arguments: list[str]) -> Namespace:
     add("--request-rate", type=rates, default=[None], metavar="R,...", help="requests a second")
     add("--batching", choices=("continuous", "static"), default="continuous", help="%(default)s")
     add("--max-num-seqs", type=counts, default=[None], metavar="N,...", help="batch sizes")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step")
-    add("--max-model-len", type=int, metavar="N")
+    budget = "token budget of a step"
+    add("--max-num-batched-tokens", type=whole_number, metavar="N", help=budget)
+    add("--max-model-len", type=length_or_auto, metavar="N")
     add("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
     add("--attention-backend", metavar="NAME", help="nanoserve's option")
     add("--enforce-eager", action="store_const", const=True, help="no CUDA graphs")

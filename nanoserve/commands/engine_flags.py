@@ -84,9 +84,17 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
 
 
 def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]:
-    """What was given of them."""
+    """What was given of them. A chat template is its text: its file may be on this machine alone.
+
+    Raises `ValueError` for what is no chat template.
+    """
     names = [*(field.name for field in _options()), "logits_processors", *FOREIGN, *RENAMED]
-    return {name: getattr(args, name) for name in names if name in args and name not in but}
+    given = {name: getattr(args, name) for name in names if name in args and name not in but}
+    if given.get("chat_template") is not None:
+        from nanoserve.chat_template import load_chat_template
+
+        given["chat_template"] = load_chat_template(given["chat_template"])
+    return given
 
 
 def _options() -> list[Field[Any]]:
