@@ -48,6 +48,8 @@ class Parser(ArgumentParser):
         from nanoserve.drop_in.server_flags import ELSEWHERE
 
         known, strange, ours = [], [], self._option_string_actions
+        if self._subparsers is not None:  # which know flags that this one does not
+            return arguments, strange
         for number, argument in enumerate(arguments):
             if argument == "--":
                 return known + arguments[number:], strange

@@ -12,6 +12,7 @@ from nanoserve.commands.engine_flags import engine_options
 from nanoserve.commands.parser import Parser, whole_number
 from nanoserve.commands.serve import _OURS, parse_args
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.engine_args import EngineArgs, FlexibleArgumentParser
 from nanoserve.drop_in.server_flags import ELSEWHERE, FLAGS
 from nanoserve.server.settings import ServerSettings
 
@@ -262,6 +263,18 @@ def test_a_flag_of_a_file_is_known_by_name_too(tmp_path, capsys) -> None:
     file.write_text("root-path: /x\n")
     with pytest.raises(ValueError, match="--root-path '/x'"):
         parse_args(["--config", str(file)])
+
+
+def test_a_scripts_subcommands_have_flags_of_their_own(capsys) -> None:
+    parser = FlexibleArgumentParser(prog="p")
+    command = parser.add_subparsers().add_parser("run")
+    EngineArgs.add_cli_args(command)
+    args = parser.parse_args(["run", "-tp", "2", "--max_model_len", "1k", "-q", "int8"])
+    assert (args.tensor_parallel_size, args.max_model_len) == (2, 1000)
+    for unknown in ("-t", "--max-num-seq"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["run", unknown, "3"])
+        assert "unrecognized argument" in capsys.readouterr().err
 
 
 def test_words_behind_two_dashes_and_values_stay_as_they_are() -> None:
