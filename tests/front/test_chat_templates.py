@@ -151,6 +151,7 @@ def test_arguments_that_are_no_object_are_refused(llm: LLM, arguments: Any) -> N
     if isinstance(arguments, str):
         with pytest.raises(ValueError, match="arguments of 'f' are no JSON object"):
             prompt(llm, calling(arguments))
+    pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
     from nanoserve.server.errors import ApiError
     from nanoserve.server.tools.asked import with_parsed_arguments
 
