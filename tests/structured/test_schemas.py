@@ -254,8 +254,14 @@ def exact(value: Any) -> Fraction:
 
 
 def is_within(text: str, schema: dict[str, Any]) -> bool:
-    """Compare as the decimal numbers that are written, where jsonschema would round them first."""
+    """Compare as the decimal numbers that are written, where jsonschema would round them first.
+
+    A bound of 10^15 with a fraction has no more digits than a float64: so have values beside it.
+    """
     value, bounds = Fraction(Decimal(text)), {k: v for k, v in schema.items() if k != "type"}
+    if abs(value) >= 10**15:
+        value = Fraction(float(text))
+        bounds = {k: Fraction(v) if isinstance(v, float) else v for k, v in bounds.items()}
     checks = {
         "minimum": lambda bound: value >= bound,
         "maximum": lambda bound: value <= bound,
@@ -265,7 +271,10 @@ def is_within(text: str, schema: dict[str, Any]) -> bool:
         "const": lambda constant: value == constant,
     }
     is_integer = schema.get("type") != "integer" or value.denominator == 1
-    return is_integer and all(checks[name](exact(bound)) for name, bound in bounds.items())
+    return is_integer and all(
+        checks[name](bound if isinstance(bound, Fraction) else exact(bound))
+        for name, bound in bounds.items()
+    )
 
 
 def bounds_of(rng: random.Random) -> dict[str, Any]:
