@@ -26,6 +26,7 @@ CONFIG = {"num_blocks": 36, "block_size": 4, "max_num_seqs": 6, "budget": 24, "t
 QUESTIONS = ["What is a KV cache?", "What is preemption?", "What is a block table?", "23 + 45 ="]
 CHECKPOINT = Path(find_spec("nanoserve").origin).parent / "tiny_qwen3" / "checkpoint"
 ROOT = Path(__file__).parents[2]
+_A = 67  # the token "a"
 
 
 class Request(NamedTuple):
@@ -60,6 +61,7 @@ def workload(num_requests: int = 50, seed: int = 0, sampled: bool = False) -> li
         prompt: str | list[int] = rng.choice(beginnings) + [
             rng.randrange(300, 2000) for _ in range(rng.randint(1, 14))
         ]
+        prompt.append(_A)  # an output goes on where its prompt ends, here behind a whole character
         if rng.random() < 0.4:
             question = rng.choice(QUESTIONS)
             prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

@@ -414,9 +414,7 @@ class Engine:
             self.scheduler.finish(seq, "abort")
 
     def _show(self, seq: Sequence) -> str:
-        # The output continues the prompt, which may end within a character.
-        before = self.tokenizer.decode(seq.token_ids[: seq.num_prompt]).rstrip("\ufffd")
-        text = self.tokenizer.decode(seq.token_ids)[len(before) :]
+        text = self.tokenizer.decode(seq.token_ids[seq.num_prompt :])
         # As long as more comes, half a character may be the end.
         shown = text if seq.finish_reason else text.rstrip("\ufffd")
         visible, stop = until_stop(shown, seq.stop, bool(seq.finish_reason))

@@ -254,14 +254,8 @@ def exact(value: Any) -> Fraction:
 
 
 def is_within(text: str, schema: dict[str, Any]) -> bool:
-    """Compare as the decimal numbers that are written, where jsonschema would round them first.
-
-    A bound of 10^15 with a fraction has no more digits than a float64: so have values beside it.
-    """
+    """Compare as the decimal numbers that are written, where jsonschema would round them first."""
     value, bounds = Fraction(Decimal(text)), {k: v for k, v in schema.items() if k != "type"}
-    if abs(value) >= 10**15:
-        value = Fraction(float(text))
-        bounds = {k: Fraction(v) if isinstance(v, float) else v for k, v in bounds.items()}
     checks = {
         "minimum": lambda bound: value >= bound,
         "maximum": lambda bound: value <= bound,
@@ -271,14 +265,11 @@ def is_within(text: str, schema: dict[str, Any]) -> bool:
         "const": lambda constant: value == constant,
     }
     is_integer = schema.get("type") != "integer" or value.denominator == 1
-    return is_integer and all(
-        checks[name](bound if isinstance(bound, Fraction) else exact(bound))
-        for name, bound in bounds.items()
-    )
+    return is_integer and all(checks[name](exact(bound)) for name, bound in bounds.items())
 
 
 def bounds_of(rng: random.Random) -> dict[str, Any]:
-    low = rng.choice([0, 0, 1, -1, 0.5, -0.25, 2**53 - 1, 10**15, 1e-7, 4e-16, rng.randint(-9, 9)])
+    low = rng.choice([0, 0, 1, -1, 0.5, -0.25, 2**53 - 1, 10**12, 1e-7, 4e-16, rng.randint(-9, 9)])
     high = low + rng.choice([4e-16, 0.5, 0.25, 1, 3, 0.1])
     schema = {"type": rng.choice(["number", "integer"])}
     schema[rng.choice(["minimum", "exclusiveMinimum"])] = low
