@@ -88,7 +88,7 @@ def prompts_of(
 
 
 def _text_of_template(engine: LLMEngine, given: Any) -> str:
-    """Of one of the checkpoint's several templates, by its name; else see `load_chat_template`."""
+    """Return a template of the checkpoint's by its name; else see `load_chat_template`."""
     from nanoserve.chat_template import load_chat_template
 
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:

@@ -92,7 +92,7 @@ def _checked_bias(value: Any) -> dict[int, float]:
 
 
 def _is_id_in_text(token_id: Any) -> bool:
-    """As OpenAI's clients have them, whose keys are JSON's."""
+    """Tell whether a token id is written as text, as keys of JSON are."""
     return isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal()
 
 

@@ -4,22 +4,12 @@ A token may be a part of a character: byte-level BPE cuts the UTF-8 of a llama i
 and SentencePiece falls back to tokens of one byte, `<0xF0>`. Decoded alone, each is U+FFFD.
 """
 
-import json
 from functools import cached_property
-from typing import Any
 
 from tokenizers import Tokenizer as TokenizerBackend
 
+from nanoserve.engine.incremental_decoder import BYTE_OF_SYMBOL, decoder_steps
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others are moved above 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    moved = {chr(256 + number): byte for number, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | moved
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
 _SINGLE_BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 _SPACE = "\u2581"  # SentencePiece's
 
@@ -32,7 +22,7 @@ class TokenBytes:
     """
 
     def __init__(self, backend: TokenizerBackend) -> None:
-        self._backend = backend
+        self._backend, self._steps = backend, decoder_steps(backend)
         added = backend.get_added_tokens_decoder()
         self._specials = {token_id for token_id, token in added.items() if token.special}
         self._known: dict[int, bytes] = {}
@@ -57,28 +47,18 @@ class TokenBytes:
 
     @cached_property
     def falls_back(self) -> bool:
-        """Whether characters that have no token are written as tokens of single bytes."""
+        """Tell whether characters without a token are written as tokens of single bytes."""
         return any(step["type"] == "ByteFallback" for step in self._steps)
 
     @cached_property
     def strips(self) -> bool:
-        """Whether the space before a text's first word is not shown."""
+        """Tell whether the space before a text's first word is left out."""
         for step in self._steps:
             if step["type"] == "Strip" and step["content"] == " " and step["start"]:
                 return True
             if step["type"] == "Metaspace" and step.get("prepend_scheme") != "never":
                 return True
         return False
-
-    @cached_property
-    def _steps(self) -> list[dict[str, Any]]:
-        """The decoder's, in their order; none if it is not one that is known here."""
-        decoder = self._backend.decoder
-        try:
-            spec = json.loads(decoder.__getstate__()) if decoder is not None else {}
-        except Exception:  # a decoder in Python, which cannot be written out
-            return []
-        return spec.get("decoders", [spec]) if "type" in spec else []
 
     def _make(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
@@ -87,7 +67,7 @@ class TokenBytes:
         kinds = {step["type"] for step in self._steps}
         if "ByteLevel" in kinds:
             # As the decoder does: a token with any other character is written as it is.
-            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            values = [BYTE_OF_SYMBOL.get(character) for character in token]
             return token.encode() if None in values else bytes(values)
         if kinds & {"ByteFallback", "Metaspace"}:
             if self.falls_back and token in _SINGLE_BYTES:
@@ -113,7 +93,7 @@ def name_of(content: bytes) -> str:
 
 
 class TextPositions:
-    """Where the tokens of a text begin in it, in characters, while the text grows.
+    """Positions, in characters, at which the tokens of a growing text begin.
 
     A token that goes on with a character begins where that character does.
     """

@@ -31,7 +31,7 @@ def _parsed(text: str) -> Any:
 
 
 def with_objects(message: Any) -> Any:
-    """The same message, in which each call of a function in OpenAI's form has an object."""
+    """Return a message in which each call of a function in OpenAI's form has an object."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, (list, tuple)) or not any(map(_is_text_in, calls)):
         return message
@@ -46,7 +46,7 @@ def _with_object(call: Any) -> Any:
 
 
 def _is_text_in(call: Any) -> bool:
-    """Whether a call's arguments are a text, or nothing. Other forms are the template's own."""
+    """Tell whether a call's arguments are text, or nothing. Other forms are the template's own."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return False

@@ -52,7 +52,7 @@ _NO_TEXT = {
 
 
 def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
-    """Of what `config.json` says to be another model than the supported ones."""
+    """Describe a model that `config.json` says to be none of the supported ones."""
     name = architecture_of(raw)
     told = f"architecture {shown(name)} is not supported"
     if not raw.get("architectures"):

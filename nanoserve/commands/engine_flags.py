@@ -84,7 +84,9 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
 
 
 def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]:
-    """What was given of them. A chat template is its text: its file may be on this machine alone.
+    """Return the options that were given.
+
+    A chat template is its text: its file may be on this machine alone.
 
     Raises `ValueError` for what is no chat template.
     """
@@ -114,7 +116,7 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def _hidden_kind(name: str) -> Callable[[str], Any]:
-    """Of an option of vLLM's: an integer with a unit, JSON, or else a text."""
+    """Read an option of vLLM's: an integer with a unit, JSON, or else a text."""
     return whole_number if name in _WITH_UNITS else json_or_text
 
 

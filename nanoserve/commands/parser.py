@@ -149,7 +149,7 @@ def whole_number(text: str) -> int:
 
 
 def length_or_auto(text: str) -> int | None:
-    """The same; -1 and "auto" are None, as for vLLM."""
+    """Read a length as `whole_number` does; -1 and "auto" are None, as for vLLM."""
     return None if text.strip().lower() in ("-1", "auto") else whole_number(text)
 
 

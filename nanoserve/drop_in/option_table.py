@@ -26,7 +26,7 @@ def _anything(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Of what is passed in dictionaries, lists and texts."""
+    """Tell whether a dictionary, list or text is empty."""
     return value in ({}, [], (), "", False)
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from nanoserve.checkpoint.model_config import ModelConfig
 
-
-# What to use instead of others of its attributes.
+# What to use instead of others of its attributes. It is here and not in `nanoserve.drop_in`, which
+# the engine does not import.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("vllm_config", "scheduler_config", "parallel_config", "device_config", "get_vllm_config"),
@@ -27,7 +27,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("collective_rpc", "apply_model"), "no function of yours runs in the workers"),
     **dict.fromkeys(
         ("model_executor", "driver_worker", "model_runner", "engine_core"),
-        "with one process, llm.engine.executor.model is the model, to look at",
+        "with one process, llm.engine.executor.model is the model, to look at: most weights are "
+        "kept in other forms",
     ),
     "cache_config": "llm.engine.config.block_size, and llm.engine.executor.num_kv_blocks",
     "max_model_len": "it is llm.engine.input_processor.max_model_len",
@@ -47,7 +48,7 @@ class EngineMethods:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "Self":
-        """As scripts for vLLM make one: of `nanoserve.EngineArgs`."""
+        """Make one of `nanoserve.EngineArgs`, as scripts for vLLM do."""
         return engine_args.create_engine()
 
     def get_model_config(self) -> "ModelConfig":

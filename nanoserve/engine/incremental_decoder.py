@@ -214,7 +214,7 @@ class WindowDecoder:
 
 
 class _Table(dict[int, T], Generic[T]):
-    """What tokens stand for, worked out when one is seen for the first time."""
+    """Values of tokens, computed when one is seen for the first time."""
 
     def __init__(self, value_of: Callable[[int], T]) -> None:
         super().__init__()
@@ -226,13 +226,13 @@ class _Table(dict[int, T], Generic[T]):
 
 
 class TokenTexts:
-    """What the tokens of one tokenizer stand for; it makes the decoders of all outputs."""
+    """The texts of one tokenizer's tokens; makes the decoders of all outputs."""
 
     def __init__(self, backend: TokenizerBackend) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.specials = {i: token.content for i, token in added.items() if token.special}
-        parts = _parts(backend)
+        parts = decoder_steps(backend)
         kinds = [part["type"] for part in parts]
         self._is_byte_level = kinds == ["ByteLevel"]
         self._strip = None if self._is_byte_level else _strip_of_sum(parts)
@@ -295,7 +295,7 @@ class TokenTexts:
         if sets_apart and token_id in self.specials:
             return token.encode()
         try:
-            return bytes(_BYTE_OF[character] for character in token)
+            return bytes(BYTE_OF_SYMBOL[character] for character in token)
         except KeyError:  # as the library does for added tokens
             return token.encode()
 
@@ -322,9 +322,16 @@ def _bytes(run: str) -> bytes:
     return run.encode("utf-16-le", "surrogatepass")[::2]
 
 
-def _parts(backend: TokenizerBackend) -> list[dict[str, Any]]:
-    """Return the steps of the decoder, as tokenizer.json has them."""
-    if backend.decoder is None:
+def decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
+    """Return the steps of the decoder, as tokenizer.json has them.
+
+    Of no decoder, and of one in Python, which cannot be written out, one of type "none".
+    """
+    try:
+        written = None if backend.decoder is None else backend.decoder.__getstate__()
+    except Exception:  # the library's own kind
+        written = None
+    if written is None:
         return [{"type": "none"}]
 
     def steps(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -332,7 +339,7 @@ def _parts(backend: TokenizerBackend) -> list[dict[str, Any]]:
             return [decoder]
         return [step for inner in decoder["decoders"] for step in steps(inner)]
 
-    return list(steps(json.loads(backend.decoder.__getstate__())))
+    return list(steps(json.loads(written)))
 
 
 def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
@@ -359,4 +366,4 @@ def _byte_of_symbol() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_of_symbol()
+BYTE_OF_SYMBOL = _byte_of_symbol()

@@ -192,7 +192,7 @@ def _note_errors(failed: dict[Request, Exception]) -> dict[Request, list[Complet
 
 
 def _note_error(request: Request, error: Exception) -> None:
-    """What ends `request`, and no other one; the first one counts."""
+    """Keep the error that ends `request`, and no other one; the first one counts."""
     if request.error is None:
         logger.error("request %r failed", request.request_id, exc_info=error)
         request.error = error

@@ -151,7 +151,7 @@ def _ordered(bits):
 
 @njit(**_INNER)
 def _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
-    """Whether a row's tokens are some of the batch's, and the blocks that it reads are some of the
+    """Tell whether a row's tokens are some of the batch's, and the blocks that it reads some of the
     cache's: (its first token, the next row's, its context's length)."""
     start, end, length = of_row
     if not (0 <= start < end <= num_tokens and end - start <= length):

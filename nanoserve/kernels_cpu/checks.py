@@ -32,19 +32,22 @@ def _shown(x: Any) -> str:
 
 def check_norm(x: Tensor, weight: Tensor) -> None:
     """x [..., hidden] and weight [hidden], each float32 or bfloat16."""
-    shape = weight.shape
-    if len(shape) != 1 or shape != x.shape[-1:] or not shape[0]:
+    shape, size = x.shape, weight.shape
+    if len(size) != 1 or not shape or shape[-1] != size[0] or not size[0]:
         refuse("x must be [..., hidden] and weight [hidden]", x=x, weight=weight)
     if x.dtype not in FLOATS or weight.dtype not in FLOATS:
         refuse("x and weight must be float32 or bfloat16", x=x, weight=weight)
 
 
-def check_residual(x: Tensor, residual: Tensor) -> None:
-    """Both [num_tokens, hidden], of one dtype; they are written to."""
-    if x.shape != residual.shape or x.dtype != residual.dtype or len(x.shape) != 2:
+def check_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """x and residual [num_tokens, hidden] of one dtype, and weight [hidden]."""
+    shape, dtype, size = x.shape, x.dtype, weight.shape
+    if len(shape) != 2 or residual.shape != shape or residual.dtype != dtype:
         refuse("x and residual must be alike, [num_tokens, hidden]", x=x, residual=residual)
-    if not (x.is_contiguous() and residual.is_contiguous()):
-        refuse("x and residual must be contiguous", x=x, residual=residual)
+    if len(size) != 1 or size[0] != shape[1] or not size[0]:
+        refuse("x must be [..., hidden] and weight [hidden]", x=x, weight=weight)
+    if dtype not in FLOATS or weight.dtype not in FLOATS:
+        refuse("x and weight must be float32 or bfloat16", x=x, weight=weight)
 
 
 def check_gate_up(gate_up: Tensor) -> None:
@@ -57,7 +60,7 @@ def check_gate_up(gate_up: Tensor) -> None:
 def check_heads(
     heads: Tensor, rotary: Any, norms: tuple[Any, Any], cache_shape: Sequence[int], metadata: Any
 ) -> None:
-    """What `norm_rotate_store` takes, whatever the cache keeps.
+    """Check what `norm_rotate_store` takes, whatever the cache keeps.
 
     heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim]. rotary: its cos and sin are
     [num_positions, head_dim / 2] in the dtype of heads. norms: of q and of k, both or none, with
@@ -117,17 +120,17 @@ def check_store(num_wrong: int, rotary: Any, cache_shape: Sequence[int], metadat
 
 def check_attention(layer: Any, q: Tensor, cache: Tensor, metadata: Any) -> None:
     """q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim]."""
-    shape, tables = cache.shape, metadata.block_tables
-    heads = (layer.num_heads, layer.head_dim)
-    if len(q.shape) != 3 or q.shape[1:] != heads or q.dtype not in FLOATS:
-        refuse(f"q must be [tokens, {heads[0]}, {heads[1]}], float32 or bfloat16", q=q)
-    kept = (layer.num_kv_heads, layer.head_dim)
-    if len(shape) != 5 or shape[0] != 2 or shape[2::2] != kept or not shape[1] or not shape[3]:
-        refuse(f"the cache must be [2, blocks, {kept[0]}, slots, {kept[1]}]", cache=cache)
-    if not kept[0] or heads[0] % kept[0] or not heads[0] or not heads[1]:
+    num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    of_q = [*q.shape]
+    if of_q[1:] != [num_heads, head_dim] or q.dtype not in FLOATS:
+        refuse(f"q must be [tokens, {num_heads}, {head_dim}], float32 or bfloat16", q=q)
+    shape = [*cache.shape]
+    if len(shape) != 5 or shape != [2, shape[1], num_kv_heads, shape[3], head_dim] or 0 in shape:
+        refuse(f"the cache must be [2, blocks, {num_kv_heads}, slots, {head_dim}]", cache=cache)
+    if num_heads % num_kv_heads or not num_heads:
         refuse("query heads must be a multiple of KV heads", q=q, cache=cache)
-    starts, lens = metadata.cu_seqlens_q, metadata.context_lens
-    rows = tables.shape[0] if len(tables.shape) == 2 else -1
+    starts, lens, tables = metadata.cu_seqlens_q, metadata.context_lens, metadata.block_tables
+    rows = tables.shape[0] if tables.dim() == 2 else -1
     if starts.shape != (rows + 1,) or lens.shape != (rows,):
         refuse(
             "must be [rows + 1], [rows] and [rows, blocks]",
@@ -139,9 +142,9 @@ def check_attention(layer: Any, q: Tensor, cache: Tensor, metadata: Any) -> None
     if not (is_good and starts.is_cpu and lens.is_cpu and tables.is_cpu):
         told = {"cu_seqlens_q": starts, "context_lens": lens, "block_tables": tables}
         refuse("must be int32, on a CPU", **told)
-    if not 0 <= metadata.num_decode_rows <= min(rows, q.shape[0]):
-        told = metadata.num_decode_rows
-        raise ValueError(f"num_decode_rows={told} of {rows} rows with {q.shape[0]} tokens")
+    num_single = metadata.num_decode_rows
+    if not 0 <= num_single <= min(rows, of_q[0]):
+        raise ValueError(f"num_decode_rows={num_single} of {rows} rows with {of_q[0]} tokens")
     if layer.sliding_window is not None and layer.sliding_window < 1:
         raise ValueError(f"sliding_window={layer.sliding_window}: a query sees at least itself")
 

@@ -69,13 +69,14 @@ class SharedPanels(FloatPanels):
             self._num_rows = 0  # oneDNN has padded it in another way: all of it is oneDNN's
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.numel() // self.inputs < self._num_rows:
+            return super().__call__(x)
         checks.check_linear(x, self.inputs, (self.dtype,))
-        num_rows = x.numel() // self.inputs
-        return self._packed(x) if num_rows >= self._num_rows else super().__call__(x)
+        return self._packed(x)
 
 
 def _own(kind: str, weight: Tensor) -> Any:
-    """What multiplies a kind of weight. Raises `ValueError` if it is for another dtype."""
+    """Return the tiles of one kind. Raises `ValueError` if they are for another dtype."""
     own = KINDS[kind]
     if str(weight.dtype) != f"torch.{own.dtype}":
         checks.refuse(f"{kind!r} needs a weight of {own.dtype}", weight=weight)

@@ -42,8 +42,7 @@ class NumbaOps(TorchOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        checks.check_norm(x, weight)
-        checks.check_residual(x, residual)
+        checks.check_add_norm(x, residual, weight)
         add_rms_norm = _add_rms_norm if x.numel() <= FEW else _add_rms_norm_parallel
         elements = ELEMENTS[x.dtype], ELEMENTS[weight.dtype]
         add_rms_norm(*map(address, (x, residual, weight)), *x.shape, eps, *elements)

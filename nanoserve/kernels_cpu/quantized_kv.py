@@ -47,7 +47,7 @@ class QuantizedNumbaOps(NumbaOps):
 
 @njit(**EXACT)
 def _store_kv(addresses, sizes, eps, element, weight_element, cache, shape, largest_code, code):
-    """As `nanoserve.kernels_cpu.ops._store_kv`, to codes."""
+    """Store codes, as `nanoserve.kernels_cpu.ops._store_kv` stores floats."""
     arrays = token_arrays(addresses, sizes, element, weight_element)
     codes = array_at(cache[0], (2, *shape, sizes[2]), code)
     scales = array_at(cache[1], (2, *shape), np.float32(0))

@@ -66,7 +66,7 @@ class FleetServer(ApiServer):
         return Response(status_code=200 if is_healthy else 503)
 
     async def _read_metrics(self) -> bytes:
-        """Of all replicas that answer, each with its number as a label."""
+        """Read those of all replicas that answer, each with its number as a label."""
         numbers = list(self.llm.owner.replicas)
         told = await asyncio.gather(*map(self._exposition, numbers))
         return merged({number: one for number, one in zip(numbers, told, strict=True) if one})

@@ -49,7 +49,7 @@ class Ingress:
         self._silence, self._looked = 0.0, time.monotonic()
 
     def is_lost(self) -> bool:
-        """Whether it has been silent for too long. Asked about once a second.
+        """Tell whether it has been silent for too long. Called about once a second.
 
         From one look to the next, no more than two seconds count: if it was longer, this process
         was stopped itself, perhaps together with the ingress.

@@ -373,7 +373,7 @@ async def _tell(request: Request, error: Exception) -> JSONResponse:
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:
-    """For a path or a method that there is not."""
+    """Return the error for a path or a method that does not exist."""
     if error.status_code == 404:
         return missing_endpoint(request.method, request.url.path)
     told, headers = str(error.detail), dict(error.headers or {})

@@ -220,7 +220,7 @@ class AsyncLLM:
         return next(self._request_ids)
 
     async def prepare(self, make: Callable[[], T], is_large: bool = False) -> T:
-        """What `make()` returns, called in the thread that tokenises.
+        """Return what `make()` returns, called in the thread that tokenises.
 
         is_large: in the one for what takes long, so that short prompts do not wait behind it.
         """

@@ -48,7 +48,7 @@ class Connection(HttpToolsProtocol):
             self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed. Called by uvicorn, which would cut an answer under way.
+        """Refuse what cannot be parsed. Called by uvicorn, which would cut an answer under way.
 
         It may also be the rest of a body that an answer still waits for: then nothing else comes.
         """

@@ -321,7 +321,7 @@ class _Sender:
 
 
 def _parts(tokens: list[Any], outputs: list[Any]) -> list[tuple[list[Any], list[Any]]]:
-    """What goes into one message. An output with log-probabilities is thousands of objects, and
+    """Split news into messages. An output with log-probabilities is thousands of objects, and
     whoever unpickles it holds its interpreter's lock until all of the message is there."""
     large = [output for output in outputs if output.prompt_logprobs]
     small = [output for output in outputs if not output.prompt_logprobs]

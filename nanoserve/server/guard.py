@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoserve.server.body_cost import BodyCost
+from nanoserve.server.body_cost import PIECE, BodyCost
 from nanoserve.server.errors import ApiError
 from nanoserve.server.settings import ServerSettings
 
@@ -47,7 +47,7 @@ class ReceivedBody(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether it is to be read off the event loop, which would wait a millisecond or more."""
+        """Tell whether reading it would hold the event loop for a millisecond or more."""
         return len(self.content) > _SMALL_BYTES or self.cost > _SMALL_COST
 
 
@@ -83,12 +83,12 @@ async def read_body(
                 raise told
             if cost.total <= most_cost:
                 content.extend(piece)
-            for start in range(0, len(piece), _PIECE):
+            for start in range(0, len(piece), PIECE):
                 if cost.total > most_cost:
                     break  # the rest is taken, and dropped, so that its client can read an answer
                 if start:  # a server that hands over all at once: others are served meanwhile
                     await asyncio.sleep(0)
-                cost.add(piece[start : start + _PIECE])
+                cost.add(piece[start : start + PIECE])
 
     try:
         await asyncio.wait_for(read(), settings.body_timeout)
@@ -103,7 +103,6 @@ async def read_body(
 _SMALL_BYTES = 2**14
 _SMALL_COST = 2**11  # units, 100 ns each
 _BYTES_FOR_A_UNIT = 16  # 2^19 units in 8 MiB: 0.05 s of parsing
-_PIECE = 2**16
 _TOO_MANY_ITEMS = (
     "the body has too many items: a number counts 1, a string 2, a name 4, a list or an object 16, "
     "and together at most {}: a sixteenth of max_body_bytes, or what the model takes"

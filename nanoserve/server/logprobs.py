@@ -12,7 +12,7 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenNames:
-    """What the answers to a request call tokens.
+    """Names of tokens in the answers to a request.
 
     as_ids: `token_id:5` instead of the text. part: what is written before the bytes of a token
     that is no whole character; OpenAI's older endpoint has "bytes:" there.
@@ -51,7 +51,7 @@ def of_completion(
     contents: list[bytes],
     offsets: list[int],
 ) -> dict[str, list[Any]]:
-    """For /v1/completions, by token.
+    """Make the log-probabilities of /v1/completions, by token.
 
     contents: the bytes of the answer's text that are the token's. offsets: where they begin in it,
     in characters.
@@ -72,7 +72,7 @@ def of_chat(
     names: TokenNames,
     positions: TextPositions,
 ) -> dict[str, list[Any]]:
-    """For /v1/chat/completions. `positions`: how far the answer has come; it goes on from there.
+    """Make those of /v1/chat/completions. `positions`: how far the answer has come.
 
     The bytes of all tokens, one after the other, are the UTF-8 of the text. So a special token that
     is left out of the text has none.
@@ -127,7 +127,7 @@ def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> 
 
 
 def _aligned(token_bytes: TokenBytes, text: str, token_ids: list[int]) -> list[int] | None:
-    """The same by the tokens' bytes; None if the text has others."""
+    """Find where tokens begin by their bytes; None if the text has others."""
     content, at, num_characters, begins = text.encode("utf-8", "surrogatepass"), 0, 0, []
     for token_id in token_ids:
         piece = token_bytes.of(token_id)

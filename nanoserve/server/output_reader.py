@@ -82,7 +82,7 @@ class OutputReader:
         ]
 
     def _output_of(self, request_id: str, followed: FollowedRequest) -> RequestOutput:
-        """What is new of a request whose text is made here. If that raises, it ends with that."""
+        """Return the news of a request whose text is made here; an error of it ends the request."""
         output = followed.output()
         if followed.error is not None and self._are_deltas.pop(request_id, None) is not None:
             self._owner.abort(request_id)

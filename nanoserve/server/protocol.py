@@ -62,7 +62,7 @@ def _whole(value: Any) -> Any:
 
 
 def _all_whole(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """The same of what may be a list, or a list of lists; nearly all have integers already."""
+    """Make whole numbers in a list, or a list of lists; nearly all have integers already."""
     try:
         return validate(value)
     except ValidationError:
@@ -92,7 +92,7 @@ class Body(BaseModel):
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether to look through it may take longer than the event loop can be kept waiting.
+        """Tell whether checking it may keep the event loop waiting for too long.
 
         Set by whoever has received it.
         """
@@ -212,7 +212,7 @@ class GenerationBody(Body):
 
 
 def _number_of_logprobs(value: Any) -> Any:
-    """Of /v1/chat/completions, `logprobs` is a bool: false is none of them here, too."""
+    """Read false as none of them: in /v1/chat/completions, `logprobs` is a bool."""
     return None if value is False else _whole(value)
 
 
@@ -270,7 +270,7 @@ class ChatBody(GenerationBody):
         return "max_tokens", self.max_tokens
 
     def hints(self, template: str) -> dict[str, Any]:
-        """What `template` gets of OpenAI's hints: those that it looks at, as in vLLM.
+        """Return those of OpenAI's hints that `template` looks at, as in vLLM.
 
         An effort of "none" turns thinking off in templates that know `enable_thinking`, and any
         other one turns it on. `chat_template_kwargs` go before that.
@@ -290,7 +290,7 @@ class ChatBody(GenerationBody):
         return {name: value for name, value in hints.items() if looks_at(template, name)}
 
     def template_arguments(self, template: str = "") -> dict[str, Any]:
-        """What the chat template gets besides the messages; `template` is its source."""
+        """Return the template's arguments besides the messages; `template` is its source."""
         names = ("add_generation_prompt", "continue_final_message", "documents")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.tools and self.tool_choice != "none":

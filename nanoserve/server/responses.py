@@ -74,7 +74,7 @@ class EventStream(Response):
 
 
 def _is_large(outputs: Iterable[RequestOutput]) -> bool:
-    """Whether to write them would keep the event loop for longer than a hundredth of a second."""
+    """Tell whether writing them would hold the event loop for more than a hundredth of a second."""
     num_entries = 0
     for output in outputs:
         num_entries += len(output.prompt_logprobs or ())

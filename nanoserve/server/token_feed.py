@@ -88,7 +88,7 @@ class _Completion:
 
 
 class FollowedRequest:
-    """Where it is read: a request's tokens, and the text that they become.
+    """A request's tokens, and the text that they become, where they are read.
 
     What its text raises is its `error`: it has ended with that, and nothing more is made of it.
     """

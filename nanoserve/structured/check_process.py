@@ -5,6 +5,8 @@ that overflows a native stack, or takes memory or time without end, ends this pr
 """
 
 import os
+import resource
+import signal
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,9 +25,6 @@ _IDLE = 60.0  # seconds without an order after which this process ends
 
 def main(file_descriptor: int, library: str) -> None:
     """Answer each `Source` with what is wrong with it, or None, until the pipe is closed."""
-    import resource
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
     pipe = Connection(file_descriptor)
     try:
@@ -61,8 +60,6 @@ def _answer(pipe: Connection, check: Any, seconds: int) -> None:
 
 def _limit_time(seconds: int) -> None:
     """Have the system end this process once it has computed for `seconds` from now on."""
-    import resource
-
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + seconds + 1
@@ -73,8 +70,6 @@ def _limit_time(seconds: int) -> None:
 
 def _limit_memory() -> None:
     """Have allocations fail beyond `_MEMORY`; where the system does not tell sizes, do nothing."""
-    import resource
-
     with suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -99,12 +99,12 @@ class _Process:
     """One child process. What is checked there cannot harm this one."""
 
     def __init__(self, library: str) -> None:
-        """Start it, and wait until it can be asked."""
+        """Start it, and wait until it is ready. Raises `ValueError` if that fails."""
         self._library = library
         self._pipe, theirs = Pipe()
-        try:
-            with theirs:
-                number = theirs.fileno()
+        with theirs:
+            number = theirs.fileno()
+            try:
                 self._child = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, str(number), library, *sys.path],
                     pass_fds=[number],
@@ -112,12 +112,16 @@ class _Process:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-            told = _received(self._pipe, _START_LIMIT)
+            except OSError as error:
+                raise _cannot_start(error) from error
+        try:
+            answer = _received(self._pipe, _START_LIMIT)
         except (OSError, EOFError) as error:
-            reason = str(error) or "it ended at once"
-            raise ValueError(f"the process that checks grammars cannot start: {reason}") from error
-        if told != check_process.READY:
-            raise ValueError(f"the process that checks grammars cannot start: {told}")
+            self._end(0)
+            raise _cannot_start(error) from error
+        if answer != check_process.READY:
+            self._end(0)
+            raise _cannot_start(answer)
 
     def check(self, source: Source) -> str | None:
         """Return what is wrong, or None. Raises `_Died`."""
@@ -146,6 +150,12 @@ class _Process:
         self._child.kill()
         self._pipe.close()
         return self._child.wait()
+
+
+def _cannot_start(reason: object) -> ValueError:
+    return ValueError(
+        f"the process that checks grammars cannot start: {str(reason) or 'it ended at once'}"
+    )
 
 
 def _received(pipe: Connection, seconds: float) -> str | None:

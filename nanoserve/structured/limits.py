@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 from nanoserve.checks import require
+from nanoserve.structured.schema_references import REFERENCES, keys_of
 from nanoserve.structured.source import Source
 
 # Levels of lists and objects, those behind references included. llguidance takes about 4 kB of
@@ -27,7 +27,6 @@ MOST_NAMES_OF_ONE, MOST_NAMES = 2000, 5000
 MOST_RULES = 1000  # of a grammar; llguidance overflows 8 MiB at 2,700
 MOST_BRACKETS = 500  # of a grammar, open at the same time
 
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NAMES = ("properties", "patternProperties", "required")
 # "name:", "?name:", "name[lazy]:", "NAME.2:" of Lark, and "name ::=" of GBNF.
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.M)
@@ -164,7 +163,7 @@ class _Tree:
             inner = value.get(name)
             if isinstance(inner, dict | list):
                 self.num_names[name].append(len(inner))
-        texts = [text for name in _REFERENCES if isinstance(text := value.get(name), str)]
+        texts = [text for name in REFERENCES if isinstance(text := value.get(name), str)]
         if texts:
             self.references[node] = texts
         for name, prefix in (("$id", ""), ("id", ""), ("$anchor", "#"), ("$dynamicAnchor", "#")):
@@ -177,10 +176,9 @@ class _Tree:
         if pointer and not pointer.startswith("/"):
             return self._named.get(f"#{pointer}")
         node = self._named.get(base) if base else 0
-        for step in pointer.split("/")[1:]:
+        for key in keys_of(pointer):
             if node is None:
                 return None
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
             node = self._members[node].get(key)
         return node
 

@@ -30,8 +30,13 @@ def reference_of(schema: dict[str, Any]) -> Any:
     return next((schema[name] for name in REFERENCES if schema.get(name) is not None), None)
 
 
+def keys_of(pointer: str) -> list[str]:
+    """Return the keys that a JSON pointer names, from the top down: of "/a~1b/0", ["a/b", "0"]."""
+    return [unquote(step).replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+
+
 class References:
-    """Where the references of `root` lead.
+    """The targets of the references in `root`.
 
     Each target gets a name among the definitions that are kept: two, if it is closed at one place
     and open at another.
@@ -97,8 +102,8 @@ class References:
             if f"#{pointer}" not in self._others():
                 raise ValueError(f"$ref={shown(reference)} leads nowhere")
             return self._others()[f"#{pointer}"]
-        for step in pointer.split("/")[1:] if pointer != "/" else ():
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
+        steps = pointer.split("/")[1:] if pointer != "/" else []
+        for step, key in zip(steps, keys_of(pointer), strict=False):
             if isinstance(value, dict) and (key in value or step in value):
                 value = value[key if key in value else step]
             elif isinstance(value, list) and key.isdigit() and int(key) < len(value):

@@ -51,7 +51,7 @@ class Pulse:
 
 
 class WorkWatch:
-    """For how long the work that a thread has begun has not come to an end.
+    """Measures how long the work that a thread has begun has not ended.
 
     `work` is entered by the thread that is watched, around each piece; `look` is called by another
     thread, again and again. `age` are the seconds that the piece under way has taken, `idle` how

@@ -65,7 +65,7 @@ class Asleep:
 
     @property
     def refusal(self) -> str:
-        """What the engine is."""
+        """Return the state of the engine, for the message of a refusal."""
         return f"asleep: wake_up() first; missing: {', '.join(self.kept.missing)}"
 
     def _refuse(self) -> NoReturn:

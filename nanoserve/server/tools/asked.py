@@ -18,7 +18,10 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class Function:
-    """What a model may call. parameters: a JSON schema of its arguments. number: among `tools`."""
+    """A function that a model may call.
+
+    parameters: a JSON schema of its arguments. number: its place in `tools`.
+    """
 
     name: str
     parameters: dict[str, Any]
@@ -27,7 +30,7 @@ class Function:
 
     @property
     def field(self) -> str:
-        """Where a client has written `parameters`."""
+        """Return the field in which a client has written `parameters`."""
         return f"tools[{self.number}].function.parameters"
 
 

@@ -24,7 +24,7 @@ SpecialId = Callable[[str], int | None]
 def guide_of_tools(
     use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
 ) -> StructuredOutputsParams | None:
-    """What the answer must look like; None if it may say anything.
+    """Return the format of an answer with tools; None if it may say anything.
 
     config: the engine's, which says how schemas are read. Raises `ApiError` that names the function
     whose schema cannot be obeyed.
@@ -75,7 +75,7 @@ def behind_reasoning(
     config: StructuredOutputsConfig | None = None,
     field: str = "structured_outputs",
 ) -> StructuredOutputsParams:
-    """The same for a model that thinks first: its thoughts are free.
+    """Return a format for a model that thinks first: its thoughts are free.
 
     thought: where the prompt leaves it. An open one is closed first; a closed one is not opened
     again, so the format begins at once; and if there is none, the answer may open one. field: of

@@ -8,7 +8,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thought(Enum):
-    """Where a prompt leaves the thought of an answer to it."""
+    """The state in which a prompt leaves the thought of an answer."""
 
     OPEN = "open"  # the answer goes on with it
     CLOSED = "closed"  # the answer begins, without another one
