@@ -230,7 +230,7 @@ sys.meta_path.insert(0, NoNumba())
 inner = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numba" else inner(name, *rest)
 from nanoserve import LLM, SamplingParams
-greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LLM({str(tmp_path)!r}, **{options}).close()
 with LLM({str(tmp_path)!r}, **{integers}) as llm:
     assert "activations stay floats" in repr(llm), llm
