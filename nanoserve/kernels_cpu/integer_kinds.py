@@ -38,6 +38,9 @@ class Kind:
     bits, depth, shift, steps_at_once = 8, 1, 0, 1
     weight_bytes, x_bytes = 16, 2
     is_x_wide = False  # codes of x have 16 bits, not 8
+    # Whether a group's steps are written out. Sums of additions LLVM would reorder then, row by row,
+    # and keep all of the group's weights meanwhile, for which there are no registers.
+    is_unrolled = False
 
     def takes(self, group_size: int) -> bool:
         return group_size % (self.depth * self.steps_at_once) == 0
@@ -112,7 +115,7 @@ class PairsOfBytes(Kind):
 class DotsOfBytes(Kind):
     """VNNI: four products of an unsigned and a signed byte and their sum are one instruction."""
 
-    depth, shift, weight_bytes, x_bytes = 4, 128, 64, 4
+    depth, shift, weight_bytes, x_bytes, is_unrolled = 4, 128, 64, 4, True
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes  # of AVX-512, or half of them

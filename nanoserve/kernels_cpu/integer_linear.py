@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels_cpu import checks
+from nanoserve.kernels_cpu.integer_inputs import GROUP
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product
 from nanoserve.kernels_cpu.panels import PANEL, empty, pack, unpadded
 from nanoserve.kernels_cpu.processor import converts_float16
-from nanoserve.kernels_cpu.values import ELEMENTS, address
+from nanoserve.kernels_cpu.values import ELEMENTS
 from nanoserve.quantization.matrix import QuantizedMatrix
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -21,26 +22,21 @@ _product = functools.cache(make_product)
 class IntegerPanels:
     """A `QuantizedMatrix` in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
-    Each row of x becomes integers of -127 to 127 with one scale, its largest absolute value / 127,
-    so a row does not depend on its neighbours. A row that holds NaN or infinity becomes NaN.
+    Each 32 inputs of a row of x, or as many as divide a weight's group, become integers of -127 to
+    127 with one scale, their largest absolute value / 127: a row does not depend on its neighbours.
+    A row that holds NaN or infinity becomes NaN.
     """
 
-    takes_largest = True
-
     def __init__(self, matrix: QuantizedMatrix, kind: str | None = None) -> None:
-        checks.check_weight(matrix.codes, (torch.int8,))
-        for values in (matrix.scale, matrix.offset):
-            if values is not None:
-                checks.check_weight(values, (torch.float32,))
+        checks.check_codes(matrix)
         self.outputs, self.inputs = matrix.shape
-        self.kind = kind or best_kind(matrix.bits, matrix.group_size)
-        self.own, self.groups = KINDS[self.kind], matrix.scale.shape[1]
-        if self.own.bits < matrix.bits or not self.own.takes(matrix.group_size):
+        self.size = x_group_size(matrix.group_size)
+        self.kind = kind or best_kind(matrix.bits, self.size)
+        self.own, groups = KINDS[self.kind], matrix.scale.shape[1]
+        if self.own.bits < matrix.bits or not self.own.takes(self.size):
             raise ValueError(
-                f"{self.kind!r} has no codes of {matrix.bits} bits in groups of {matrix.group_size}"
+                f"{self.kind!r} has no codes of {matrix.bits} bits in groups of {self.size}"
             )
-        if matrix.group_of_input is not None:
-            raise ValueError("groups that are no runs of inputs have to be sorted before")
         self.codes = pack_codes(matrix, self.own)
         self.scale = pack_scales(matrix.scale, scale_dtype(matrix))
         self.offset = None if matrix.offset is None else pack_scales(matrix.offset, torch.float32)
@@ -49,31 +45,38 @@ class IntegerPanels:
             self.scale.data_ptr(),
             0 if self.offset is None else self.offset.data_ptr(),
             self.codes.shape[0],
-            self.groups,
-            self.codes.shape[1] // self.groups,
+            groups,
+            matrix.group_size // self.size,
+            self.size // self.own.depth,
+        )
+        self._form = (
+            self.kind,
+            self.size,
+            self.size == matrix.group_size,
+            _NAMES[self.scale.dtype],
+            self.offset is not None,
         )
 
-    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """largest: float32 [rows], the absolute value that 127 stands for, if it is not x's own."""
+    def __call__(self, x: Tensor) -> Tensor:
         checks.check_linear(x, self.inputs, tuple(_NAMES))
         rows = (x if x.dtype != torch.float16 else x.float()).contiguous()
         dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
         num_rows = x.numel() // self.inputs
-        if largest is not None:
-            is_one = largest.dtype == torch.float32 and largest.numel() == num_rows
-            if not (is_one and largest.is_contiguous()):
-                checks.refuse(f"must be contiguous float32 [{num_rows}]", largest=largest)
         out = x.new_empty(num_rows, self.codes.shape[0] * PANEL, dtype=dtype)
-        _product(self.kind, _NAMES[dtype], _NAMES[self.scale.dtype], self.offset is not None)(
+        _product(_NAMES[dtype], *self._form)(
             rows.data_ptr(),
             num_rows,
             ELEMENTS[rows.dtype],
-            0 if largest is None else address(largest),
             *self._stored,
             out.data_ptr(),
             out.stride(0) * out.itemsize,
         )
         return unpadded(out, self.outputs, x)
+
+
+def x_group_size(group_size: int) -> int:
+    """How many inputs of x share a scale: the most, up to 32, that divide a weight's group."""
+    return next(size for size in range(GROUP, 0, -1) if group_size % size == 0)
 
 
 def best_kind(bits: int, group_size: int) -> str:

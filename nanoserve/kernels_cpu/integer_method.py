@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from nanoserve.kernels_cpu.checks import check_linear
 from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
 from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import RowParallelLinear
 from nanoserve.quantization.deferred import Weight, deferred_weight
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_int8
@@ -20,8 +19,8 @@ class IntegerLinearMethod(FormLinearMethod):
 
     `make_integer` makes the form of integers, which decides what becomes of their inputs:
     `activations` says it in words, as `weights` says it of those that there are.
-    A row of x gets one scale. Where the inputs are split over ranks, it is that of the whole row:
-    the ranks' integers are those of one rank, and so are their sums.
+    Integer inputs have a scale for every 32: ranks that share them cut no group of theirs, unless a
+    rank has another number, so the ranks' integers are those of one rank.
     """
 
     def __init__(
@@ -66,14 +65,6 @@ class IntegerLinearMethod(FormLinearMethod):
     def process_experts(self, layer: nn.Module, name: str) -> None:
         """They have their forms."""
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        takes_largest = getattr(layer.form, "takes_largest", False)
-        if takes_largest and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
-            largest = x.abs().amax(dim=-1).float()
-            layer.tp.group.largest(largest)
-            return layer.form(x, largest)
-        return layer.form(x)
-
     def _form(self, weight: Weight) -> Form:
         if not isinstance(weight, QuantizedMatrix):
             return self.make(weight.to(self._dtype))
@@ -96,8 +87,7 @@ class _Reordered:
 
     def __init__(self, form: Form, order: Tensor) -> None:
         self._form, self._order = form, order
-        self.takes_largest = getattr(form, "takes_largest", False)
 
-    def __call__(self, x: Tensor, *largest: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         check_linear(x, len(self._order), (torch.float32, torch.bfloat16, torch.float16))
-        return self._form(x[..., self._order], *largest)
+        return self._form(x[..., self._order])

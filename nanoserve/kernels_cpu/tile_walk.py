@@ -6,7 +6,7 @@ once for all rows of the tile.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llvmlite import ir
@@ -38,6 +38,7 @@ def walk(
     num_bytes: ir.Value,
     steps: ir.Value,
     tile: Tile,
+    tiles: Sequence[tuple[int, int]] = TILES,
 ) -> None:
     """Write a product of `num_rows` rows with the panel at an address, as tiles of all sizes.
 
@@ -49,7 +50,7 @@ def walk(
     following = b.add(panel, b.select(is_single, number(_AHEAD), num_bytes))
     first = number(0)
     share = b.udiv(num_bytes, b.mul(num_rows, number(_VECTORS)))  # of a row and a vector
-    for rows, vectors in TILES:
+    for rows, vectors in tiles:
         count = b.udiv(b.sub(num_rows, first), number(rows))
         step_bytes = b.udiv(b.mul(share, number(rows * vectors)), steps)
         with cgutils.for_range(b, count, intp=number) as at_rows:
