@@ -22,7 +22,6 @@ from nanoserve.bench.compare import COMMON, parse_args, parse_engine
 from nanoserve.bench.report import Point, agreement, offline_table, print_comparison
 from nanoserve.bench.roofline import Limit
 from nanoserve.bench.workloads import draw_workload
-from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 # On a CPU, older ones ask psutil how much memory there is, and have none without it.
