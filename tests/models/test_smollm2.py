@@ -1,0 +1,141 @@
+"""A real model against transformers on the same weights: tokens, log-probabilities, answers."""
+
+from collections.abc import Iterator
+
+import pytest
+from smollm2 import (
+    LENGTH,
+    QUESTIONS,
+    Reference,
+    greedy,
+    message,
+    require_smollm2,
+    shared_reference,
+    smollm2_file,
+    theirs_tokenizer,
+    token_logprobs,
+)
+
+require_smollm2()
+pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")  # transformers reads with it
+
+from real_texts import TEXTS  # noqa: E402
+
+from nanoserve import LLM  # noqa: E402
+from nanoserve.tokenizer import Tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.size("full")
+
+# Mean absolute difference of a token's log-probability. Weights are those of the file; inputs of
+# products are rounded to 8 bits in groups of 32 (0.054 by transformers, rounded so), and bfloat16
+# alone costs transformers 0.03.
+MOST = {"float32": 0.06, "bfloat16": 0.07}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Reference:
+    base = tmp_path_factory.getbasetemp()
+    return shared_reference(base if worker_id == "master" else base.parent)
+
+
+@pytest.fixture(scope="module", params=[*MOST])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("smollm2", dtype=request.param, **LENGTH) as llm:
+        yield llm
+
+
+def test_log_probabilities_and_perplexity(llm: LLM, reference: Reference) -> None:
+    """Of three texts: prose, a program, a conversation in French and English."""
+    found = token_logprobs(llm, [*reference.texts.values()])
+    means, moved = {}, {}
+    for (name, theirs), (ours, _) in zip(reference.logprobs.items(), found, strict=True):
+        assert len(ours) > 300
+        means[name] = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+        moved[name] = sum(theirs) / len(theirs) - sum(ours) / len(ours)  # the log of perplexity
+    told = f"mean differences {means}, log-perplexities moved by {moved}"
+    assert max(means.values()) <= MOST[llm.engine.config.dtype], told
+    assert max(map(abs, moved.values())) <= 0.01, told
+
+
+def test_answers(llm: LLM, reference: Reference) -> None:
+    outputs = llm.chat([message(q) for q in QUESTIONS], greedy(), use_tqdm=False)
+    answers = {q: o.outputs[0].text for q, o in zip(QUESTIONS, outputs, strict=True)}
+    assert [o.prompt_token_ids for o in outputs] == [*reference.prompts.values()]
+    assert answers["What is the capital of France?"] == "The capital of France is Paris."
+    tokenizer = llm.get_tokenizer()
+    theirs = {q: tokenizer.decode(ids) for q, ids in reference.answers.items()}
+    knows = {q for q, word in QUESTIONS.items() if word.lower() in theirs[q].lower()}
+    assert len(knows) >= 8, theirs
+    wrong = {q: answers[q] for q in knows if QUESTIONS[q].lower() not in answers[q].lower()}
+    assert not wrong, theirs
+
+
+def test_the_best_token_of_each_position_of_transformers_answers(
+    llm: LLM, reference: Reference
+) -> None:
+    """Once two answers differ in a token, all that follows may; so both go on from the same."""
+    pairs = [(reference.prompts[q], reference.answers[q]) for q in QUESTIONS]
+    found = token_logprobs(llm, [prompt + answer for prompt, answer in pairs])
+    best = [
+        is_best
+        for (_, answer), (_, ranks) in zip(pairs, found, strict=True)
+        for is_best in ranks[-len(answer) :]
+    ]
+    assert sum(best) >= 0.95 * len(best) and len(best) > 100, f"{sum(best)} of {len(best)}"
+
+
+# --------------------------------------------------------------------------- texts
+
+# Its tokenizer cuts numbers into digits, which transformers does not know when it reads the file;
+# so is the token id of each digit llama.cpp's (0.3.36 of llama-cpp-python), as are these.
+LLAMA_CPP = {
+    "In 1905, 3.14159": [788, 216, 33, 41, 32, 37, 28, 216, 35, 30, 33, 36, 33, 37, 41],
+    "١٢٣ ½ ²": [164, 111, 164, 112, 164, 113, 216, 16738, 216, 19133],
+    "👩‍👩‍👧 🇨🇳": [
+        *(10813, 235, 119, 321, 231, 10813, 235, 119, 321, 231),
+        *(10813, 235, 117, 15107, 225, 118, 10813, 225, 128),
+    ],
+    "<|im_start|>user": [1, 4093],
+}
+ODD_TEXTS = [
+    "Café 😀 你好", " leading", "a\n\n\nb", "it's", "\u00a0x", "def f(x):\n\treturn x**2  # ok\n",
+    "ﬁ Å e\u0301", "مرحبا بالعالم", "  \t \r\n x  ", "I'LL don't we've", "a" * 50, "naïve—dash…",
+]  # fmt: skip
+
+
+def test_the_tokenizer_is_llama_cpps() -> None:
+    ours = Tokenizer(smollm2_file())
+    assert {text: ours.encode(text) for text in LLAMA_CPP} == LLAMA_CPP
+
+
+def test_the_tokenizer_is_transformers_and_gives_texts_back() -> None:
+    ours, theirs = Tokenizer(smollm2_file()), theirs_tokenizer()
+    for text in [*ODD_TEXTS, *TEXTS.values()]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_tokenizer_is_that_of_llama_cpp_itself() -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
+    theirs = llama_cpp.Llama(str(smollm2_file()), vocab_only=True, verbose=False)
+    ours = Tokenizer(smollm2_file())
+    for text in [*LLAMA_CPP, *ODD_TEXTS, *TEXTS.values()]:
+        ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
+        assert ours.encode(text) == ids, text
+
+
+CONVERSATIONS = [
+    message("Hello!"),
+    [{"role": "system", "content": "Be brief."}, *message("What is a cache?")],
+    [*message("2+2?"), {"role": "assistant", "content": "4"}, *message("And 3+3?")],
+]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_the_chat_template(conversation: list[dict[str, str]]) -> None:
+    ours = Tokenizer(smollm2_file())
+    text = theirs_tokenizer().apply_chat_template(
+        conversation, add_generation_prompt=True, tokenize=False
+    )
+    assert ours.apply_chat_template(conversation) == text
