@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from smollm2 import (
+    IN_FLOATS,
     LENGTH,
     QUESTIONS,
     Reference,
@@ -27,7 +28,7 @@ from nanoserve.tokenizer import Tokenizer  # noqa: E402
 pytestmark = pytest.mark.size("full")
 
 # Mean absolute difference of a token's log-probability, over the three texts. The weights are those
-# of the file; transformers itself comes to 0.047 with the inputs of its linears rounded to 8 bits in
+# of the file; transformers comes to 0.047 with the inputs of its linears rounded to 8 bits in
 # groups of 32, to 0.031 in bfloat16, to 0.061 with both, and to 0.180 with a scale for a whole row.
 MOST = {"float32": 0.06, "bfloat16": 0.07}
 
@@ -62,15 +63,22 @@ def test_log_probabilities_and_perplexity(llm: LLM, reference: Reference) -> Non
 
 def test_answers(llm: LLM, reference: Reference) -> None:
     outputs = llm.chat([message(q) for q in QUESTIONS], greedy(), use_tqdm=False)
-    answers = {q: o.outputs[0].text for q, o in zip(QUESTIONS, outputs, strict=True)}
     assert [o.prompt_token_ids for o in outputs] == [*reference.prompts.values()]
-    assert answers["What is the capital of France?"] == "The capital of France is Paris."
-    tokenizer = llm.get_tokenizer()
-    theirs = {q: tokenizer.decode(ids) for q, ids in reference.answers.items()}
-    knows = {q for q, word in QUESTIONS.items() if word.lower() in theirs[q].lower()}
-    assert len(knows) >= 8, theirs
-    wrong = {q: answers[q] for q in knows if QUESTIONS[q].lower() not in answers[q].lower()}
-    assert not wrong, theirs
+    answers = {q: o.outputs[0].text for q, o in zip(QUESTIONS, outputs, strict=True)}
+    wrong = {q: answers[q] for q, word in QUESTIONS.items() if word and word not in answers[q]}
+    assert not wrong
+
+
+def test_with_floats_answers_are_transformers(reference: Reference) -> None:
+    with LLM("smollm2", **IN_FLOATS, **LENGTH) as llm:
+        outputs = llm.chat([message(q) for q in QUESTIONS], greedy(), use_tqdm=False)
+        found = token_logprobs(llm, [*reference.texts.values()])
+    france = outputs[0].outputs[0]
+    assert (france.text, france.finish_reason) == ("The capital of France is Paris.", "stop")
+    answers = dict(zip(QUESTIONS, (o.outputs[0].token_ids for o in outputs), strict=True))
+    assert answers == {q: [i for i in ids if i != 2] for q, ids in reference.answers.items()}
+    for (ours, _), theirs in zip(found, reference.logprobs.values(), strict=True):
+        assert ours == pytest.approx(theirs, abs=0.01)
 
 
 def test_the_best_token_of_each_position_of_transformers_answers(
@@ -84,7 +92,7 @@ def test_the_best_token_of_each_position_of_transformers_answers(
         for (_, answer), (_, ranks) in zip(pairs, found, strict=True)
         for is_best in ranks[-len(answer) :]
     ]
-    assert sum(best) >= 0.95 * len(best) and len(best) > 100, f"{sum(best)} of {len(best)}"
+    assert sum(best) >= 0.92 * len(best) and len(best) > 100, f"{sum(best)} of {len(best)}"
 
 
 # --------------------------------------------------------------------------- texts
