@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.packaged import packaged_file
 
 # Questions, and a word that the answer has to have where the model is sure: in floats, in bfloat16,
-# with rounded inputs, and in llama.cpp. Of the first one it is not: it begins with "The" or with "L"
-# with log-probabilities of -1.88 and -1.97, and llama.cpp goes on with "L'Étoile".
+# with rounded inputs, and in llama.cpp. Of the first one it is not: "The" and "L" begin it with
+# log-probabilities of -1.88 and -1.97, and llama.cpp goes on with "L'Étoile".
 QUESTIONS = {
     "What is the capital of France?": None,
     "What is the chemical symbol for water?": "H2O",
@@ -69,6 +70,7 @@ def token_logprobs(llm: LLM, token_ids: list[list[int]]) -> list[tuple[list[floa
     return found
 
 
+@cache
 def theirs_tokenizer() -> Any:
     file = smollm2_file()
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
