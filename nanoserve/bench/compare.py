@@ -21,6 +21,7 @@ import sys
 import tempfile
 from argparse import SUPPRESS, Namespace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from nanoserve.bench.workloads import (
     parse_with_workload,
     rates,
 )
-from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint, local_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.commands.parser import Parser, length_or_auto, whole_number
 from nanoserve.config import DTYPES, EngineConfig
@@ -105,10 +106,8 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
     if args.shape:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape]))
     else:
-        model, title = bundled_checkpoint(args.model) or Path(args.model), args.model
-        if not (model / "config.json").is_file():
-            raise SystemExit(f"--model {args.model} is no checkpoint: it has no config.json")
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        model, title = find_model(args.model), args.model
+    vocab_size = vocab_size_of(model)
     lengths = (args.num_seqs, args.input_len, args.output_len)
     prompts, lens = draw_workload(*lengths, vocab_size, args.shared_len, args.turns)
     spec = vars(args) | {"model": str(model), "prompts": prompts, "output_lens": lens}
@@ -127,6 +126,36 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
     return spec
 
 
+def find_model(name: str) -> Path:
+    """Return the folder or the GGUF file; none is fetched, since every engine is to read it."""
+    try:
+        model = local_checkpoint(name)
+    except ValueError as error:
+        raise SystemExit(f"--model {name}: {error}") from None
+    if model is None or not (model.is_file() or (model / "config.json").is_file()):
+        raise SystemExit(
+            f"--model {name} is no checkpoint: it is no GGUF file and has no config.json"
+        )
+    return model
+
+
+def vocab_size_of(model: Path) -> int:
+    if model.is_file():
+        return ModelConfig.from_checkpoint(model).vocab_size
+    return json.loads((model / "config.json").read_text())["vocab_size"]
+
+
+def stored_bits(model: Path) -> float | None:
+    """Return how many bits a GGUF file has for a weight, scales included; None of a folder."""
+    if not model.is_file():
+        return None
+    from nanoserve.quantization.gguf.container import BLOCKS, GGUFFile
+
+    counts = [(prod(t.shape), *BLOCKS[t.type]) for t in GGUFFile.open(model).tensors.values()]
+    num_bytes = sum(n // per_block * block_bytes for n, per_block, block_bytes in counts)
+    return 8 * num_bytes / sum(n for n, _, _ in counts)
+
+
 def limits_of(
     spec: dict[str, Any], max_num_seqs: int | None, engines: list[str]
 ) -> tuple[roofline.Limit | None, dict[str, roofline.Limit]]:
@@ -140,11 +169,12 @@ def limits_of(
     except ValueError as error:
         print(f"no roofline: {error}")
         return None, {}
+    stored = stored_bits(Path(spec["model"]))
     steps = [*roofline.planned_steps(config, spec["prompts"], spec["output_lens"])]
     limits = {}
     for label in engines:
         name, own = parse_engine(label)
-        precision = precision_of(name, own["options"], spec["dtype"])
+        precision = precision_of(name, own["options"], spec["dtype"], stored)
         if precision != precision_of(name, {}, spec["dtype"]):
             rate = spec["integer_rate" if precision.is_integer else "matmul_rate"]
             limits[label] = roofline.limit(model_config, steps, spec["bandwidth"], rate, precision)
@@ -196,7 +226,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     add("--url", default=SUPPRESS, help=url)
     python = "run that engine with another interpreter, whose environment has it"
     add("--python", action="append", default=[], metavar="NAME=PATH", help=python)
-    add("--model", help="a checkpoint's folder (the bundled tiny-qwen3)")
+    add("--model", help="a folder, GGUF file or name on this machine (the bundled tiny-qwen3)")
     add("--shape", choices=SHAPES, help="random weights of that shape, instead")
     add_workload(parser)
     add("--request-rate", type=rates, default=[None], metavar="R,...", help="requests a second")

@@ -13,11 +13,16 @@ class Precision(NamedTuple):
     is_integer: bool  # whether products are integers'
 
 
-def precision_of(engine: str, options: dict[str, Any], dtype: str) -> Precision:
-    """`options` are the engine's own, as on the command line."""
+def precision_of(
+    engine: str, options: dict[str, Any], dtype: str, stored: float | None = None
+) -> Precision:
+    """`options` are the engine's own, as on the command line; `stored` is a GGUF file's bits of a
+    weight, which transformers makes floats of."""
     bits: float = _DTYPE_BITS[dtype]
     kv_bits = bits if options.get("kv_cache_dtype", "auto") == "auto" else 8.25  # heads of 128
     quantization = options.get("quantization")
+    if stored is not None and quantization is None and engine in ("nanoserve", "llama.cpp"):
+        return Precision(stored, stored, kv_bits, True)
     if quantization is None:
         return Precision(bits, bits, kv_bits, False)
     if engine == "vllm":

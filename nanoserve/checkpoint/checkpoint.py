@@ -1,4 +1,4 @@
-"""A model's name -> its `Checkpoint`: a folder on the disk, bundled, or from the Hugging Face hub.
+"""A model's name -> its `Checkpoint`: on the disk, bundled, in a package, or from the hub.
 
 Of a repository on the hub only what nanoserve reads is fetched: a few small files at first, and the
 weights once nothing else can be refused.
@@ -29,14 +29,14 @@ class Checkpoint:
     def find(
         cls, name: str | Path, config: EngineConfig, revision: str | None = None
     ) -> "Checkpoint":
-        """A folder or a GGUF file that exists wins, then a bundled name; then "organisation/model"
-        or "organisation/model/file.gguf" is looked up on the hub, at `revision` (a branch, a tag or
-        a commit).
+        """A folder or a GGUF file that exists wins, then a bundled name, then that of a model in a
+        package ("smollm2"); then "organisation/model" or "organisation/model/file.gguf" is looked
+        up on the hub, at `revision` (a branch, a tag or a commit).
 
-        Raises `ValueError`, with what to do, for a name that is none of these and for a model that
-        cannot be had from the hub.
+        Raises `ValueError`, with what to do, for a name that is none of these, for a package that
+        is not installed and for a model that cannot be had from the hub.
         """
-        folder = _local_folder(name)
+        folder = local_checkpoint(name)
         if folder is not None:
             told = (
                 f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk"
@@ -72,12 +72,22 @@ class Checkpoint:
             fetch_weights(self.name, self.folder, self.config.download_dir)
 
 
-def _local_folder(name: str | Path) -> Path | None:
+def local_checkpoint(name: str | Path) -> Path | None:
+    """Return the folder or the GGUF file of a model on this machine, or None if there is none.
+
+    Raises `ValueError` for a model in a package that is not installed.
+    """
     # Unlike those of a Path, these take names that are too long for a file.
     path = os.path.expanduser(name)
     if os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path)):
         return Path(path)
-    return bundled_checkpoint(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    if folder := bundled_checkpoint(name):
+        return folder
+    from nanoserve.checkpoint.packaged import packaged_file
+
+    return packaged_file(name)
 
 
 def bundled_checkpoint(name: str) -> Path | None:

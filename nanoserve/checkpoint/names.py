@@ -9,6 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from nanoserve.checkpoint.packaged import PACKAGED
 from nanoserve.checks import shown
 from nanoserve.tiny_qwen3 import BUNDLED
 
@@ -65,11 +66,14 @@ def _guess(name: str | Path, text: str) -> str:
         return ""
     if ":" in text:
         return "no name on the hub has a ':'"
-    near = get_close_matches(text.lower().replace("_", "-"), BUNDLED, n=1, cutoff=0.75)
+    names = (*BUNDLED, *PACKAGED)
+    near = get_close_matches(text.lower().replace("_", "-"), names, n=1, cutoff=0.75)
     begins = [start for start in _ORGANISATIONS if text.lower().startswith(start)]
     if not near and begins and not text.endswith(".gguf"):
         near = [f"{_ORGANISATIONS[begins[0]]}/{text}"]
-    return f"did you mean {near[0]!r}?" if near else f"bundled are {', '.join(BUNDLED)}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"bundled are {', '.join(BUNDLED)}; in packages of their own, {', '.join(PACKAGED)}"
 
 
 def _of_address(text: str) -> str:

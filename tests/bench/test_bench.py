@@ -260,3 +260,24 @@ def test_an_engine_that_fails_is_reported(
     assert "nanoserve FAILED: ValueError: hidden_act='gelu'" in shown
     assert re.search("vllm FAILED: .*no-such-python", shown)
     assert "| nanoserve | failed: ValueError: hidden_act='gelu'" in shown
+
+
+def test_a_gguf_file(tmp_path: Path, bench: Callable[..., tuple[int, str]]) -> None:
+    """transformers makes floats of it; nanoserve's limit is that of the bits in the file."""
+    pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
+    from nanoserve.bench.engines.gguf_file import write_gguf
+
+    # Heads of 128: transformers does not ask the file.
+    make_qwen3(tmp_path / "plain", hidden_size=64, intermediate_size=96, head_dim=128)
+    write_gguf(tmp_path / "plain", tmp_path / "model.gguf", "Q8_0")
+    assert 8.5 <= compare.stored_bits(tmp_path / "model.gguf") < 8.6
+    assert compare.stored_bits(tmp_path) is None
+    status, shown = bench("--model", str(tmp_path / "model.gguf"))
+    assert status == 0 and "no roofline" not in shown
+    assert "run 1, nanoserve: " in shown and "run 1, transformers: " in shown
+
+
+def test_what_is_no_checkpoint() -> None:
+    told = "--model nowhere is no checkpoint: it is no GGUF file and has no config.json"
+    with pytest.raises(SystemExit, match=told):
+        compare.main(["--model", "nowhere"])

@@ -56,6 +56,21 @@ def test_an_engine_is_held_to_its_own_bytes() -> None:
     }
 
 
+def test_of_a_gguf_file_two_engines_keep_the_bits_that_it_has() -> None:
+    found = {
+        (name, *options): precision_of(name, options, "bfloat16", stored=4.5).weight_bits
+        for name in ("nanoserve", "llama.cpp", "transformers")
+        for options in ({}, {"quantization": "int8"})
+        if not options or name == "nanoserve"
+    }
+    assert found == {
+        ("nanoserve",): 4.5,
+        ("nanoserve", "quantization"): 8,
+        ("llama.cpp",): 4.5,
+        ("transformers",): 16,
+    }
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_queries_and_keys_are_counted_as_a_mask_counts_them(window: int | None) -> None:
     raw = SHAPES["tiny"] | {"sliding_window": window, "use_sliding_window": window is not None}

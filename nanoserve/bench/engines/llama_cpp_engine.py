@@ -41,7 +41,7 @@ class LlamaCppEngine(Engine):
 
     @staticmethod
     def prepare(spec: Namespace) -> None:
-        plain = Path(spec.scratch) / "model.gguf"
+        plain = _plain(spec)
         _make(plain, lambda file: write_gguf(Path(spec.model), file))
         _make(_file(spec), lambda file: _quantize(plain, file, spec.options["quantization"]))
 
@@ -154,9 +154,16 @@ class LlamaCppEngine(Engine):
         return params
 
 
+def _plain(spec: Namespace) -> Path:
+    model = Path(spec.model)
+    return model if model.is_file() else Path(spec.scratch) / "model.gguf"
+
+
 def _file(spec: Namespace) -> Path:
     quantization = spec.options.get("quantization")
-    return Path(spec.scratch) / (f"model-{quantization}.gguf" if quantization else "model.gguf")
+    if quantization and Path(spec.model).is_file():
+        raise ValueError(f"{spec.model} is quantised: quantization={quantization!r} is for floats")
+    return Path(spec.scratch) / f"model-{quantization}.gguf" if quantization else _plain(spec)
 
 
 def _make(file: Path, write: Callable[[Path], None]) -> None:
