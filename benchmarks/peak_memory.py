@@ -1,7 +1,7 @@
 """How much memory loading a model takes, and what it is: in each precision, beside llama.cpp.
 
-    python benchmarks/peak_memory.py                              0.6B with random weights, as Markdown
-    python benchmarks/peak_memory.py --llama-cpp PYTHON           PYTHON has llama-cpp-python and gguf
+    python benchmarks/peak_memory.py                           0.6B with random weights, as Markdown
+    python benchmarks/peak_memory.py --llama-cpp PYTHON        PYTHON has llama-cpp-python and gguf
     python benchmarks/peak_memory.py --shape qwen3-0.6b-8l --kv-tokens 512 --precisions int8
 
 Each row is a process of its own, which imports, loads, and answers a prompt of 512 tokens with 32
@@ -189,7 +189,8 @@ def measure(args: Namespace, folder: Path) -> None:
                 environment["PYTHONPATH"] = str(_BENCH.parents[1])
             command = [python, __file__, "--child"]
             if name == "llama.cpp":
-                subprocess.run([*command, "prepare", "--spec", str(file)], check=True)
+                prepare = [*command, "prepare", "--spec", str(file)]
+                subprocess.run(prepare, check=True, stderr=subprocess.DEVNULL)
             else:  # what numba compiles is kept in a file: not what this measures
                 watch([*command, name, "--spec", str(file)], environment)
             phases = watch([*command, name, "--spec", str(file)], environment)
