@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.kernels_cpu.memory import give_back_freed
 from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.plain_source import PlainSource, RandomSource
@@ -79,6 +80,7 @@ def fill(
         dynamic_ncols=True,
         disable=not shows_progress,
     )
+    num_since = 0
     with bar:
         for name, parts in expected.items():
             parts = [part for part in parts if part.destination.numel()]
@@ -93,9 +95,15 @@ def fill(
                 else:
                     pending[_memory(part.destination)].add(part.destination, own)
                 bar.update(part.destination.numel())
+                num_since += part.destination.numel()
+            if num_since > _MAX_VALUES:
+                weight = own = None  # what was made of them would stay
+                give_back_freed()
+                num_since = 0
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
+    give_back_freed()
 
 
 def _deferred(
