@@ -37,14 +37,15 @@ def load_weights(
     fills with random values instead. Raises `ValueError` as `check_weights` does, before it copies
     anything. A load that takes longer than a second shows its progress.
     """
+    early: list[nn.Module] = []
     if load_format == "dummy":
         from nanoserve.checkpoint.dummy_weights import fill_randomly
 
         fill_randomly(model)
     else:
-        _load_safetensors(model, path, shows_progress)
+        early = _load_safetensors(model, path, shows_progress)
     for module in model.modules():
-        if hasattr(module, "process_after_loading"):
+        if hasattr(module, "process_after_loading") and module not in early:
             module.process_after_loading()
 
 
@@ -75,6 +76,10 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     value_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.value_bytes * math.prod(self.shape[1:])
 
 
 class _Copy(NamedTuple):
@@ -107,7 +112,12 @@ def check_weights(
     return expected, stored
 
 
-def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> None:
+def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> list[nn.Module]:
+    """Fill `model`; returns the modules that have been processed.
+
+    A tied LM head is read and gets its form before the others are read. It is by far the largest
+    weight: later, the two copies that it takes for a moment would come on top of all the others.
+    """
     expected, stored = check_weights(model, path)
     if model.tied_tensors.keys() & stored.keys():
         from nanoserve.checkpoint.tied_tensors import check_tied
@@ -117,14 +127,33 @@ def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> Non
     size = sum(parameter.nbytes for parameter in model.parameters())
     # What all threads together have mapped is a twentieth of the model, or little.
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
-    pairs = ((name, target) for name in stored for target in expected.get(name, ()))
-    copies = [c for name, to in pairs for c in _copies(name, stored[name], to, piece_bytes)]
-    total = sum(copy.num_bytes for copy in copies)
+    tied = set(model.tied_tensors.values()) & expected.keys()
+    total = sum(  # whole rows, as they are read
+        part.destination.shape[0] * stored[name].row_bytes
+        for name, parts in expected.items()
+        for part in parts
+    )
     options = {"unit": "B", "unit_scale": True, "delay": 1, "dynamic_ncols": True}
     bar = tqdm(desc="Loading weights", total=total, disable=not shows_progress, **options)
-    with bar, _one_thread_each(num_threads) as pool:
-        for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
-            bar.update(num_bytes)
+    early: list[nn.Module] = []
+    with bar:
+        for names in (tied, expected.keys() - tied):
+            # What is read is forgotten: views of a weight would keep it when its layer drops it.
+            targets = {name: expected.pop(name) for name in stored if name in names}
+            with _one_thread_each(num_threads) as pool:
+                copies = [
+                    copy
+                    for name, parts in targets.items()
+                    for part in parts
+                    for copy in _copies(name, stored[name], part, piece_bytes)
+                ]
+                for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
+                    bar.update(num_bytes)
+            del targets, copies
+            if names is tied and tied and hasattr(model.lm_head, "process_after_loading"):
+                model.lm_head.process_after_loading()
+                early.append(model.lm_head)
+    return early
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -150,7 +179,7 @@ def _copies(
     part = [slice(0, size) for size in source.shape]
     part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
     first, end = part[0].start, part[0].stop
-    row_bytes = source.value_bytes * math.prod(source.shape[1:])
+    row_bytes = source.row_bytes
     num_rows = max(1, piece_bytes // row_bytes)
     for row in range(first, end, num_rows):
         rows = slice(row, min(row + num_rows, end))

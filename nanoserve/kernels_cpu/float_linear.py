@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoserve.kernels_cpu import checks, packed_linear
 from nanoserve.kernels_cpu.float_tiles import KINDS, make_product
-from nanoserve.kernels_cpu.panels import PANEL, pack, unpadded
+from nanoserve.kernels_cpu.panels import PANEL, pack, rows_of, unpadded
 from nanoserve.kernels_cpu.processor import has
 from nanoserve.kernels_cpu.torch_linear import Packed
 
@@ -20,6 +20,8 @@ _product = functools.cache(make_product)
 class FloatPanels:
     """kind: one of `nanoserve.kernels_cpu.float_tiles.KINDS`; None is the best that is here."""
 
+    keeps_rows = True  # `rows` gives them back
+
     def __init__(self, weight: Tensor, kind: str | None = None) -> None:
         checks.check_weight(weight, _DTYPES)
         self.outputs, self.inputs = weight.shape
@@ -27,6 +29,10 @@ class FloatPanels:
         self.own = _own(self.kind, weight)
         self.weight = pack(weight, self.own.depth)
         self._use(self.weight.data_ptr())
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The weights of some outputs, int [n], as they were given: [n, inputs]."""
+        return rows_of(self.weight, indices, self.inputs)
 
     def _use(self, address: int) -> None:
         steps = -(-self.inputs // self.own.depth)
@@ -55,6 +61,8 @@ class SharedPanels(FloatPanels):
 
     num_rows: from so many on, oneDNN multiplies.
     """
+
+    keeps_rows = False  # its memory is no tensor of ours
 
     def __init__(self, weight: Tensor, num_rows: int, kind: str | None = None) -> None:
         checks.check_weight(weight, (torch.bfloat16,))

@@ -10,12 +10,13 @@ from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.integer_inputs import GROUP
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
 from nanoserve.kernels_cpu.integer_tiles import make_product
-from nanoserve.kernels_cpu.panels import PANEL, empty, pack, unpadded
+from nanoserve.kernels_cpu.panels import PANEL, empty, empty_panels, pack_into, unpadded
 from nanoserve.kernels_cpu.processor import converts_float16
 from nanoserve.kernels_cpu.values import ELEMENTS
 from nanoserve.quantization.matrix import QuantizedMatrix
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_PIECE = 2**22  # codes that are put in order at a time
 _product = functools.cache(make_product)
 
 
@@ -90,14 +91,29 @@ def best_kind(bits: int, group_size: int) -> str:
 
 
 def pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
-    """uint8 [panels, steps, ...]: `depth` inputs of an output side by side."""
-    outputs, _ = matrix.shape
-    codes = matrix.codes
+    """uint8 [panels, steps, ...]: `depth` inputs of an output side by side.
+
+    Some panels at a time: the shifted codes of a whole LM head would be as large as the result.
+    """
+    outputs, inputs = matrix.shape
+    depth = own.depth if own.bits == 8 else own.depth // 2
+    packed = empty_panels(outputs, inputs * own.bits // 8, depth, torch.uint8)
+    num_rows = PANEL * max(1, _PIECE // (PANEL * inputs))
+    for row in range(0, outputs, num_rows):
+        codes = _codes_in_bytes(matrix.codes[row : row + num_rows], own)
+        first = row // PANEL
+        pack_into(packed[first : first - (-len(codes) // PANEL)], codes)
+    return packed
+
+
+def _codes_in_bytes(codes: Tensor, own: Any) -> Tensor:
+    """int8 [outputs, inputs] -> uint8 [outputs, bytes of a row]."""
     if own.bits == 8:
-        return pack((codes.view(torch.uint8) ^ own.shift) if own.shift else codes, own.depth)
+        codes = codes.view(torch.uint8)
+        return codes ^ own.shift if own.shift else codes
     # Two to a byte: the first half of a step's inputs low, the second high.
-    codes = (codes + own.shift).view(torch.uint8).view(outputs, -1, 2, own.depth // 2)
-    return pack((codes[:, :, 0] | codes[:, :, 1] << 4).view(outputs, -1), own.depth // 2)
+    codes = (codes + own.shift).view(torch.uint8).view(len(codes), -1, 2, own.depth // 2)
+    return (codes[:, :, 0] | codes[:, :, 1] << 4).view(len(codes), -1)
 
 
 def scale_dtype(matrix: QuantizedMatrix) -> torch.dtype:

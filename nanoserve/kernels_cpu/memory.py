@@ -1,6 +1,8 @@
 """Memory of a CPU for what is large and read as a whole: weights, the KV cache."""
 
+import ctypes
 import mmap
+import sys
 from contextlib import suppress
 
 import torch
@@ -19,3 +21,15 @@ def map_zeros(num_bytes: int) -> torch.Tensor:
     with suppress(OSError):  # a kernel built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def give_back_freed() -> None:
+    """Give the system what the C library's heap has free, where that is glibc's.
+
+    It keeps what lies below anything in use. After weights of a few megabytes have been made
+    integers one by one, that was 320 MB for Qwen3-0.6B.
+    """
+    if sys.platform != "linux":
+        return
+    with suppress(AttributeError):  # another C library: musl has nothing to trim
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

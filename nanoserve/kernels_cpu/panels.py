@@ -32,16 +32,33 @@ def pack(weight: Tensor, depth: int) -> Tensor:
             f"{weight.dtype} {list(weight.shape)} on {weight.device} cannot be packed with {depth} "
             f"inputs side by side"
         )
-    outputs, inputs = weight.shape
-    panels, steps = -(-outputs // PANEL), -(-inputs // depth)
-    if inputs % depth:
-        weight = F.pad(weight, (0, steps * depth - inputs))
-    packed = empty((panels, steps, PANEL, depth), weight.dtype)
+    packed = empty_panels(*weight.shape, depth, weight.dtype)
+    pack_into(packed, weight)
+    return packed
+
+
+def empty_panels(outputs: int, inputs: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [panels, steps, PANEL, depth], for so many outputs and inputs."""
+    return empty((-(-outputs // PANEL), -(-inputs // depth), PANEL, depth), dtype)
+
+
+def pack_into(packed: Tensor, weight: Tensor) -> None:
+    """Put the outputs of `weight` into `packed`, whole panels as `empty_panels` makes them."""
+    panels, steps, _, depth = packed.shape
+    missing = steps * depth - weight.shape[1]
+    if missing:
+        weight = F.pad(weight, (0, missing))
     # What lies side by side moves as one number.
     whole = _WHOLE[depth * weight.itemsize]
     source, target = weight.contiguous().view(whole), packed.view(whole).view(panels, steps, PANEL)
     _turn(source.numpy(), target.numpy())
-    return packed
+
+
+def rows_of(packed: Tensor, indices: Tensor, inputs: int) -> Tensor:
+    """The weights of some outputs, as they were before `pack`: [len(indices), inputs]."""
+    indices = indices.long()
+    rows = packed[indices // PANEL, :, indices % PANEL]  # [outputs, steps, depth]
+    return rows.flatten(1)[:, :inputs]
 
 
 @njit(parallel=True, cache=True)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.kernels_cpu.memory import give_back_freed
 from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.plain_source import PlainSource, RandomSource
@@ -79,6 +80,7 @@ def fill(
         dynamic_ncols=True,
         disable=not shows_progress,
     )
+    num_since = 0
     with bar:
         for name, parts in expected.items():
             parts = [part for part in parts if part.destination.numel()]
@@ -89,13 +91,19 @@ def fill(
                 own = _slice(weight, part)
                 if not part.destination.is_meta:
                     _copy(own, part.destination)
-                    _keep_head(model.lm_head, part.destination, own)
+                    _fill_head(model.lm_head, part.destination, own, to_integers)
                 else:
                     pending[_memory(part.destination)].add(part.destination, own)
                 bar.update(part.destination.numel())
+                num_since += part.destination.numel()
+            if num_since > _MAX_VALUES:
+                weight = own = None  # what was made of them would stay
+                give_back_freed()
+                num_since = 0
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
+    give_back_freed()
 
 
 def _deferred(
@@ -114,12 +122,23 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _keep_head(head: nn.Module, destination: Tensor, weight: Weight) -> None:
-    """An LM head whose integers the checkpoint has, its own or the embedding's, keeps these."""
-    is_whole = isinstance(weight, QuantizedMatrix) and weight.shape == head.weight.shape
-    is_heads = hasattr(head.method, "fill") and _memory(destination) == _memory(head.weight)
-    if is_whole and is_heads:
+def _fill_head(
+    head: nn.Module,
+    destination: Tensor,
+    weight: Weight,
+    to_integers: Callable[[Weight, bool], Weight] | None,
+) -> None:
+    """Give an LM head its form as soon as its weight, its own or the embedding's, is there.
+
+    The embedding is read first, so the most that is made of one weight is not needed on top of all
+    others. Integers that the checkpoint has are kept.
+    """
+    if not hasattr(head.method, "fill") or _memory(destination) != _memory(head.weight):
+        return
+    if isinstance(weight, QuantizedMatrix) and weight.shape == head.weight.shape:
         head.method.fill(head, "weight", weight)
+    elif to_integers is not None:
+        head.method.fill(head, "weight", to_integers(head.weight.data, False))
 
 
 class _Pending:

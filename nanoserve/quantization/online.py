@@ -11,7 +11,7 @@ GROUP_SIZES = (128, 64, 32)
 # Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values
 # off makes the steps finer for all the others; which of these does the least damage is tried.
 _SHARES = (1.0, 0.92, 0.84)
-_PIECE = 2**21  # values that become integers at a time
+_PIECE = 2**20  # values that become integers at a time
 
 
 def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:

@@ -88,3 +88,46 @@ def test_loading_never_holds_the_model_twice(
     size, own, total = map(float, shown.split())
     print(f"{size / 1e6:.0f} MB: own memory {own:.3f}, with files {total:.3f}")
     assert size > 300e6 and 0.95 < own < 1.1 and total < 1.1
+
+
+# Prints by how much the process has grown when integers are loaded, and by how much at most.
+INTEGER_SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from nanoserve import LLM
+
+def memory(name):
+    lines = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+    return int(lines[name].split()[0]) * 1024
+
+def load(path, **options):
+    return LLM(path, device="cpu", skip_tokenizer_init=True, num_kv_blocks=2, **options)
+
+first = load("tiny-qwen3", quantization=sys.argv[2])  # imports, and compiles
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+llm = load(sys.argv[1], quantization=sys.argv[2])
+print(memory("VmRSS") - before, memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.size("full")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_take_what_they_are_and_what_one_weight_is_made_of(
+    reference: Qwen3ForCausalLM, tmp_path: Path, bits: int
+) -> None:
+    pytest.importorskip("numba")
+    reference.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", INTEGER_SCRIPT, str(tmp_path), f"int{bits}"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    largest = reference.lm_head.weight.numel()
+    num_values = sum(p.numel() for p in reference.parameters()) - largest  # without the embedding
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    result = num_values * (bits + 0.5 * (bits == 4)) / 8 + 2 * largest
+    grown, peak = map(float, shown.split())
+    print(f"{result / 1e6:.0f} MB: grown {grown / result:.2f}, at most {peak / result:.2f}")
+    # The LM head in bfloat16, mapped and copied; its codes; and pieces that are float32 meanwhile.
+    assert grown < result + 30e6 and peak < result + 5 * largest + 60e6

@@ -1,8 +1,8 @@
 """What an engine with integer weights computes, in transformers: the same rounding, in its floats.
 
-Weights are the dequantised integers; the inputs of each linear are rounded to the 255 values of
-their row. What remains is the order of float32's sums, and where that changes how an input is
-rounded, a 254th of the row's largest value.
+Weights are the dequantised integers; of the inputs of each linear, 32 at a time are rounded to 255
+values. What remains is the order of float32's sums, and where that changes how an input is rounded,
+a 254th of the largest of the 32.
 """
 
 from collections.abc import Callable
@@ -45,8 +45,11 @@ def rounded_inputs(unrounded: frozenset[int]):
 
     def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(weight) > 8 and len(weight) not in unrounded:
-            largest = x.abs().amax(dim=-1, keepdim=True)
-            x = (x * (127 / largest)).round() * (largest / 127)
+            size = next(size for size in range(32, 0, -1) if x.shape[-1] % size == 0)
+            groups = x.unflatten(-1, (-1, size))
+            largest = groups.abs().amax(dim=-1, keepdim=True)
+            rounded = (groups * (127 / largest)).round() * (largest / 127)
+            x = torch.where(largest > 0, rounded, 0).flatten(-2)
         return linear(x, weight, bias)
 
     with patch.object(F, "linear", rounded):

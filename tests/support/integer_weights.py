@@ -1,5 +1,7 @@
 """Integer weights at the ends of their range, and what a product with them is, exactly."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,15 @@ def random_matrix(
 
 
 def random_codes(num_rows: int, inputs: int, seed: int = 1) -> Tensor:
-    """Inputs that are their own codes: integers, with a 127 in each row; some rows nothing else."""
+    """Inputs that are their own codes: integers, with a 127 in each group that has a scale.
+
+    Which are 16, or as many as divide all inputs; some rows are nothing but 127 and -127.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-127, 128, (num_rows, inputs), generator=generator).float()
-    x[torch.arange(num_rows), torch.randint(inputs, (num_rows,), generator=generator)] = 127
+    size = math.gcd(inputs, 16)
+    places = torch.randint(size, (num_rows, inputs // size, 1), generator=generator)
+    x = x.unflatten(1, (-1, size)).scatter(2, places, 127).flatten(1)
     for row, ends in enumerate(((127, 127), (-127, -127), (127, -127), (-127, 127))[:num_rows]):
         x[row, ::2], x[row, 1::2] = ends
     return x
