@@ -70,5 +70,5 @@ def test_all_logits_are_those_of_the_log_probabilities(checkpoint, budget: int) 
         for token_id, found in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     ]
     next_ids = [token_id for prompt in prompts for token_id in prompt[1:]]
-    assert logits[:, 0].size == len(next_ids) == 48
-    np.testing.assert_allclose(logprobs[range(48), next_ids], expected, atol=1e-5)
+    assert logits[:, 0].size == len(next_ids) == 49
+    np.testing.assert_allclose(logprobs[range(49), next_ids], expected, atol=1e-5)
