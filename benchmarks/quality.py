@@ -1,20 +1,26 @@
-"""What fewer bits cost the bundled model: exact answers, and how far its distributions move.
+"""What fewer bits cost a model: exact answers, and how far its distributions move.
 
     python benchmarks/quality.py [--every 10] [--positions 2000] [--scheme int8]
+    python benchmarks/quality.py --model smollm2 [--llama-cpp PYTHON]      see `quality_real.py`
 
-Exact answers: the shares of `nanoserve.tiny_qwen3.evaluate`, greedy. Divergence: over the tokens of
-conversations with their right answers, KL(p || q) in nats of the next token's distribution, with p
-of the model in float32. A model of random weights would hide errors: this one has learned its text.
+The first is of the bundled model. Exact answers: the shares of `nanoserve.tiny_qwen3.evaluate`,
+greedy. Divergence: over the tokens of conversations with their right answers, KL(p || q) in nats of
+the next token's distribution, with p of the model in float32. A model of random weights would hide
+errors; this one has learned its text, but has no rows with a few values a thousand times the
+others, as real ones have.
 """
 
 import argparse
-import math
-import statistics
 import tempfile
 from importlib.util import find_spec
-from itertools import chain, islice, product, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import quality_real
+from divergence import divergence
+from prompt_logits import prompt_logits
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
@@ -48,27 +54,6 @@ SCHEMES = {
 SCHEMES |= {"float16": {"dtype": "float16"}}
 SCHEMES |= {f"GGUF {kind}": {"dtype": "float32", "gguf": kind} for kind in _GGUF}
 KINDS = ("glossary", "addition", "all other questions")
-_AT_ONCE = 8  # conversations; every log-probability of every token is an object
-
-Row = dict[int, float]  # log-probabilities by token
-
-
-def distributions(llm: LLM, prompts: list[list[int]]) -> list[Row]:
-    """Of the token after each token of the prompts but the last."""
-    vocab_size = llm.engine.model_config.vocab_size
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=vocab_size)
-    rows: list[Row] = []
-    for first in range(0, len(prompts), _AT_ONCE):
-        for output in llm.generate(prompts[first : first + _AT_ONCE], params, use_tqdm=False):
-            rows += [
-                {token: entry.logprob for token, entry in found.items()}
-                for found in output.prompt_logprobs[1:]
-            ]
-    return rows
-
-
-def divergence(p: Row, q: Row) -> float:
-    return sum(math.exp(logprob) * (logprob - q[token]) for token, logprob in p.items())
 
 
 def texts(llm: LLM, num_positions: int) -> list[list[int]]:
@@ -85,7 +70,7 @@ def texts(llm: LLM, num_positions: int) -> list[list[int]]:
 
 
 def load(options: dict[str, Any], scratch: Path) -> LLM:
-    options = options | {"max_logprobs": 2**20}
+    options = dict(options)
     kind = options.pop("gguf", None)
     if kind is None:
         return LLM("tiny-qwen3", **options)
@@ -111,12 +96,37 @@ def answers_of(llm: LLM, every: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Quality of the bundled model in fewer bits.")
-    parser.add_argument("--every", type=int, default=1, help="ask only each N-th question")
+    parser = argparse.ArgumentParser(description="Quality of a model in fewer bits.")
+    parser.add_argument("--model", default="tiny-qwen3", help="smollm2, a GGUF file or a folder")
     parser.add_argument("--positions", type=int, default=2000, help="of the divergence")
-    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="all")
+    parser.add_argument("--scheme", action="append", help="all")
+    bundled = parser.add_argument_group("with the bundled model")
+    bundled.add_argument("--every", type=int, default=1, help="ask only each N-th question")
+    real = parser.add_argument_group("with another one")
+    real.add_argument("--llama-cpp", metavar="PYTHON", help="that has llama-cpp-python")
+    real.add_argument("--kind", action="append", help="of GGUF files that it makes; all")
+    real.add_argument(
+        "--set", action="append", type=_setting, metavar="NAME=VALUE", help="an option of each LLM"
+    )
     args = parser.parse_args()
-    reference: list[Row] = []
+    schemes = SCHEMES if args.model == "tiny-qwen3" else quality_real.SCHEMES
+    for name in args.scheme or ():
+        if name not in schemes:
+            parser.error(f"--scheme {name!r} is none of {', '.join(map(repr, schemes))}")
+    if args.model == "tiny-qwen3":
+        measure(args)
+    else:
+        quality_real.measure(args)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print the table of the bundled model."""
+    reference: np.ndarray | None = None
     print(f"| scheme | {' | '.join(KINDS)} | KL mean | KL p99 | same first choice |")
     print("|---" * (len(KINDS) + 4) + "|")
     for name in dict.fromkeys(["float32", *(args.scheme or SCHEMES)]):
@@ -124,14 +134,12 @@ def main() -> None:
             print(f"| {name} | not measured: no package gguf |")
             continue
         with tempfile.TemporaryDirectory() as scratch, load(SCHEMES[name], Path(scratch)) as llm:
-            rows = distributions(llm, texts(llm, args.positions))
-            rows = list(islice(rows, args.positions))
-            reference = reference or rows
-            found = [divergence(p, q) for p, q in zip(reference, rows, strict=True)]
-            pairs = zip(reference, rows, strict=True)
-            same = sum(max(p, key=p.get) == max(q, key=q.get) for p, q in pairs) / len(rows)
-            p99 = statistics.quantiles(found, n=100)[98]
-            told = f"{statistics.mean(found):.2e} | {p99:.2e} | {same:.2%}"
+            prompts = texts(llm, args.positions)
+            logits = prompt_logits(llm, prompts)[: args.positions]
+            next_ids = [token_id for prompt in prompts for token_id in prompt[1:]]
+            reference = logits if reference is None else reference
+            found = divergence(reference, logits, next_ids[: args.positions])
+            told = f"{found.kl_mean:.2e} | {found.kl_p99:.2e} | {found.same_choice:.2%}"
             print(f"| {name} | {answers_of(llm, args.every)} | {told} |", flush=True)
 
 
