@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from integer_weights import assert_product, exact_product, random_codes, random_matrix
+from integer_weights import assert_product, random_codes, random_matrix
 
 pytest.importorskip("numba")
 

@@ -64,7 +64,7 @@ RIGHT = {
         (f"product of {form}", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"}
         for form in ("DequantizedPanels", "DequantizedTiles")
     },
-    ("product of integers", "x"): _FLOATS | {"more dimensions", "strides"},
+    ("product of integers", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"},
     ("Packed", "x"): _ROWS | {"more dimensions", "strides"},
 }
 
