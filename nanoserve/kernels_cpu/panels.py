@@ -56,9 +56,24 @@ def pack_into(packed: Tensor, weight: Tensor) -> None:
 
 def rows_of(packed: Tensor, indices: Tensor, inputs: int) -> Tensor:
     """The weights of some outputs, as they were before `pack`: [len(indices), inputs]."""
-    indices = indices.long()
-    rows = packed[indices // PANEL, :, indices % PANEL]  # [outputs, steps, depth]
-    return rows.flatten(1)[:, :inputs]
+    panels, steps, _, depth = packed.shape
+    whole = _WHOLE[depth * packed.itemsize]
+    rows = packed.new_empty(len(indices), steps * depth)
+    source = packed.view(whole).view(panels, steps, PANEL)
+    _gather(source.numpy(), indices.int().numpy(), rows.view(whole).numpy())
+    return rows[:, :inputs]
+
+
+@njit(cache=True)
+def _gather(source, indices, target):
+    """target[i, step] = source[panel of i, step, place in it]"""
+    panels, steps, _ = source.shape
+    for i in range(len(indices)):
+        panel, place = divmod(indices[i], PANEL)
+        if not 0 <= panel < panels:
+            raise IndexError("no such row")
+        for step in range(steps):
+            target[i, step] = source[panel, step, place]
 
 
 @njit(parallel=True, cache=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,7 +11,8 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import UnquantizedLinearMethod
 
 # Bytes of an embedding from which on it is looked up in the form of a tied LM head, if that gives
-# rows back: a second copy would be a quarter of Qwen3-0.6B. A look-up there takes some 10 us more.
+# rows back: a second copy would be a quarter of Qwen3-0.6B. A look-up there takes 20 us more in a
+# step, and 15 us for each token: much for a small model, nothing for one as large as this.
 SHARED_FROM = 2**26
 
 
@@ -35,6 +37,7 @@ class VocabParallelEmbedding(nn.Module):
     def share(self, look_up: Callable[[Tensor], Tensor]) -> None:
         """Keep no weight: `look_up` gives its rows, int [n] -> [n, hidden], from a tied LM head."""
         self._look_up, self.weight = look_up, None
+        look_up(torch.zeros(1, dtype=torch.int32))  # compiles now, not in the first step
 
     def _rows(self, indices: Tensor) -> Tensor:
         if self._look_up is not None:

@@ -55,6 +55,9 @@ def test_rows_come_back_out_of_panels(dtype: str, depth: int) -> None:
     weight = torch.randn(3 * PANEL + 7, 33).to(getattr(torch, dtype))
     indices = torch.tensor([0, 1, PANEL - 1, PANEL, 3 * PANEL + 6, 1], dtype=torch.int32)
     assert torch.equal(rows_of(pack(weight, depth), indices, 33), weight[indices.long()])
+    for beyond in (-1, 4 * PANEL):
+        with pytest.raises(IndexError):
+            rows_of(pack(weight, depth), torch.tensor([0, beyond]), 33)
 
 
 def answer(path: Path, **options: Any) -> tuple[Any, list[Any]]:
