@@ -61,18 +61,30 @@ def _gpu_method(
         find_spec("triton") is not None,
         f"quantization={config.quantization!r} on a GPU needs the package triton",
     )
+    activations = getattr(config, "quantization_activations", None)
+    require(
+        activations != "int8" or not (scheme.is_fp8 or scheme.bits == 4),
+        f"quantization_activations='int8' with quantization={config.quantization!r} is none of a "
+        f"GPU's products: it goes with quantization='int8', and 'none' goes with all",
+    )
+    has_e4m3_products = scheme.is_fp8 and activations is None
     if device.type == "cuda":
         # Ampere: from here on, Triton has tensor cores for bfloat16 and int8; Ada: for e4m3.
-        least = (8, 9) if scheme.is_fp8 else (8, 0)
+        least = (8, 9) if has_e4m3_products else (8, 0)
         found = torch.cuda.get_device_capability(device)
         require(
             found >= least,
             f"quantization={config.quantization!r} needs a GPU of compute capability "
             f"{least[0]}.{least[1]} or newer; this one has {found[0]}.{found[1]}"
-            + (": it can run quantization='int8'" if scheme.is_fp8 and found >= (8, 0) else ""),
+            + (
+                ": it can run quantization='int8', or 'fp8' with quantization_activations='none'"
+                if has_e4m3_products and found >= (8, 0)
+                else ""
+            ),
         )
     if model_config.moe is not None and config.quantization != "int8":
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
     from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 
-    return QuantizedLinearMethod(scheme, device, getattr(torch, model_config.dtype))
+    dtype = getattr(torch, model_config.dtype)
+    return QuantizedLinearMethod(scheme, device, dtype, activations)
