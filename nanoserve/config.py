@@ -46,6 +46,7 @@ _CHOICES = {
     "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
     "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
+    "quantization_activations": ("int8", "none"),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
     "distributed_executor_backend": ("mp", "ray"),
@@ -79,6 +80,9 @@ class EngineConfig:
     # made of plain ones. On a GPU a checkpoint's own format, too, has to be asked for.
     quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
+    # What quantised weights are multiplied with: "int8" rounds activations to 8 bits in groups,
+    # "none" leaves them floats. None: a CPU with numba, "int8"; a GPU, what its kernels do best.
+    quantization_activations: str | None = None
     seed: int = 0  # seeds the requests that bring no seed of their own
     # Sampling parameters of requests that bring none: "auto" takes those of the checkpoint's
     # generation_config.json, "vllm" does not; then come these.

@@ -294,6 +294,7 @@ class EngineOptions(VllmOptions, total=False):
     load_format: Literal["auto", "safetensors", "dummy", "hf"] | None
     quantization: str | None
     quantization_group_size: int | None
+    quantization_activations: Literal["int8", "none"] | None
     seed: int | None
     generation_config: Literal["auto", "vllm"] | None
     override_generation_config: dict[str, Any] | None

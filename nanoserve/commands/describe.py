@@ -120,6 +120,9 @@ def _describe_engine(
         facts["num_parameters"] = sum(parameter.numel() for parameter in parameters)
     with _noting(facts):
         context, host = make_context(config, model_config, alone)
+        method = context.linear_method
+        if hasattr(method, "activations"):
+            facts["rounding"] = {"weights": method.weights, "activations": method.activations}
         with _noting(facts):
             _describe_pool(facts, config, model_config)
         meta = replace(context, device=torch.device("meta"), num_positions=1)

@@ -87,6 +87,8 @@ def _weight_rows(facts: dict[str, Any]) -> Rows:
         rows.append(("kept", f"{_size(facts['kept_bytes'])}, dtype {facts['dtype']}"))
     if facts.get("quantization"):
         rows.append(("quantization", facts["quantization"]))
+    if "rounding" in facts:
+        rows.append(("rounding", "; ".join(f"{k} {how}" for k, how in facts["rounding"].items())))
     return rows
 
 

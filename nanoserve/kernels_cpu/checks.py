@@ -202,3 +202,15 @@ def check_weight(weight: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         refuse(f"a weight must be [outputs, inputs] in {names}", weight=weight)
     if not weight.is_cpu:
         refuse("a weight must be on a CPU", weight=weight)
+
+
+def check_codes(matrix: Any) -> None:
+    """Of a `QuantizedMatrix` of integers: on a CPU, with groups that are runs of inputs."""
+    check_weight(matrix.codes, (torch.int8,))
+    for values in (matrix.scale, matrix.offset):
+        if values is not None:
+            check_weight(values, (torch.float32,))
+    if matrix.group_of_input is not None:
+        raise ValueError("groups that are no runs of inputs have to be sorted before")
+    if matrix.is_e4m3:
+        raise ValueError("codes of 8-bit floats are no integers: quantize_int8(dequantize()) is")

@@ -25,6 +25,8 @@ class IntegerPanels:
     so a row does not depend on its neighbours. A row that holds NaN or infinity becomes NaN.
     """
 
+    takes_largest = True
+
     def __init__(self, matrix: QuantizedMatrix, kind: str | None = None) -> None:
         checks.check_weight(matrix.codes, (torch.int8,))
         for values in (matrix.scale, matrix.offset):
@@ -39,9 +41,9 @@ class IntegerPanels:
             )
         if matrix.group_of_input is not None:
             raise ValueError("groups that are no runs of inputs have to be sorted before")
-        self.codes = _pack_codes(matrix, self.own)
-        self.scale = _pack_scales(matrix.scale, _scale_dtype(matrix))
-        self.offset = None if matrix.offset is None else _pack_scales(matrix.offset, torch.float32)
+        self.codes = pack_codes(matrix, self.own)
+        self.scale = pack_scales(matrix.scale, scale_dtype(matrix))
+        self.offset = None if matrix.offset is None else pack_scales(matrix.offset, torch.float32)
         self._stored = (
             self.codes.data_ptr(),
             self.scale.data_ptr(),
@@ -84,7 +86,7 @@ def best_kind(bits: int, group_size: int) -> str:
     )
 
 
-def _pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
+def pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
     """uint8 [panels, steps, ...]: `depth` inputs of an output side by side."""
     outputs, _ = matrix.shape
     codes = matrix.codes
@@ -95,14 +97,14 @@ def _pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
     return pack((codes[:, :, 0] | codes[:, :, 1] << 4).view(outputs, -1), own.depth // 2)
 
 
-def _scale_dtype(matrix: QuantizedMatrix) -> torch.dtype:
+def scale_dtype(matrix: QuantizedMatrix) -> torch.dtype:
     """float16, if a row has many scales and all of them are: then they are a tenth fewer bytes."""
     groups, scale = matrix.scale.shape[1], matrix.scale
     is_half = groups > 1 and converts_float16() and torch.equal(scale.half().float(), scale)
     return torch.float16 if is_half else torch.float32
 
 
-def _pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [outputs, groups] -> [panels, groups, PANEL]."""
     outputs, groups = scale.shape
     packed = empty((-(-outputs // PANEL), groups, PANEL), dtype)

@@ -1,29 +1,42 @@
 """The `LinearMethod` of integer weights on a CPU."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from nanoserve.kernels_cpu.checks import check_linear
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
 from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear
 from nanoserve.quantization.deferred import Weight, deferred_weight
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_int8
-from nanoserve.quantization.schemes import Scheme
+from nanoserve.quantization.schemes import Scheme, in_words
 
 
 class IntegerLinearMethod(FormLinearMethod):
     """Weights are integers, if the scheme or the checkpoint says so, and else floats.
 
+    `make_integer` makes the form of integers, which decides what becomes of their inputs:
+    `activations` says it in words, as `weights` says it of those that there are.
     A row of x gets one scale. Where the inputs are split over ranks, it is that of the whole row:
     the ranks' integers are those of one rank, and so are their sums.
     """
 
-    def __init__(self, scheme: Scheme, float_method: FormLinearMethod, dtype: torch.dtype) -> None:
-        super().__init__(float_method.make, "integers")
+    def __init__(
+        self,
+        scheme: Scheme,
+        float_method: FormLinearMethod,
+        dtype: torch.dtype,
+        make_integer: Callable[[QuantizedMatrix], Form],
+        activations: str,
+    ) -> None:
+        super().__init__(float_method.make)
         self._scheme, self._dtype = scheme, dtype
+        self.make_integer, self.activations = make_integer, activations
+        self._made: set[str] = set()
+        self._tell(scheme.in_words())
         self.to_integers = scheme.to_integers
 
     def create_weights(
@@ -54,8 +67,8 @@ class IntegerLinearMethod(FormLinearMethod):
         """They have their forms."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        is_integer = isinstance(layer.form, IntegerPanels | _Reordered)
-        if is_integer and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
+        takes_largest = getattr(layer.form, "takes_largest", False)
+        if takes_largest and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
             largest = x.abs().amax(dim=-1).float()
             layer.tp.group.largest(largest)
             return layer.form(x, largest)
@@ -68,15 +81,22 @@ class IntegerLinearMethod(FormLinearMethod):
             matrix, order = weight.in_runs()
         except ValueError:  # a rank's part of groups that are spread over all inputs
             matrix, order = quantize_int8(weight.dequantize()), None
-        form = IntegerPanels(matrix)
+        self._made.add(in_words(matrix.bits, matrix.group_size, matrix.shape[1]))
+        self._tell(" and ".join(sorted(self._made)))
+        form = self.make_integer(matrix)
         return form if order is None else _Reordered(form, order)
+
+    def _tell(self, weights: str) -> None:
+        self.weights = weights
+        self.name = f"of integers (weights {weights}; activations {self.activations})"
 
 
 class _Reordered:
     """For codes whose inputs stand in another order (GPTQ's act-order)."""
 
-    def __init__(self, form: IntegerPanels, order: Tensor) -> None:
+    def __init__(self, form: Form, order: Tensor) -> None:
         self._form, self._order = form, order
+        self.takes_largest = getattr(form, "takes_largest", False)
 
     def __call__(self, x: Tensor, *largest: Tensor) -> Tensor:
         check_linear(x, len(self._order), (torch.float32, torch.bfloat16, torch.float16))

@@ -1,6 +1,6 @@
 """The forms of a weight that torch multiplies.
 
-A form is made from a plain weight [outputs, inputs]. To call it is to multiply: x [..., inputs] ->
+A form is made from a weight [outputs, inputs]. To call it is to multiply: x [..., inputs] ->
 [..., outputs].
 """
 
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.kernels_cpu import checks, packed_linear
+from nanoserve.quantization.matrix import QuantizedMatrix
 
 _TILE = 512  # outputs that are widened at a time: they stay in the cache until they are used
+_TILE_VALUES = 2**19  # that become floats at a time, in several steps: 2 MiB of them
 
 
 class Plain:
@@ -47,3 +49,49 @@ class WidenedTiles:
     def __call__(self, x: Tensor) -> Tensor:
         wide, tiles = x.float(), self.weight.split(_TILE)
         return torch.cat([F.linear(wide, tile.float()).to(x.dtype) for tile in tiles], dim=-1)
+
+
+class DequantizedTiles:
+    """Integers of 4 or 8 bits in memory, dequantised tile by tile for the product of float32.
+
+    x and sums are float32, and nothing is rounded but the result, to x's dtype. A row of it does
+    not depend on the other rows; but torch orders a sum by how many rows there are, so its last
+    bits may depend on their number.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        checks.check_codes(matrix)
+        self.outputs, self.inputs = matrix.shape
+        self._is_packed = matrix.bits == 4 and self.inputs % 2 == 0
+        tiles = matrix.split(max(1, _TILE_VALUES // self.inputs))
+        self._tiles = [(self._pack(t.codes), _copy(t.scale), _copy(t.offset)) for t in tiles]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self.inputs, (torch.float32, torch.bfloat16, torch.float16))
+        wide = x.float()
+        return torch.cat([F.linear(wide, self._weight(*t)).to(x.dtype) for t in self._tiles], -1)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Two to a byte: the first half of a row's inputs low, the second high."""
+        if not self._is_packed:
+            return codes.clone()
+        first, second = (codes + 8).view(torch.uint8).chunk(2, dim=1)
+        return first | second << 4
+
+    def _weight(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """float32 [outputs of the tile, inputs]: the numbers of `QuantizedMatrix.dequantize`."""
+        if self._is_packed:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        weight = codes.float()
+        if self._is_packed:
+            weight -= 8
+        groups = weight.view(*scale.shape, -1)
+        groups *= scale[..., None]
+        if offset is not None:
+            groups += offset[..., None]
+        return weight
+
+
+def _copy(values: Tensor | None) -> Tensor | None:
+    """In memory of its own, for a tile: its matrix is not kept."""
+    return None if values is None else values.clone()

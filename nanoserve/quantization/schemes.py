@@ -32,6 +32,14 @@ class Scheme:
         """That a weight may take."""
         return self.bits or 8
 
+    def in_words(self) -> str:
+        """How weights are rounded, as far as that is known before they are read."""
+        if self.bits is None:
+            return f"as stored, or int8 in groups of {_GROUP_SIZE} if that is no integers"
+        if self.is_fp8:
+            return "e4m3 with a scale per output"
+        return in_words(self.bits, (self.group_size or _GROUP_SIZE) if self.bits == 4 else None)
+
     def to_integers(
         self, weight: Tensor | QuantizedMatrix, is_quantized: bool
     ) -> Tensor | QuantizedMatrix:
@@ -44,6 +52,22 @@ class Scheme:
             return quantize_int4(weight, self.group_size or _GROUP_SIZE)
         in_groups = self.bits is None and weight.shape[1] % _GROUP_SIZE == 0
         return quantize_int8(weight, _GROUP_SIZE if in_groups else None)
+
+
+def in_words(bits: int, group_size: int | None, num_inputs: int | None = None) -> str:
+    """Integers of a weight: a group of all inputs, or None, is a scale for each output."""
+    is_row = group_size in (None, num_inputs)
+    return f"int{bits} {'with a scale per output' if is_row else f'in groups of {group_size}'}"
+
+
+def check_activations(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raise `ValueError` for `quantization_activations` where weights are not quantised."""
+    is_quantized = config.quantization or model_config.quantization_config
+    require(
+        config.quantization_activations is None or bool(is_quantized),
+        f"quantization_activations={config.quantization_activations!r}, but the weights are plain, "
+        f"and activations are floats: leave it out, or give quantization='int8' or 'int4'",
+    )
 
 
 def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:

@@ -44,6 +44,7 @@ def prepare_draft_model(
         dtype=asked.dtype,
         quantization=asked.quantization,
         quantization_group_size=None,
+        quantization_activations=None,
         kv_cache_dtype="auto",
         speculative_config=None,
         tensor_parallel_size=1,

@@ -50,7 +50,8 @@ def prepare_hidden_head(
     )
 
     # It keeps floats, whatever the model's weights are.
-    own, plain = replace(config, quantization=None), replace(target, quantization_config=None)
+    own = replace(config, quantization=None, quantization_activations=None)
+    plain = replace(target, quantization_config=None)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
 
     def make(executor: Executor, scheduler: Scheduler) -> HeadProposer:

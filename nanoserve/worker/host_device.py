@@ -21,7 +21,8 @@ from nanoserve.worker.threads import threads
 _COMPILED = (  # by numba
     "nanoserve.attention.numba",
     "nanoserve.attention.quantized_numba",
-    "nanoserve.kernels_cpu.integer_method",
+    "nanoserve.kernels_cpu.integer_linear",
+    "nanoserve.kernels_cpu.dequantized_linear",
 )
 # (tensors, header, block tables) -> hidden states [num_tokens, hidden_size]
 Forward = Callable[[BatchTensors, BatchHeader, torch.Tensor], torch.Tensor]
@@ -71,8 +72,9 @@ class HostDevice:
     def warm_up(self, runner: Any) -> None:
         """Whatever would otherwise be done while serving: compiling, capturing."""
         # All ranks must run the model, or none: so this asks nothing of the process.
-        parts = (runner.context.attention, runner.context.linear_method)
-        if any(type(part).__module__ in _COMPILED for part in parts):
+        method = runner.context.linear_method
+        parts = (runner.context.attention, getattr(method, "make_integer", None))
+        if any(getattr(part, "__module__", None) in _COMPILED for part in parts):
             from nanoserve.worker.compile_ahead import compile_ahead
 
             compile_ahead(runner)

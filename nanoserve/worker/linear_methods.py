@@ -1,6 +1,7 @@
 """How the linears of an engine keep and use their weights."""
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -9,8 +10,11 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.float_choice import choose_form
-from nanoserve.kernels_cpu.linear_method import FormLinearMethod
+from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
+from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
+from nanoserve.kernels_cpu.torch_linear import DequantizedTiles
 from nanoserve.layers.context import LinearMethod
+from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.schemes import Scheme, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -35,13 +39,31 @@ def choose_linear_method(
     floats = FormLinearMethod(choice.make, choice.name)
     if scheme is None:
         return floats
-    require(
-        find_spec("numba") is not None,
-        "integer weights need numba on a CPU: pip install 'nanoserve[cpu]'",
-    )
-    from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
+    return IntegerLinearMethod(scheme, floats, dtype, *_integer_form(config))
 
-    return IntegerLinearMethod(scheme, floats, dtype)
+
+def _integer_form(config: EngineConfig) -> tuple[Callable[[QuantizedMatrix], Form], str]:
+    """Return what makes the form of integer weights, and in words what becomes of activations."""
+    activations = config.quantization_activations
+    has_numba = find_spec("numba") is not None
+    require(
+        activations != "int8" or has_numba,
+        "quantization_activations='int8' needs numba on a CPU: pip install 'nanoserve[cpu]'; "
+        "'none' needs nothing",
+    )
+    if not has_numba:
+        logger.info(
+            "without numba, integer weights become floats for each product: "
+            "pip install 'nanoserve[cpu]' brings products of integers"
+        )
+        return DequantizedTiles, "stay floats"
+    if activations == "none":
+        from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
+
+        return DequantizedPanels, "stay floats"
+    from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+
+    return IntegerPanels, "rounded to 8 bits in groups of 32"
 
 
 def _gpu_method(

@@ -142,7 +142,11 @@ def test_the_best_kind_is_of_the_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("functions", "sources", "others"),
     [
-        ({"float_tiles", "integer_tiles"}, tile_walk.SOURCES, {"ops", "panels", "processor"}),
+        (
+            {"float_tiles", "integer_tiles", "dequantized_tiles"},
+            tile_walk.SOURCES,
+            {"ops", "panels", "processor"},
+        ),
         ({"attention"}, attention.SOURCES, {"checks", "ops", "processor", "tile_walk"}),
     ],
 )

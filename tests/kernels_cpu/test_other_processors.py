@@ -23,6 +23,7 @@ SCRIPT = """
 import torch
 from fixed_point import assert_scores, assert_values
 from integer_weights import assert_product, random_codes, random_matrix
+from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
 from nanoserve.kernels_cpu.float_choice import forms
 from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
 from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
@@ -38,6 +39,11 @@ for kind in kinds_here():
         assert_product(IntegerPanels(matrix, kind)(x), matrix, x)
 # Whatever the float16 of the inputs takes here, the process lives on.
 assert_product(IntegerPanels(matrix, kind)(x.half()), matrix, x)
+for bits in (8, 4):
+    matrix, x = random_matrix(bits, 65, 128, 32, has_offset=True), torch.randn(13, 128)
+    expected = FloatPanels(matrix.dequantize())(x)
+    assert torch.equal(DequantizedPanels(matrix)(x), expected)
+    assert DequantizedPanels(matrix)(x.half()).isfinite().all()
 for dtype in (torch.bfloat16, torch.float32, torch.float16):
     form = next(iter(forms(dtype).values()))
     assert (form is FloatPanels) is (dtype != torch.float16 or converts_float16())

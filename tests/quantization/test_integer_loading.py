@@ -199,19 +199,25 @@ def test_a_gpu_makes_floats_of_a_quantised_checkpoint_unless_asked(
     assert choose("gptq") is None and "memory of a plain one" in caplog.text
 
 
-def test_integers_are_refused_without_numba(
+def test_activations_of_integers_are_refused_without_numba(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_qwen3(tmp_path)
     monkeypatch.setattr("nanoserve.worker.linear_methods.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"integer weights need numba.*'nanoserve\[cpu\]'"):
-        LLM(tmp_path, quantization="int8", **OPTIONS)
+    options = {"quantization": "int8", "quantization_activations": "int8"}
+    with pytest.raises(ValueError, match=r"='int8' needs numba.*'nanoserve\[cpu\]'; 'none'"):
+        LLM(tmp_path, **options, **OPTIONS)
 
 
 @pytest.mark.size("full")
 def test_without_numba_it_is_said_what_to_install(tmp_path: Path) -> None:
-    """In a process that cannot import it at all, and runs floats all the same."""
+    """In a process that cannot import it at all, and runs floats and integers all the same."""
     make_qwen3(tmp_path)
+    options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+    integers = options | {"quantization": "int8"}
+    with LLM(tmp_path, quantization_activations="none", **integers) as llm:
+        expected = llm.generate([[1, 2, 3]], use_tqdm=False, sampling_params=GREEDY)
+    tokens = expected[0].outputs[0].token_ids
     script = f"""
 import importlib.util, sys
 
@@ -223,14 +229,17 @@ class NoNumba:
 sys.meta_path.insert(0, NoNumba())
 inner = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numba" else inner(name, *rest)
-from nanoserve import LLM
-LLM({str(tmp_path)!r}, device="cpu", skip_tokenizer_init=True).close()
-print("runs")
-LLM({str(tmp_path)!r}, device="cpu", skip_tokenizer_init=True, quantization="int8")
+from nanoserve import LLM, SamplingParams
+greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+LLM({str(tmp_path)!r}, **{options}).close()
+with LLM({str(tmp_path)!r}, **{integers}) as llm:
+    assert "activations stay floats" in repr(llm), llm
+    print(llm.generate([[1, 2, 3]], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+LLM({str(tmp_path)!r}, quantization_activations="int8", **{integers})
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.stdout.strip() == "runs", ended.stderr
-    assert "ValueError: integer weights need numba" in ended.stderr
+    assert ended.stdout.strip() == str(tokens), ended.stderr
+    assert "ValueError: quantization_activations='int8' needs numba" in ended.stderr
     assert "pip install 'nanoserve[cpu]'" in ended.stderr

@@ -96,6 +96,13 @@ def test_more_ranks_than_experts(size: int, tmp_path: Path) -> None:
     assert_same(tmp_path, size, quantization="int8")
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_ranks_whose_activations_are_floats_answer_as_one_does(form: str, tmp_path: Path) -> None:
+    """They share no scale, and where they cut a group, both have its scale."""
+    make_qwen3(tmp_path, seed=1, **WIDE)
+    assert_same(tmp_path, quantization=form, quantization_activations="none")
+
+
 @pytest.mark.full(case=["awq", "bitsandbytes NF4"])
 @pytest.mark.parametrize("case", ["awq", "gptq, 8 bits", "fp8, blocks", "bitsandbytes NF4"])
 def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:

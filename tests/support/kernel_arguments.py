@@ -18,12 +18,13 @@ from nanoserve.attention.quantized_kv import QuantizedKV
 from nanoserve.attention.quantized_numba import QuantizedNumbaAttention
 from nanoserve.kernels_cpu import packed_linear
 from nanoserve.kernels_cpu.choose_tokens import choose_tokens
+from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
 from nanoserve.kernels_cpu.float_linear import FloatPanels
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels
 from nanoserve.kernels_cpu.ops import NumbaOps
 from nanoserve.kernels_cpu.panels import pack
 from nanoserve.kernels_cpu.quantized_kv import QuantizedNumbaOps
-from nanoserve.kernels_cpu.torch_linear import Packed
+from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Packed
 from nanoserve.quantization.matrix import QuantizedMatrix
 
 _DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
@@ -54,7 +55,15 @@ RIGHT = {
     | {"dtype torch.bool"}
     | _WIDTH
     | _FLOATS,
-    **{("IntegerPanels", name): {"strides"} for name in ("codes", "scale", "offset")},
+    **{
+        (form, name): {"strides"}
+        for form in ("IntegerPanels", "DequantizedPanels", "DequantizedTiles")
+        for name in ("codes", "scale", "offset")
+    },
+    **{
+        (f"product of {form}", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"}
+        for form in ("DequantizedPanels", "DequantizedTiles")
+    },
     ("product of integers", "x"): _FLOATS | {"more dimensions", "strides"},
     ("product of integers", "largest"): {"more dimensions"},
     ("Packed", "x"): _ROWS | {"more dimensions", "strides"},
@@ -130,6 +139,10 @@ def cases() -> Iterator[Case]:
     matrix = QuantizedMatrix(torch.ones(70, 64, dtype=torch.int8), torch.ones(70, 2))
     given = {"codes": matrix.codes, "scale": matrix.scale, "offset": torch.ones(70, 2)}
     yield "IntegerPanels", lambda **given: IntegerPanels(QuantizedMatrix(**given)), given, {}
+    for form in (DequantizedPanels, DequantizedTiles):
+        name = form.__name__
+        yield name, lambda form=form, **given: form(QuantizedMatrix(**given)), given, {}
+        yield f"product of {name}", form(matrix), {"x": torch.ones(2, 64)}, {}
     given = {"x": torch.ones(2, 64), "largest": torch.ones(2)}
     yield "product of integers", IntegerPanels(matrix), given, {}
     if packed_linear.works():

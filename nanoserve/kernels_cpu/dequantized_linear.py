@@ -1,0 +1,53 @@
+"""Linears whose weights are integers, and whose inputs stay floats."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from nanoserve.kernels_cpu import checks
+from nanoserve.kernels_cpu.dequantized_tiles import make_product
+from nanoserve.kernels_cpu.integer_kinds import KINDS
+from nanoserve.kernels_cpu.integer_linear import pack_codes, pack_scales, scale_dtype
+from nanoserve.kernels_cpu.panels import PANEL, unpadded
+from nanoserve.kernels_cpu.processor import converts_float16
+from nanoserve.quantization.matrix import QuantizedMatrix
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_product = functools.cache(make_product)
+
+
+class DequantizedPanels:
+    """A `QuantizedMatrix` in panels: x [..., inputs] -> [..., outputs] in x's dtype.
+
+    What `FloatPanels` gives for the dequantised weight in float32, to the bit, and from few bits of
+    memory: x and sums are float32, and a row does not depend on its neighbours.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        checks.check_codes(matrix)
+        self.outputs, self.inputs = matrix.shape
+        is_small = matrix.bits == 4 and KINDS["nibbles"].takes(matrix.group_size)
+        self.kind = "nibbles" if is_small else "bytes"
+        self.codes = pack_codes(matrix, KINDS[self.kind])
+        self.scale = pack_scales(matrix.scale, scale_dtype(matrix))
+        self.offset = None if matrix.offset is None else pack_scales(matrix.offset, torch.float32)
+        groups = matrix.scale.shape[1]
+        self._stored = (
+            self.codes.data_ptr(),
+            self.scale.data_ptr(),
+            0 if self.offset is None else self.offset.data_ptr(),
+            self.codes.shape[0],
+            groups,
+            self.codes.shape[1] // groups,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self.inputs, tuple(_NAMES))
+        rows, num_rows = x.float().contiguous(), x.numel() // self.inputs
+        dtype = x.dtype if x.dtype != torch.float16 or converts_float16() else torch.float32
+        out = x.new_empty(num_rows, self.codes.shape[0] * PANEL, dtype=dtype)
+        _product(self.kind, _NAMES[dtype], _NAMES[self.scale.dtype], self.offset is not None)(
+            rows.data_ptr(), num_rows, *self._stored, out.data_ptr(), out.stride(0) * out.itemsize
+        )
+        return unpadded(out, self.outputs, x)
