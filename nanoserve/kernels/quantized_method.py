@@ -101,7 +101,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             matrix, order = quantize_int8(weight.dequantize()), None
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and matrix.scale.shape[1] == 1 and _is_plain(matrix):
-            if matrix.is_e4m3 and self._activations != "none":
+            if matrix.is_e4m3 and self._activations is None:
                 return _RowScaled(matrix, tp)
             if not matrix.is_e4m3 and self._activations == "int8":
                 return _GroupScaled(matrix, tp)

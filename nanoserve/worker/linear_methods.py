@@ -72,6 +72,13 @@ def _gpu_method(
     """Also of a CPU that interprets a GPU's kernels."""
     if scheme is None:
         return None
+    activations = config.quantization_activations
+    # Of a checkpoint's own format, each linear tells when it is read.
+    require(
+        activations != "int8" or config.quantization not in (None, "int4", "fp8"),
+        f"quantization_activations='int8' on a GPU needs weights of int8 with a scale per output, "
+        f"and quantization={config.quantization!r} has none: leave it out, or use 'none'",
+    )
     if config.quantization is None:
         logger.warning(
             "on a GPU, a quantised checkpoint becomes floats and takes the memory of a plain one, "
@@ -82,12 +89,6 @@ def _gpu_method(
     require(
         find_spec("triton") is not None,
         f"quantization={config.quantization!r} on a GPU needs the package triton",
-    )
-    activations = getattr(config, "quantization_activations", None)
-    require(
-        activations != "int8" or not (scheme.is_fp8 or scheme.bits == 4),
-        f"quantization_activations='int8' with quantization={config.quantization!r} is none of a "
-        f"GPU's products: it goes with quantization='int8', and 'none' goes with all",
     )
     has_e4m3_products = scheme.is_fp8 and activations is None
     if device.type == "cuda":
@@ -106,6 +107,8 @@ def _gpu_method(
         )
     if model_config.moe is not None and config.quantization != "int8":
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
+    if model_config.moe is not None and activations == "int8":
+        logger.warning("experts' activations stay floats on a GPU")
     from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 
     dtype = getattr(torch, model_config.dtype)
