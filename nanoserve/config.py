@@ -81,7 +81,7 @@ class EngineConfig:
     quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
     # What quantised weights are multiplied with: "int8" rounds activations to 8 bits in groups,
-    # "none" leaves them floats. None: a CPU with numba, "int8"; a GPU, what its kernels do best.
+    # "none" leaves them floats. None: a CPU with numba, "int8"; a GPU, "none", but e4m3 for "fp8".
     quantization_activations: str | None = None
     seed: int = 0  # seeds the requests that bring no seed of their own
     # Sampling parameters of requests that bring none: "auto" takes those of the checkpoint's

@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits whose groups have scales: activations stay floats.
+"""Products with weights of 4 or 8 bits, scales per output or group: activations stay floats.
 
 The codes become floats in registers, where the tensor cores take them: from memory comes a quarter
 of the bytes of 16 bits (or half), which is all that counts while a step has few rows (Frantar et
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.quantized_kv import unscaled
 from nanoserve.quantization.matrix import QuantizedMatrix
 
 _TRITON_DTYPES = {
@@ -27,8 +28,8 @@ _FEWEST_STEPS = 4  # of a part of the inputs: with fewer, the loads have no time
 
 
 class GroupedWeight(NamedTuple):
-    """codes   int8 [outputs, inputs]; or, two to a byte, uint8 [outputs, inputs / 2]: the first
-               half of the inputs low, the second high, each as code + 8
+    """codes   int8 or float8_e4m3fn [outputs, inputs]; or, two to a byte, uint8 [outputs,
+               inputs / 2]: the first half of the inputs low, the second high, each as code + 8
     scale    float32 [outputs, groups], as is offset; None is all zeros
     """
 
@@ -70,6 +71,8 @@ def pack_groups(matrix: QuantizedMatrix) -> GroupedWeight:
     if matrix.bits == 4 and inputs % 2 == 0:
         unsigned = (codes + 8).view(torch.uint8)
         codes = unsigned[:, : inputs // 2] | unsigned[:, inputs // 2 :] << 4
+    elif matrix.is_e4m3:
+        codes = codes.view(torch.float8_e4m3fn)
     offset = None if matrix.offset is None else matrix.offset.contiguous()
     return GroupedWeight(codes.contiguous(), matrix.scale.contiguous(), offset)
 
@@ -95,11 +98,16 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
     num_parts = _num_parts(grid[0] * grid[1], num_steps, x.device)
     sums = out if num_parts == 1 else x.new_empty(num_parts, *out.shape, dtype=torch.float32)
     groups = weight.scale.shape[1]
+    codes = weight.codes
+    if codes.dtype == torch.float8_e4m3fn:  # of which older GPUs have no type
+        codes = codes.view(torch.uint8)
     interpreted = triton.knobs.runtime.interpret  # which misreads bfloat16 in products
     _grouped_product[(*grid, num_parts)](
         sums,
         x,
-        *weight,
+        codes,
+        weight.scale,
+        weight.offset,
         num_rows,
         INPUTS=inputs,
         OUTPUTS=outputs,
@@ -170,9 +178,10 @@ def _grouped_product(
         mask = (n < OUTPUTS)[:, None] & in_row[None, :]
         codes = tl.load(codes_ptr + output[:, None] * STORED + start + k, mask=mask, other=0)
         for half in tl.static_range(INPUTS // STORED):
-            values = codes.to(tl.float32)
             if INPUTS != STORED:
                 values = (((codes >> (4 * half)) & 0xF).to(tl.int32) - 8).to(tl.float32)
+            else:
+                values = unscaled(codes)
             # 1) Codes to weights: a scale for each run of inputs.
             begin = start + half * STORED
             group = output[:, None] * (INPUTS // GROUP) + ((begin + run) // GROUP)[None, :]

@@ -64,12 +64,13 @@ def as_floats(values, scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr):
     """
     if scales_ptr is not None:
         scales = tl.load(scales_ptr + slot // HEAD_DIM, mask=is_seen, other=0.0)
-        values = _unscaled(values) * scales[:, None]
+        values = unscaled(values) * scales[:, None]
     return values
 
 
 @triton.jit
-def _unscaled(codes):
+def unscaled(codes):
+    """What codes of int8 or, as uint8, of e4m3 stand for, as float32."""
     if codes.dtype == tl.uint8:
         # A float16 has the same bits 7 places higher, with an exponent that counts from 15 and not
         # 7: it is 256 times too small, also where there is no exponent.

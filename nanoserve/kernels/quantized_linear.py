@@ -1,10 +1,11 @@
-"""Products of codes of 8 bits: rows of activations with a scale each, weights with one per output.
+"""Products of codes of 8 bits: activations with scales per row or group, weights per output.
 
-    y[m, n] = (sum over k of x[m, k] w[n, k]) x_scale[m] w_scale[n]
+    y[m, n] = (sum over groups g of x_scale[m, g] (sum over k in g of x[m, k] w[n, k])) w_scale[n]
 
-Codes are int8, whose sums in int32 are exact (up to 133,000 inputs): a row's result depends on
-nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et al. 2022), on GPUs
-of compute capability 8.9 and newer: in bfloat16 the product is then `torch._scaled_mm`'s.
+Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: a row's
+result depends on nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et
+al. 2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
+product is then `torch._scaled_mm`'s.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.quantized_rows import LARGEST_CODES
+from nanoserve.kernels.quantized_rows import LARGEST_CODES, scale_shape
 
 _MULTIPLE = 16  # of inputs and of outputs, for `torch._scaled_mm`
 
@@ -28,12 +29,19 @@ class TileConfig(NamedTuple):
     num_stages: int
 
 
-def tile_config(num_rows: int) -> TileConfig:
+def tile_config(num_rows: int, group_size: int | None = None) -> TileConfig:
     """Not measured yet: chosen by bytes under way, registers and shared memory (99 KiB do).
 
     Each is compiled when it is first used: the smallest and the largest step, which are tried
-    before serving, use the first and the last, and CUDA graphs of decode steps the second.
+    before serving, use the first and the last, and CUDA graphs of decode steps the second. With
+    groups, a program multiplies one at a time, and more of them are under way.
     """
+    if group_size is not None:
+        if num_rows <= 16:
+            return TileConfig(16, 64, group_size, num_warps=4, num_stages=6)
+        if num_rows <= 128:
+            return TileConfig(64, 64, group_size, num_warps=4, num_stages=5)
+        return TileConfig(128, 128, group_size, num_warps=8, num_stages=3)
     if num_rows <= 16:  # as fast as the memory: an H100 has 128 programs for 4096 outputs
         return TileConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=5)
     if num_rows <= 128:
@@ -47,13 +55,15 @@ def scaled_product(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
+    group_size: int | None = None,
 ) -> torch.Tensor:
     """[rows, inputs] codes by [outputs, inputs] codes -> [rows, outputs] of `dtype`.
 
-    x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32 [rows] and
-    [outputs]. Sums of e4m3 are float32.
+    x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32: x's [rows], or
+    of int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums of
+    e4m3 are float32.
     """
-    _check(x, x_scale, weight, weight_scale)
+    _check(x, x_scale, weight, weight_scale, group_size)
     (num_rows, inputs), outputs = x.shape, len(weight)
     if x.dtype != torch.int8 and _takes_scaled_mm(inputs, outputs, dtype):
         return torch._scaled_mm(
@@ -67,7 +77,7 @@ def scaled_product(
     out = torch.empty(num_rows, outputs, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
-    config = tile_config(num_rows)
+    config = tile_config(num_rows, group_size)
     # Programs that follow each other use the same outputs' weights for other rows.
     # In plain Python: Triton's `cdiv` takes microseconds, in every layer.
     grid = (-(-num_rows // config.block_m), -(-outputs // config.block_n))
@@ -80,6 +90,7 @@ def scaled_product(
         num_rows,
         INPUTS=inputs,
         OUTPUTS=outputs,
+        GROUPS=0 if group_size is None else x_scale.shape[1],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -95,7 +106,11 @@ def _takes_scaled_mm(inputs: int, outputs: int, dtype: torch.dtype) -> bool:
 
 
 def _check(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    group_size: int | None,
 ) -> None:
     tensors = {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale}
     wrong = None
@@ -103,8 +118,13 @@ def _check(
         wrong = "x must be [rows, inputs] and weight [outputs, inputs]"
     elif x.dtype not in LARGEST_CODES or weight.dtype != x.dtype:
         wrong = "x and weight must be both int8 or both float8_e4m3fn"
-    elif x_scale.shape != x.shape[:1] or weight_scale.shape != weight.shape[:1]:
-        wrong = "x needs a scale for each row, weight for each output"
+    elif group_size is not None and x.dtype != torch.int8:
+        wrong = f"group_size={group_size}, but e4m3 has a scale for a whole row"
+    elif (
+        x_scale.shape != scale_shape(*x.shape, group_size) or weight_scale.shape != weight.shape[:1]
+    ):
+        each = "row" if group_size is None else f"row and {group_size} inputs"
+        wrong = f"x needs a scale for each {each}, weight for each output"
     elif {x_scale.dtype, weight_scale.dtype} != {torch.float32}:
         wrong = "scales must be float32"
     elif not all(t.is_contiguous() for t in tensors.values()):
@@ -120,12 +140,13 @@ def _check(
 def _scaled_product(
     out_ptr,  # [num_rows, OUTPUTS]
     x_ptr,  # [num_rows, INPUTS]
-    x_scale_ptr,
+    x_scale_ptr,  # [num_rows], or [num_rows, GROUPS]
     weight_ptr,  # [OUTPUTS, INPUTS]
     weight_scale_ptr,
     num_rows,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a row's scales, BLOCK_K inputs each; 0: a row has one scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -142,20 +163,30 @@ def _scaled_product(
     if OUTPUTS % BLOCK_N != 0:
         weight_mask &= (n < OUTPUTS)[:, None]
     SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=SUM)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=SUM if GROUPS == 0 else tl.float32)
     for start in range(0, INPUTS, BLOCK_K):
         in_row = tl.full([BLOCK_K], True, tl.int1)
         if INPUTS % BLOCK_K != 0:
             in_row = k < INPUTS - start
         x = tl.load(x_ptrs + start, mask=x_mask & in_row[None, :], other=0.0)
         weight = tl.load(weight_ptrs + start, mask=weight_mask & in_row[None, :], other=0.0)
-        if tl.int32 == SUM:
+        if GROUPS > 0:
+            group = tl.load(
+                x_scale_ptr + m.to(tl.int64) * GROUPS + start // BLOCK_K,
+                mask=m < num_rows,
+                other=0.0,
+            )
+            sums = tl.dot(x, tl.trans(weight), out_dtype=tl.int32).to(tl.float32)
+            # Told, and not left to the compiler: all tiles must round alike.
+            acc = tl.fma(sums, tl.broadcast_to(group[:, None], [BLOCK_M, BLOCK_N]), acc)
+        elif tl.int32 == SUM:
             acc = tl.dot(x, tl.trans(weight), acc, out_dtype=tl.int32)
         else:  # a tensor core of an H100 adds with 14 bits; between its runs, float32 does
             acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BLOCK_K)
-    x_scale = tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)
-    weight_scale = tl.load(weight_scale_ptr + n, mask=n < OUTPUTS, other=0.0)
-    out = acc.to(tl.float32) * x_scale[:, None] * weight_scale[None, :]
+    out = acc.to(tl.float32)
+    if GROUPS == 0:
+        out *= tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)[:, None]
+    out *= tl.load(weight_scale_ptr + n, mask=n < OUTPUTS, other=0.0)[None, :]
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
     mask = (m < num_rows)[:, None] & (n < OUTPUTS)[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -7,30 +7,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.checks import require
 from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
 from nanoserve.kernels.quantized_rows import quantize_rows
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.quantization.deferred import Weight, deferred_weight
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.online import quantize_int8
 from nanoserve.quantization.schemes import Scheme
 
+GROUP_SIZE = 32  # inputs of a token that share a scale, as on a CPU
 _MAX_VALUES = 2**26  # that are float32 at a time, while codes are made: 256 MiB, several times
 
 
 class QuantizedLinearMethod(UnquantizedLinearMethod):
-    """Codes of 8 bits with a scale per output get activations of 8 bits; others, floats.
+    """Codes become floats in registers and meet activations in floats, but for two pairs of 8 bits.
 
-    A token's activations get one scale. Where the inputs are split over ranks, it is that of all of
-    them: the ranks' codes are those of one rank, and so are the sums of int8. Experts keep int8
-    with a scale per output, whatever the other weights have, and their activations are floats.
+    Weights of e4m3 get activations of e4m3, with a scale for a token, unless `activations` is
+    "none". Where it is "int8", weights of int8 with a scale per output get activations of int8 with
+    a scale for a token and 32 inputs: with one for a token, a real model's few large inputs make
+    the others 0. Other weights are then refused with a `ValueError`.
+
+    Where the inputs are split over ranks, scales are those of the whole row: the ranks' codes are
+    those of one rank. Experts keep int8 with a scale per output, whatever the other weights have,
+    and their activations are floats.
     """
 
-    def __init__(self, scheme: Scheme, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        device: torch.device,
+        dtype: torch.dtype,
+        activations: str | None = None,
+    ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
+        self._activations = activations
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
@@ -54,7 +69,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         """Give `layer` the form of its weight `name`, of which it has none yet."""
         shape = getattr(layer, name).shape
         if len(shape) == 2:
-            layer.form = self._form(weight)
+            layer.form = self._form(layer, weight)
             return
         delattr(layer, name)  # a parameter has to go before anything else can have its name
         if isinstance(weight, QuantizedMatrix):
@@ -65,21 +80,18 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
 
     def process_after_loading(self, layer: nn.Module) -> None:
         if not hasattr(layer, "form"):  # an LM head, which is loaded as an embedding is
-            layer.form = self._form(self.to_integers(layer.weight.data, False))
+            layer.form = self._form(layer, self.to_integers(layer.weight.data, False))
         layer.weight = None
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
         """They have their codes."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        has_codes = isinstance(layer.form, _Scaled)
-        if has_codes and isinstance(layer, RowParallelLinear) and layer.tp.size > 1:
-            largest = x.abs().amax(dim=-1).float()
-            layer.tp.group.largest(largest)
-            return layer.form(x, largest)
         return layer.form(x)
 
-    def _form(self, weight: Weight) -> "_Scaled | _Grouped | partial[Tensor]":
+    def _form(
+        self, layer: nn.Module, weight: Weight
+    ) -> "_RowScaled | _GroupScaled | _Grouped | partial[Tensor]":
         if not isinstance(weight, QuantizedMatrix):
             return partial(F.linear, weight=weight.to(self._device, self._dtype))
         weight = _on(weight, self._device)
@@ -87,8 +99,18 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             matrix, order = weight.in_runs()
         except ValueError:  # a rank's part of groups that are spread over all inputs
             matrix, order = quantize_int8(weight.dequantize()), None
+        tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and matrix.scale.shape[1] == 1 and _is_plain(matrix):
-            return _Scaled(matrix)
+            if matrix.is_e4m3 and self._activations is None:
+                return _RowScaled(matrix, tp)
+            if not matrix.is_e4m3 and self._activations == "int8":
+                return _GroupScaled(matrix, tp)
+        require(
+            self._activations != "int8",
+            f"quantization_activations='int8' on a GPU needs weights of int8 with a scale for each "
+            f"output, and a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits} bits'} with "
+            f"{matrix.scale.shape[1]} scales for each: leave the option out",
+        )
         return _Grouped(matrix, order)
 
 
@@ -105,24 +127,63 @@ def _is_plain(matrix: QuantizedMatrix) -> bool:
     return matrix.bits == 8 and matrix.offset is None
 
 
-class _Scaled:
-    """A scale per output: activations get codes of the same kind."""
+class _RowScaled:
+    """e4m3 by e4m3: activations with a scale for a row, which all ranks' inputs decide."""
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
-        codes = matrix.codes.contiguous()
-        self.codes = codes.view(torch.float8_e4m3fn) if matrix.is_e4m3 else codes
+    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+        self.codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
         self.scale = matrix.scale[:, 0].contiguous()
+        self._tp = tp
 
-    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """largest: float32 [rows], where x is a part of them."""
+    def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        largest = None
+        if self._tp.size > 1:
+            largest = rows.abs().amax(dim=1).float()
+            self._tp.group.largest(largest)
         codes, scale = quantize_rows(rows, self.codes.dtype, largest)
         product = scaled_product(codes, scale, self.codes, self.scale, x.dtype)
         return product.view(*x.shape[:-1], len(self.scale))
 
 
+class _GroupScaled:
+    """int8 by int8: activations with a scale for every 32 inputs of a row.
+
+    Groups are those of the whole row. Where ranks cut them, a rank's inputs and codes get zeros in
+    front, up to where a group begins, and the ranks tell each other the largest inputs.
+    """
+
+    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+        inputs = matrix.shape[1]
+        first = tp.rank * inputs
+        self._tp, self._inputs = tp, tp.size * inputs
+        self._cuts_groups = tp.size > 1 and inputs % GROUP_SIZE != 0
+        self._front = first % GROUP_SIZE
+        self._first_group = first // GROUP_SIZE
+        self.codes = F.pad(matrix.codes, (self._front, 0)).contiguous()
+        self.scale = matrix.scale[:, 0].contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = F.pad(x.reshape(-1, x.shape[-1]), (self._front, 0)).contiguous()
+        largest = self._largest_of_groups(rows) if self._cuts_groups else None
+        codes, scale = quantize_rows(rows, torch.int8, largest, GROUP_SIZE)
+        product = scaled_product(codes, scale, self.codes, self.scale, x.dtype, GROUP_SIZE)
+        return product.view(*x.shape[:-1], len(self.scale))
+
+    def _largest_of_groups(self, rows: Tensor) -> Tensor:
+        """Of all ranks' parts of these groups: float32 [rows, groups]."""
+        num_groups = -(-rows.shape[1] // GROUP_SIZE)
+        padded = F.pad(rows, (0, num_groups * GROUP_SIZE - rows.shape[1]))
+        total = -(-self._inputs // GROUP_SIZE)
+        largest = torch.zeros(len(rows), total, dtype=torch.float32, device=rows.device)
+        mine = largest[:, self._first_group : self._first_group + num_groups]
+        mine.copy_(padded.unflatten(1, (-1, GROUP_SIZE)).abs().amax(dim=2))
+        self._tp.group.largest(largest)
+        return mine.contiguous()
+
+
 class _Grouped:
-    """Scales for groups of inputs. `order`: how these are to be ordered for it (GPTQ)."""
+    """Activations in floats. `order`: how inputs are to be ordered for the groups (GPTQ)."""
 
     def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
         self.weight, self.order = pack_groups(matrix), order

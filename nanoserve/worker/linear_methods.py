@@ -72,6 +72,13 @@ def _gpu_method(
     """Also of a CPU that interprets a GPU's kernels."""
     if scheme is None:
         return None
+    activations = config.quantization_activations
+    # Of a checkpoint's own format, each linear tells when it is read.
+    require(
+        activations != "int8" or config.quantization not in (None, "int4", "fp8"),
+        f"quantization_activations='int8' on a GPU needs weights of int8 with a scale per output, "
+        f"and quantization={config.quantization!r} has none: leave it out, or use 'none'",
+    )
     if config.quantization is None:
         logger.warning(
             "on a GPU, a quantised checkpoint becomes floats and takes the memory of a plain one, "
@@ -83,18 +90,26 @@ def _gpu_method(
         find_spec("triton") is not None,
         f"quantization={config.quantization!r} on a GPU needs the package triton",
     )
+    has_e4m3_products = scheme.is_fp8 and activations is None
     if device.type == "cuda":
         # Ampere: from here on, Triton has tensor cores for bfloat16 and int8; Ada: for e4m3.
-        least = (8, 9) if scheme.is_fp8 else (8, 0)
+        least = (8, 9) if has_e4m3_products else (8, 0)
         found = torch.cuda.get_device_capability(device)
         require(
             found >= least,
             f"quantization={config.quantization!r} needs a GPU of compute capability "
             f"{least[0]}.{least[1]} or newer; this one has {found[0]}.{found[1]}"
-            + (": it can run quantization='int8'" if scheme.is_fp8 and found >= (8, 0) else ""),
+            + (
+                ": it can run quantization='int8', or 'fp8' with quantization_activations='none'"
+                if has_e4m3_products and found >= (8, 0)
+                else ""
+            ),
         )
     if model_config.moe is not None and config.quantization != "int8":
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
+    if model_config.moe is not None and activations == "int8":
+        logger.warning("experts' activations stay floats on a GPU")
     from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 
-    return QuantizedLinearMethod(scheme, device, getattr(torch, model_config.dtype))
+    dtype = getattr(torch, model_config.dtype)
+    return QuantizedLinearMethod(scheme, device, dtype, activations)

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 from nanoserve import LLM, SamplingParams
 from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
-from nanoserve.kernels.quantized_rows import quantize_rows
+from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.online import quantize_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,14 +48,48 @@ def test_products_of_codes(
         assert (error <= tolerance).all(), (num_rows, error.max())
 
 
-def test_rows_of_int8_do_not_depend_on_their_number() -> None:
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (1032, 333)])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_products_of_codes_in_groups(group_size: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    weight, scale = quantize_rows(torch.randn(outputs, inputs, device="cuda"), torch.int8)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, inputs, device="cuda")
+        codes, scales = quantize_rows(x, torch.int8, group_size=group_size)
+        each = scales.double().repeat_interleave(group_size, dim=1)[:, :inputs]
+        assert torch.equal(codes, (x / each.float()).round().to(torch.int8))
+        found = scaled_product(codes, scales, weight, scale, torch.float32, group_size)
+        wanted = (codes.double() * each) @ (weight.double() * scale.double()[:, None]).T
+        assert ((found - wanted).norm(dim=1) <= 1e-6 * wanted.norm(dim=1)).all(), num_rows
+
+
+@pytest.mark.parametrize("group_size", [None, *GROUP_SIZES])
+def test_rows_of_int8_do_not_depend_on_their_number(group_size: int | None) -> None:
     torch.manual_seed(0)
     weight, scale = quantize_rows(torch.randn(640, 1024, device="cuda"), torch.int8)
-    x, x_scale = quantize_rows(torch.randn(300, 1024, device="cuda"), torch.int8)
-    together = scaled_product(x, x_scale, weight, scale, torch.bfloat16)
+    x = torch.randn(300, 1024, device="cuda")
+    x, x_scale = quantize_rows(x, torch.int8, group_size=group_size)
+
+    def product(num_rows: int) -> torch.Tensor:
+        some, scales = x[:num_rows], x_scale[:num_rows]
+        return scaled_product(some, scales, weight, scale, torch.bfloat16, group_size)
+
+    together = product(300)
     for num_rows in ROWS[:-1]:
-        part = scaled_product(x[:num_rows], x_scale[:num_rows], weight, scale, torch.bfloat16)
-        assert torch.equal(part, together[:num_rows])
+        assert torch.equal(product(num_rows), together[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_products_of_e4m3_weights_and_floats(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = quantize_fp8(torch.randn(333, 1152, device="cuda"))
+    packed = pack_groups(matrix)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, 1152, device="cuda").to(dtype)
+        wanted = x.double() @ matrix.dequantize().double().T
+        tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        error = (grouped_product(x, packed).double() - wanted).norm(dim=1)
+        assert (error <= tolerance * wanted.norm(dim=1)).all(), num_rows
 
 
 @pytest.mark.parametrize("code_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -93,14 +128,16 @@ def test_products_of_groups(bits: int, group: int, dtype: torch.dtype, has_offse
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_near_those_of_a_cpu(kind: str, enforce_eager: bool) -> None:
-    """int8's integers are a CPU's, and so are the tokens; others' activations are not."""
+    """Activations of int8 are a CPU's integers, and so are the tokens; others' are not."""
     questions = ["What is a KV cache?", "What is a block table?", "What is a prefix cache?"]
     messages = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=0, max_tokens=40)
     answers = []
     options = {"num_kv_blocks": 200, "enforce_eager": enforce_eager, "dtype": "float32"}
-    for device, quantization in (("cpu", "int8" if kind == "int8" else None), ("cuda", kind)):
-        with LLM("tiny-qwen3", device=device, quantization=quantization, **options) as llm:
+    integers = {"quantization": "int8", "quantization_activations": "int8"}
+    kinds = (integers, integers) if kind == "int8" else ({}, {"quantization": kind})
+    for device, chosen in zip(("cpu", "cuda"), kinds, strict=True):
+        with LLM("tiny-qwen3", device=device, **chosen, **options) as llm:
             outputs = llm.chat(messages, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     same = sum(a[:8] == b[:8] for a, b in zip(*answers, strict=True))

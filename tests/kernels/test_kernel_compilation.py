@@ -29,7 +29,7 @@ USUAL = "|".join(
         r"store_kv bfloat16.* head_dim=128",
         r"bfloat16 (vocab=151936|size=3072)",
         r"scaled_product int8 .*=4096",
-        r"grouped_product int.* (offset=False rows=64|float16 .*rows=1) ",
+        r"grouped_product (int|e4m3).* (offset=False rows=64|float16 .*rows=1) ",
         r"grouped_product int4 (bfloat16|float32) group=32 offset=True",
     ]
 )
@@ -55,11 +55,13 @@ EACH = "|".join(
         r"bfloat16 tokens=256 head_dim=128 (norm=True|kv=int8)",
         r"bfloat16 vocab=151936 filtered",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
-        r"quantize_rows int8 bfloat16 largest=True",
+        r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
+        r"quantize_rows int8 bfloat16 (group=32 )?largest=True",
+        r"grouped_product (int8|e4m3) bfloat16 group=4096 offset=False rows=1024 ",
         r"grouped_product int4 bfloat16 group=32 offset=True rows=(1|1024) ",
     ]
 )
-LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8 rows=1024"
+LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8.* rows=1024"
 # At the small size, what every step of decoding runs, for one GPU.
 FEW = "|".join(
     [
@@ -231,7 +233,9 @@ def test_norm_gate_and_sampler_load_16_bytes_at_a_time(disassembled: Records, ca
     ("case", "instruction"),
     [
         ("scaled_product int8 rows=1024 inputs=4096", "IGMMA"),  # of four warps together
+        ("scaled_product int8 group=32 rows=1024 inputs=4096", "IGMMA"),
         ("scaled_product e4m3 rows=1024 inputs=4096", "QGMMA"),
+        ("grouped_product int8 bfloat16 group=4096 offset=False rows=1024 inputs=4096", "HGMMA"),
         ("grouped_product int4 bfloat16 group=32 offset=True rows=1024 inputs=4096", "HGMMA"),
         ("grouped_product int4 bfloat16 group=32 offset=True rows=1 inputs=4096", "[HW]G?MMA"),
     ],

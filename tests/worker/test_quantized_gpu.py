@@ -5,6 +5,7 @@ codes stand for as its weights.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.quantized_method import QuantizedLinearMethod
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 from nanoserve.worker.linear_methods import choose_linear_method
 
 PROMPTS = [[5, 7, 11], [(7 * i * i + i) % 300 for i in range(14)]]
@@ -72,26 +73,35 @@ def replace_weights(path: Path, to: Path, make: Any) -> None:
     (to / "config.json").write_text((path / "config.json").read_text())
 
 
-def test_int8_is_the_cpus(tmp_path: Path) -> None:
-    """Both multiply the same integers, so sums of integers are the same."""
-    make_qwen3(tmp_path, **SIZES)
-    wanted = cpu_answers(tmp_path, quantization="int8")
-    assert_same(answers(tmp_path, quantization="int8"), wanted, 1e-4)
-    plain = cpu_answers(tmp_path)
-    assert 1e-3 < (plain[1] - wanted[1]).abs().max() < 0.5  # and not the plain model's
+FLOATS = {"quantization_activations": "none"}
+WEIGHT_ONLY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "int8": (quantize_int8, {"quantization": "int8"}),
+    "int4, 32": (lambda w: quantize_int4(w, 32), {"quantization": "int4"}),
+    "int4, 64": (
+        lambda w: quantize_int4(w, 64),
+        {"quantization": "int4", "quantization_group_size": 64},
+    ),
+    "fp8": (quantize_fp8, {"quantization": "fp8"} | FLOATS),
+}
 
 
-@pytest.mark.small(group_size=[64])
-@pytest.mark.parametrize("group_size", [32, 64])
-def test_int4_is_the_model_of_what_its_codes_stand_for(tmp_path: Path, group_size: int) -> None:
+@pytest.mark.small(kind=["int8", "fp8"])
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_weights_are_what_their_codes_stand_for(tmp_path: Path, kind: str) -> None:
+    """And activations floats: of fp8, if it is asked for."""
+    make, options = WEIGHT_ONLY[kind]
     make_qwen3(tmp_path / "plain", **SIZES)
     replace_weights(
-        tmp_path / "plain",
-        tmp_path / "rounded",
-        lambda name, weight: quantize_int4(weight, group_size).dequantize(),
+        tmp_path / "plain", tmp_path / "rounded", lambda name, weight: make(weight).dequantize()
     )
-    options = {"quantization": "int4", "quantization_group_size": group_size}
     assert_same(answers(tmp_path / "plain", **options), cpu_answers(tmp_path / "rounded"), 1e-4)
+
+
+def test_int8_activations_are_rounded_if_it_is_asked_for(tmp_path: Path) -> None:
+    make_qwen3(tmp_path, **SIZES)
+    floats = answers(tmp_path, quantization="int8")
+    rounded = answers(tmp_path, quantization="int8", quantization_activations="int8")
+    assert 1e-3 < (rounded[1] - floats[1])[[0, NUM_TOKENS]].abs().max() < 0.1
 
 
 def test_fp8_is_near_the_plain_model(tmp_path: Path) -> None:
@@ -153,6 +163,16 @@ def test_what_is_chosen_on_a_gpu(
         least = "8.9" if quantization == "fp8" else "8.0"
         with pytest.raises(ValueError, match=f"compute capability {least} .*{capability[0]}"):
             choose_linear_method(config, model_config, device, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    floats = replace(config, quantization_activations="none")
+    assert isinstance(choose_linear_method(floats, model_config, device, 1), QuantizedLinearMethod)
+    integers = replace(config, quantization_activations="int8")
+    if quantization == "int8":
+        method = choose_linear_method(integers, model_config, device, 1)
+        assert isinstance(method, QuantizedLinearMethod)
+        return
+    with pytest.raises(ValueError, match=f"'int8' on a GPU .*quantization='{quantization}' has"):
+        choose_linear_method(integers, model_config, device, 1)
 
 
 def test_a_tied_head_has_codes_and_the_embedding_has_not(tmp_path: Path) -> None:
@@ -160,8 +180,9 @@ def test_a_tied_head_has_codes_and_the_embedding_has_not(tmp_path: Path) -> None
     options = COMMON | {"attention_backend": "triton", "quantization": "int8"}
     with LLM(tmp_path, **options) as llm:
         model = llm.engine.executor.model
-        assert model.lm_head.form.codes.dtype == torch.int8 and model.lm_head.weight is None
-        assert model.lm_head.form.codes.shape == (300, 64)
+        codes = model.lm_head.form.weight.codes
+        assert codes.dtype == torch.int8 and model.lm_head.weight is None
+        assert codes.shape == (300, 64)
         assert model.model.embed_tokens.weight.dtype == torch.float32
         layer = model.model.layers[0]
         assert all(p.dtype == torch.float32 and p.dim() == 1 for p in layer.parameters())
