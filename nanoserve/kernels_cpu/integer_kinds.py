@@ -38,8 +38,8 @@ class Kind:
     bits, depth, shift, steps_at_once = 8, 1, 0, 1
     weight_bytes, x_bytes = 16, 2
     is_x_wide = False  # codes of x have 16 bits, not 8
-    # Whether a group's steps are written out. Sums of additions LLVM would reorder then, row by row,
-    # and keep all of the group's weights meanwhile, for which there are no registers.
+    # Whether a group's steps are written out. LLVM would reorder additions then, row by row, and
+    # keep all of the group's weights meanwhile, for which there are no registers.
     is_unrolled = False
 
     def takes(self, group_size: int) -> bool:

@@ -215,8 +215,8 @@ def make_product(
 
     Its arguments are integers, but for `element`, see `nanoserve.kernels_cpu.values`: the address
     of x [num_rows, inputs]; those of weights, scales and offsets in panels; the numbers of panels,
-    of weight groups, of x's groups in each and of steps in these; the output's address, and the bytes of one of its
-    rows.
+    of weight groups, of x's groups in each and of steps in these; the output's address, and the
+    bytes of one of its rows.
 
     Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
     but `sources`, with which nothing is done: see `written_by`.

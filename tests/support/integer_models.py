@@ -39,13 +39,16 @@ def dequantized(path: Path, to_floats: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 @contextmanager
-def rounded_inputs(unrounded: frozenset[int]):
-    """Of every linear, but for routers, which are small, and those of so many outputs."""
+def rounded_inputs(unrounded: frozenset[int], most: int):
+    """Of every linear, but for routers, which are small, and those of so many outputs.
+
+    most: inputs that share a scale; 0 rounds none.
+    """
     linear = F.linear
 
     def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(weight) > 8 and len(weight) not in unrounded:
-            size = next(size for size in range(32, 0, -1) if x.shape[-1] % size == 0)
+        if most and len(weight) > 8 and len(weight) not in unrounded:
+            size = next(size for size in range(most, 0, -1) if x.shape[-1] % size == 0)
             groups = x.unflatten(-1, (-1, size))
             largest = groups.abs().amax(dim=-1, keepdim=True)
             rounded = (groups * (127 / largest)).round() * (largest / 127)
@@ -58,7 +61,11 @@ def rounded_inputs(unrounded: frozenset[int]):
 
 @torch.inference_mode()
 def reference_logits(
-    path: Path, weights: dict[str, Tensor], folder: Path, unrounded: frozenset[int] = frozenset()
+    path: Path,
+    weights: dict[str, Tensor],
+    folder: Path,
+    unrounded: frozenset[int] = frozenset(),
+    most: int = 32,
 ) -> Tensor:
     """Of transformers' model with `weights` [tokens, vocabulary]; it is written to `folder`."""
     folder.mkdir()
@@ -68,7 +75,7 @@ def reference_logits(
     edit_json(folder / "config.json", quantization_config=..., tie_word_embeddings=False)
     options = {"dtype": "float32", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    with rounded_inputs(unrounded):
+    with rounded_inputs(unrounded, most):
         return model(torch.tensor([PROMPT])).logits[0]
 
 
