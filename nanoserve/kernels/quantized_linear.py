@@ -121,7 +121,8 @@ def _check(
     elif group_size is not None and x.dtype != torch.int8:
         wrong = f"group_size={group_size}, but e4m3 has a scale for a whole row"
     elif (
-        x_scale.shape != scale_shape(*x.shape, group_size) or weight_scale.shape != weight.shape[:1]
+        x_scale.shape != scale_shape(len(x), x.shape[1], group_size)
+        or weight_scale.shape != weight.shape[:1]
     ):
         each = "row" if group_size is None else f"row and {group_size} inputs"
         wrong = f"x needs a scale for each {each}, weight for each output"

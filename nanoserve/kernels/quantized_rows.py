@@ -36,7 +36,7 @@ def quantize_rows(
         raise ValueError(f"x {x.dtype} {list(x.shape)} is no contiguous, floating [rows, inputs]")
     if code_dtype not in LARGEST_CODES:
         raise ValueError(f"code_dtype={code_dtype} is none of {list(LARGEST_CODES)}")
-    shape = scale_shape(*x.shape, group_size)
+    shape = scale_shape(len(x), x.shape[1], group_size)
     if largest is not None and (largest.dtype, largest.shape) != (torch.float32, shape):
         raise ValueError(
             f"largest must be float32 {list(shape)}, not {largest.dtype} {list(largest.shape)}"
