@@ -2,7 +2,7 @@
 
     python benchmarks/peak_memory.py                           0.6B with random weights, as Markdown
     python benchmarks/peak_memory.py --llama-cpp PYTHON        PYTHON has llama-cpp-python and gguf
-    python benchmarks/peak_memory.py --shape qwen3-0.6b-8l --kv-tokens 512 --precisions int8
+    python benchmarks/peak_memory.py --shape qwen3-0.6b-8l --kv-tokens 1536 --precisions int8
 
 Each row is a process of its own, which imports, loads, and answers a prompt of 512 tokens with 32
 more. Meanwhile this process, which stays small, reads the other's /proc/PID/status once a
@@ -157,7 +157,7 @@ def measure(args: Namespace, folder: Path) -> None:
     spec: dict[str, Any] = {
         "model": str(folder), "scratch": str(folder), "dtype": "bfloat16", "device": "cpu",
         "tokenizer": str(bundled_checkpoint("tiny-qwen3")), "threads": args.threads,
-        "kv_bytes": args.kv_tokens * token_bytes, "max_model_len": min(args.kv_tokens, 4096),
+        "kv_bytes": args.kv_tokens * token_bytes, "max_model_len": min(args.kv_tokens // 2, 4096),
         "prompts": [prompt], "output_lens": [_OUTPUT], "temperature": 0, "max_num_seqs": 1,
         "max_num_batched_tokens": None, "options": {},
     }  # fmt: skip
@@ -209,6 +209,8 @@ def main() -> None:
     parser.add_argument("--child", choices=CHILDREN, help="what this script starts")
     parser.add_argument("--spec", type=Path, help="for --child")
     args = parser.parse_args()
+    if args.kv_tokens < 1536:  # the library has room for two sequences, each a multiple of 256
+        parser.error(f"--kv-tokens {args.kv_tokens}: at least 1536, which the prompt needs")
     if args.child:
         CHILDREN[args.child](Namespace(**json.loads(args.spec.read_text())))
         return
