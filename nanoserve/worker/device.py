@@ -16,7 +16,6 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import weight_bytes
-from nanoserve.quantization.schemes import check_activations
 from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads
@@ -76,7 +75,10 @@ def make_context(
     num_bytes = weight_bytes(model_config)
     host = HostDevice(choose_num_threads(config.num_threads, num_bytes))
     method = None
-    check_activations(config, model_config)
+    if config.quantization_activations is not None:
+        from nanoserve.quantization.schemes import check_activations
+
+        check_activations(config, model_config)
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):

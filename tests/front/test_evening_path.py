@@ -62,12 +62,12 @@ def test_the_path_can_be_read_in_an_evening() -> None:
     counts = {name: lines_of_code(PACKAGE.parent / name) for name in files}
     print(counts, sum(counts.values()))
     assert files[0] == "nanoserve/llm.py" and len(files) == len(set(files)) >= 11
-    assert sum(counts.values()) < 1400, counts
+    assert sum(counts.values()) < 1450, counts
 
 
 def test_what_lies_beside_the_path_is_bounded_too() -> None:
     counts = {name: lines_of_code(PACKAGE.parent / name) for name in SUPPORT}
-    assert sum(counts.values()) < 2480, counts
+    assert sum(counts.values()) < 2520, counts
 
 
 def test_a_greedy_request_reads_nothing_else(tmp_path: Path) -> None:
