@@ -127,15 +127,6 @@ def test_the_tokenizer_is_transformers_and_gives_texts_back() -> None:
         assert ours.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_tokenizer_is_that_of_llama_cpp_itself() -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
-    theirs = llama_cpp.Llama(str(smollm2_file()), vocab_only=True, verbose=False)
-    ours = Tokenizer(smollm2_file())
-    for text in [*LLAMA_CPP, *ODD_TEXTS, *TEXTS.values()]:
-        ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
-        assert ours.encode(text) == ids, text
-
-
 CONVERSATIONS = [
     message("Hello!"),
     [{"role": "system", "content": "Be brief."}, *message("What is a cache?")],
