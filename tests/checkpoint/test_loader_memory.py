@@ -130,4 +130,4 @@ def test_integers_take_what_they_are_and_what_one_weight_is_made_of(
     grown, peak = map(float, shown.split())
     print(f"{result / 1e6:.0f} MB: grown {grown / result:.2f}, at most {peak / result:.2f}")
     # The LM head in bfloat16, mapped and copied; its codes; and pieces that are float32 meanwhile.
-    assert grown < result + 30e6 and peak < result + 5 * largest + 60e6
+    assert grown < result + 30e6 and peak < result + 5 * largest + 85e6
