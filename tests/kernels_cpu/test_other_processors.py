@@ -95,7 +95,7 @@ from nanoserve.kernels_cpu.integer_linear import IntegerPanels, _product
 from nanoserve.quantization.online import quantize_int8
 form = IntegerPanels(quantize_int8(torch.ones(65, 64)))
 form(torch.ones(3, 64))
-compiled = _product(form.kind, "float32", "float32", False)
+compiled = _product("float32", *form._form)
 """,
     }
     script = f"import torch\n{scripts[product]}\nprint(sum(compiled.stats.cache_misses.values()))"
