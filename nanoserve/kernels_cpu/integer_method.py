@@ -19,8 +19,8 @@ class IntegerLinearMethod(FormLinearMethod):
 
     `make_integer` makes the form of integers, which decides what becomes of their inputs:
     `activations` says it in words, as `weights` says it of those that there are.
-    Integer inputs have a scale for every 32. Ranks that have multiples of 32 inputs have the integers
-    of one rank; others have smaller groups, which are rounded less.
+    Integer inputs have a scale for every 32. Ranks that have multiples of 32 inputs have the
+    integers of one rank; others have smaller groups, which are rounded less.
     """
 
     def __init__(
