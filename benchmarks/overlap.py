@@ -20,7 +20,7 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -48,7 +48,7 @@ class SleepingExecutor:
         self._num_batches += 1
         return self._batches[self._num_batches % 2]
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> tuple[int, threading.Event]:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> tuple[int, threading.Event]:
         done = threading.Event()
         self._launched.put((time.perf_counter(), done))
         return batch.header.num_sampled, done

@@ -26,7 +26,7 @@ from nanoserve.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.pipeline import PipelinedScheduler, share_out
 from nanoserve.trace.reader import read_trace
@@ -62,7 +62,7 @@ class SimulatedStages:
         self._num_batches += 1
         return self._batches[self._num_batches % len(self._batches)]
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> tuple[int, float, float]:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> tuple[int, float, float]:
         seconds = (_FIXED + _PER_TOKEN * batch.header.num_tokens) / self._num_stages
         ready = self.now
         for stage, free_at in enumerate(self._free_at):

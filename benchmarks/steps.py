@@ -28,7 +28,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, SlotChange, StepResult
+from nanoserve.engine.executor import Executor, SlotUpdate, StepResult
 
 
 class PromptSkipper:
@@ -40,7 +40,7 @@ class PromptSkipper:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Any:
         self._changes += changes
         header = batch.header
         if header.max_query_len > 1:

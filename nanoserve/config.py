@@ -96,6 +96,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
     scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
+    # A subclass of `Scheduler`, or its "module.Class"; it stays in force whatever features are on.
+    scheduler_cls: Any = None
     # Under "priority": so many later arrivals outweigh one level of it. None: none ever do, and a
     # stream of urgent requests starves all others.
     priority_aging: int | None = None

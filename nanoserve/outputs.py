@@ -63,6 +63,10 @@ class TokenLogprobs:
     logprobs: np.ndarray
     ranks: np.ndarray
 
+    def take(self, rows: list[int]) -> "TokenLogprobs":
+        """Return some of the rows."""
+        return TokenLogprobs(self.token_ids[rows], self.logprobs[rows], self.ranks[rows])
+
 
 @dataclass(frozen=True)
 class Logprob:

@@ -16,7 +16,7 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence as Seq
@@ -166,7 +166,7 @@ class TimedDevice:
         self.now += self.costs.plan
         return self._batches[len(self.spans) % 2]
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Launched:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Launched:
         for change in changes:
             self._lengths[change.slot] = change.seed
             self._names[change.slot] = ascii_uppercase[len(self._names)]

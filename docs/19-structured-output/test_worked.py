@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoserve import SamplingParams
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.sampler import Sampler
 
 from . import worked
@@ -145,7 +145,7 @@ def test_to_sample_first_and_to_mask_first_choose_the_same_token() -> None:
     rng, sampler = np.random.default_rng(1), Sampler(num_rows, size, torch.device("cpu"))
     for slot in range(num_rows):
         params = SamplingParams(temperature=float(rng.choice([0.5, 1.0, 1.5])))
-        sampler.set_slot(SlotChange(slot, params, seed=slot))
+        sampler.set_slot(SlotUpdate(slot, params, seed=slot))
     logits, slots = torch.zeros(num_rows, size), np.arange(num_rows)
     logits += torch.from_numpy(rng.normal(0, 0.01, (num_rows, size))).float()
     limits = {slot: Legal(rng.choice(size, 24, replace=False)) for slot in range(num_rows)}

@@ -1,4 +1,8 @@
-"""The seam between the brain and its muscle."""
+"""Interface between the engine loop, which imports no torch, and what runs the model.
+
+What a step needs beside its packed batch travels as values: `ForwardInputs` when the model is
+launched, `SampleInputs` when the sampler is. Every field may be empty, and mostly is.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,8 +16,8 @@ from nanoserve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class SlotChange:
-    """A sequence that has just been given `slot`, and how to sample for it: only changes travel.
+class SlotUpdate:
+    """A sequence that has just been given `slot`, and how to sample for it: only updates travel.
 
     What it has generated before a preemption is part of `output_token_ids`. Token ids are given
     only if something of a token's past changes how the next one is chosen.
@@ -30,7 +34,7 @@ class SlotChange:
     prompt_head: str | None = None
 
     @classmethod
-    def of(cls, seq: Sequence, with_tokens: bool) -> "SlotChange":
+    def of(cls, seq: Sequence, with_tokens: bool) -> "SlotUpdate":
         return cls(
             slot=seq.slot,
             params=seq.params,
@@ -44,74 +48,102 @@ class SlotChange:
         )
 
 
+class TokenMask(Protocol):
+    """The tokens that one sequence may take in a step: after its last token and each draft token.
+
+    It is called when the tokens of the step before are known. Raises `ValueError` if it cannot be
+    computed, which ends the request.
+    """
+
+    def first_illegal(self, token_ids: list[int]) -> int | None:
+        """Return the index of the first sampled token that is not allowed; None if all are.
+
+        token_ids: what was sampled after the last token and after each draft token, in order.
+        Whatever follows a token that differs from its draft token is not looked at.
+        """
+
+    def fill(self, index: int, mask: np.ndarray) -> None:
+        """Set bit t % 32 of word t // 32 for each token t that may be sampled at `index`.
+
+        mask: int32 [ceil(vocab_size / 32)], all other bits are cleared.
+        """
+
+
+@dataclass
+class ForwardInputs:
+    """What the model needs beside the batch.
+
+    slot_updates: sequences that are new in their slots.
+    draft_tokens: by slot, the draft tokens that are packed behind the last token of its row.
+    """
+
+    slot_updates: list[SlotUpdate] = field(default_factory=list)
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class SampleInputs:
+    """What the sampler needs beside the logits.
+
+    token_masks: by slot, the tokens that its sequence may take.
+    """
+
+    token_masks: dict[int, TokenMask] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has yielded.
+    """The outcome of a step, by row: a row is one of `Plan.sampled`, in batch order.
 
-    token_ids: for each row that catches up, in batch order, zero or more new tokens. An executor
-        gives such a row an entry for each of its outputs: one, and one more for each guess.
-    logprobs: a row for each of those entries whose request asked for them.
-    errors: by index of such an entry, what its request ends with; it has got no tokens.
+    token_ids: zero or more new tokens of each row. With k draft tokens a row gets up to k + 1:
+        the accepted ones and the token after them.
+    logprobs: for each token of a row that asked for them, an entry; `logprob_places` says which:
+        (row, index among its tokens).
+    errors: by row, why it has no token; its request ends with that.
     of_heads: by name of a head, what it made of its outputs.
-    hidden: a tensor on rank 0's device, the hidden state of each of those entries.
+    hidden: hidden states on rank 0's device, [num_outputs, hidden_size]; `hidden_rows` says, by
+        row, which of them its last token was sampled from.
     """
 
     token_ids: list[list[int]]
     logprobs: TokenLogprobs | None = None
+    logprob_places: list[tuple[int, int]] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)
     of_heads: dict[str, Any] = field(default_factory=dict)
     hidden: Any = None
-
-
-class Limit(Protocol):
-    """What may be chosen in a sequence's rows of one step: behind its last token, and each guess.
-
-    Asked when the tokens of the step before are known. Raises `ValueError` if nobody can tell.
-    """
-
-    def first_illegal(self, token_ids: list[int]) -> int | None:
-        """Of the tokens chosen in these rows, the index of the first that may not come.
-
-        Behind one that was not guessed none counts.
-        """
-
-    def fill(self, index: int, mask: np.ndarray) -> None:
-        """Set bit t % 32 of word t // 32 for each token t that row `index` may take, and no other.
-
-        mask: int32 [ceil(vocab_size / 32)].
-        """
+    hidden_rows: list[int] = field(default_factory=list)
 
 
 class ExecutorDeadError(RuntimeError):
-    """The executor has failed for good: no later step can succeed, so none is worth a try."""
+    """The executor has failed for good: no later step can succeed."""
 
 
 class Executor(Protocol):
-    """The muscle. Steps run in the order in which they are launched.
+    """Runs the model. Steps run in the order in which they are launched.
 
-    A step that is given up, because it or another one raised, is simply never collected. An
-    executor that can fail between two steps, as one with other processes can, also has `failure`:
-    why every later call will raise `ExecutorDeadError`, or None.
+    An executor that can fail between two steps, as one with other processes can, also has
+    `failure`: why every later call will raise `ExecutorDeadError`, or None.
     """
 
     num_kv_blocks: int
     max_model_len: int
 
     def next_batch(self) -> Batch:
-        """A batch to pack, which no device and no rank reads any more."""
+        """Return a batch to pack, which no device and no rank reads any more."""
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Any:
-        """Launch the model; returns the step's handle. Does not wait."""
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Any:
+        """Launch the model and return the step's handle. Does not wait."""
 
-    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Limit]) -> None:
-        """By slot, what the step that was launched last guesses: whatever changes the logits behind
-        a guess must take it, and those before it, as chosen. And what may be chosen at all, which
-        is asked when that step is sampled."""
-
-    def sample(self, handle: Any) -> None:
+    def sample(self, handle: Any, inputs: SampleInputs) -> None:
         """Launch the sampler. By now the step before has been collected."""
 
     def collect(self, handle: Any) -> StepResult:
         """Wait for the step's tokens."""
+
+    def cancel(self, handles: list[Any]) -> None:
+        """Discard steps that were launched, oldest first: none of them will be collected.
+
+        Does not raise: an executor that this breaks says so at the next call.
+        """
 
     def close(self) -> None: ...

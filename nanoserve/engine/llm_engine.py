@@ -11,7 +11,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.engine_methods import EngineMethods
-from nanoserve.engine.executor import Executor, SlotChange, StepResult
+from nanoserve.engine.executor import Executor, SlotUpdate, StepResult
 from nanoserve.engine.input_processor import InputProcessor, Prompt
 from nanoserve.engine.interrupts import Turns, recovery
 from nanoserve.engine.output_processor import OutputProcessor
@@ -218,7 +218,7 @@ class LLMEngine(EngineMethods):
         batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
         self._watch.lap(times, "pack")
         sees_all = bool(self.config.logits_processors)
-        changes = [SlotChange.of(s, sees_all or s.params.changes_logits) for s in plan.admitted]
+        changes = [SlotUpdate.of(s, sees_all or s.params.changes_logits) for s in plan.admitted]
         step = Step(plan, batch, times, self.executor.forward(batch, changes))
         self._watch.lap(times, "execute")
         return step

@@ -1,16 +1,16 @@
 """The sampler of a GPU: greedy and random rows, filtered or not, without a copy or a wait."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import Limit, SlotChange
+from nanoserve.engine.executor import TokenMask, SlotUpdate
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.sampling.masks import error_of_none, fill_masks, places_of
-from nanoserve.sampling.sampler import Sampled, Sampler
+from nanoserve.sampling.sampler import _NONE, Sampled, Sampler
 
 if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor
@@ -34,12 +34,12 @@ class FusedSampler(Sampler):
         self._on_device = torch.zeros_like(self._host, device=device)
         self._is_stale = False
         self._is_guided = np.zeros(num_slots, dtype=bool)  # has a grammar
-        self._limits: dict[int, Limit] = {}  # of the step that is sampled
+        self._limits: dict[int, TokenMask] = {}  # of the step that is sampled
         self._errors: dict[
             int, Exception
         ] = {}  # by row of those that take their logits as they are
 
-    def set_slot(self, change: SlotChange) -> None:
+    def set_slot(self, change: SlotUpdate) -> None:
         super().set_slot(change)
         settings = self._settings[change.slot]
         filters = (int(settings["top_k"]), float(settings["top_p"]), float(settings["min_p"]))
@@ -51,14 +51,25 @@ class FusedSampler(Sampler):
         self._is_stale = True
 
     def sample(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        tensors: Any = None,
+        draft_tokens: Mapping[int, list[int]] = _NONE,
+        token_masks: Mapping[int, TokenMask] = _NONE,
     ) -> Sampled:
         """The model is still at work: masks are filled meanwhile, and nobody waits for it."""
-        if not self.limits:
-            return super().sample(logits, slots, positions, tensors)
-        self._limits, self.limits, self._errors = self.limits, {}, {}
+        for slot in {*draft_tokens, *token_masks}:
+            state = self._states[slot]
+            if state is not None:
+                state.prepare(draft_tokens.get(slot, []), token_masks.get(slot))
+        masks = {slot: m for slot, m in token_masks.items() if self._states[slot] is None}
+        if not masks:
+            return self.sample_freely(logits, slots, positions, tensors)
+        self._limits, self._errors = masks, {}
         try:
-            sampled = super().sample(logits, slots, positions, tensors)
+            sampled = self.sample_freely(logits, slots, positions, tensors)
         finally:
             self._limits = {}
         plain = np.flatnonzero(self._is_plain[slots])

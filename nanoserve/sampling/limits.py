@@ -15,32 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import Limit
+from nanoserve.engine.executor import TokenMask
 from nanoserve.sampling.masks import bits_of, error_of_none, fill_masks
 from nanoserve.sampling.rows import tensor_of
 
 
-def expect(sampler: Any, guesses: dict[int, list[int]], limits: dict[int, Limit]) -> None:
-    """See `Executor.expect`. With guesses, a step has rows for the last token and for each guess,
-    and what changes their logits sees the guesses before."""
-    states = sampler._states
-    for slot, token_ids in guesses.items():
-        if states[slot] is not None:
-            states[slot].expect(token_ids)
-    sampler.limits = {}
-    for slot, limit in limits.items():
-        if states[slot] is not None:
-            states[slot].limit = limit
-        else:
-            sampler.limits[slot] = limit
-
-
 def sample_within(
-    sampler: Any, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any
+    sampler: Any,
+    logits: torch.Tensor,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    tensors: Any,
+    limits: dict[int, TokenMask],
 ) -> Any:
-    """`Sampler.sample`, with the rows of `sampler.limits` kept within these."""
-    limits, sampler.limits = sampler.limits, {}
-    sampled = sampler.sample(logits, slots, positions, tensors)
+    """`Sampler.sample`, with the rows of `limits`, by slot, kept within these."""
+    sampled = sampler.sample_freely(logits, slots, positions, tensors)
     token_ids, errors = sampled.token_ids.tolist(), dict(sampled.errors)
     rows_of: dict[int, list[int]] = {}
     for row, slot in enumerate(slots.tolist()):
@@ -81,5 +70,5 @@ def sample_within(
     if not changed:
         return sampled._replace(errors=errors)
     new_ids = torch.tensor(token_ids, device=logits.device)
-    logprobs = sampler._logprobs(logits, new_ids, sampler._settings[slots])
+    logprobs, _ = sampler._logprobs(logits, new_ids, sampler._settings[slots])
     return sampled._replace(token_ids=new_ids, logprobs=logprobs, errors=errors)

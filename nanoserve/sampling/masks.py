@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import Limit
+from nanoserve.engine.executor import TokenMask
 from nanoserve.sampling.rows import tensor_of
 
 
 def fill_masks(
-    places: Iterable[tuple[Limit, int]], vocab_size: int
+    places: Iterable[tuple[TokenMask, int]], vocab_size: int
 ) -> tuple[np.ndarray, dict[int, Exception]]:
     """int32 [num_places, ceil(vocab_size / 32)], for rows by their limit and their index in it; and
     what was raised, by number of the place, where the mask has all bits."""
@@ -26,7 +26,7 @@ def fill_masks(
     return masks, errors
 
 
-def places_of(limits: Sequence[Limit | None]) -> dict[int, tuple[Limit, int]]:
+def places_of(limits: Sequence[TokenMask | None]) -> dict[int, tuple[TokenMask, int]]:
     """By row, its limit and its index in it. The rows of one limit are in order."""
     seen: dict[Any, int] = {}
     places = {}
@@ -43,7 +43,7 @@ def bits_of(masks: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(bits.view(bool)).to(logits.device)
 
 
-def apply_limits(logits: torch.Tensor, limits: Sequence[Limit | None]) -> dict[int, Exception]:
+def apply_limits(logits: torch.Tensor, limits: Sequence[TokenMask | None]) -> dict[int, Exception]:
     """Forbid in place what the limits of these rows do; float32 [num_rows, vocab_size].
 
     Returns errors, by row. What is no finite number stays: it is an error wherever it is.

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels_cpu.choose_tokens import FEW, choose_tokens
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import tensor_of
@@ -15,7 +15,7 @@ from nanoserve.sampling.sampler import Sampler
 class NumbaSampler(Sampler):
     """Draws as `Sampler` does, with the same noise, but for the last bit of its logarithms."""
 
-    def set_slot(self, change: SlotChange) -> None:
+    def set_slot(self, change: SlotUpdate) -> None:
         super().set_slot(change)
         is_filtered = self._settings["is_filtered"][change.slot]
         self._is_plain[change.slot] = self._states[change.slot] is None and not is_filtered

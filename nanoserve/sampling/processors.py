@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import Limit, SlotChange
+from nanoserve.engine.executor import TokenMask, SlotUpdate
 
 
 class TokenCounts:
@@ -80,7 +80,7 @@ class SlotState:
     It is made on admission, from the prompt and from what was generated before a preemption.
     """
 
-    def __init__(self, change: SlotChange) -> None:
+    def __init__(self, change: SlotUpdate) -> None:
         self.params = params = change.params
         self.prompt_token_ids = change.prompt_token_ids
         self.output_token_ids = list(change.output_token_ids)
@@ -92,36 +92,25 @@ class SlotState:
         self.counts: TokenCounts | None = None
         if params.has_penalties:
             self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
-        self.limit: Limit | None = None  # what a grammar allows in the step under way
-        self._guesses: list[int] = []  # of that step
-        self._num_void = 0  # rows of that step that lie behind a wrong one
+        self.limit: TokenMask | None = None  # what a grammar allows in the step under way
+        self._draft_tokens: list[int] = []  # of that step
 
-    def expect(self, guesses: list[int]) -> None:
-        """The next step has a row for the last token, and one behind each of these."""
-        self._guesses, self._num_void = list(guesses), 0
+    def prepare(self, draft_tokens: list[int], mask: TokenMask | None) -> None:
+        """Set what the step at hand has for this sequence: draft tokens, and a token mask."""
+        self._draft_tokens, self.limit = draft_tokens, mask
 
-    def behind(self, num_guesses: int) -> "SlotState":
-        """As it will be if so many of the guesses are right."""
-        if not num_guesses:
+    def after(self, num_drafts: int) -> "SlotState":
+        """Return the state as it will be if so many draft tokens are accepted."""
+        if not num_drafts:
             return self
         state = copy.copy(self)
         state.output_token_ids = list(self.output_token_ids)
         state.counts = self.counts and self.counts.copy()
-        state._guesses, guesses = [], self._guesses[:num_guesses]
-        state.extend(guesses)
+        state.extend(self._draft_tokens[:num_drafts])
         return state
 
     def extend(self, token_ids: list[int]) -> None:
-        """A row of the sequence has got these tokens, none or one.
-
-        With guesses that is called for each of a step's rows in turn, and what follows a token that
-        was not guessed has no meaning.
-        """
-        if self._num_void:
-            self._num_void -= 1
-            return
-        if self._guesses and token_ids != [self._guesses.pop(0)]:
-            self._num_void, self._guesses = len(self._guesses) + 1, []
+        """Take the tokens that the sequence has got."""
         self.output_token_ids += token_ids
         if self.counts is not None:
             for token_id in token_ids:
@@ -154,7 +143,7 @@ def apply_processors(
         seen: Counter[SlotState] = Counter()
         states = []  # the caller's own stay as they are
         for state in given:
-            states.append(state.behind(seen[state]))
+            states.append(state.after(seen[state]))
             seen[state] += 1
     for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
         transform(logits, states)

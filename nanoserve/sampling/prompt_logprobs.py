@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.logprobs import LogprobTensors, concatenate, gather_logprobs
 
@@ -17,7 +17,7 @@ class PromptLogprobs:
         self._rows_at_once = num_slots
         self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # by slot
 
-    def set_slot(self, change: SlotChange) -> None:
+    def set_slot(self, change: SlotUpdate) -> None:
         self._num_logprobs[change.slot] = change.params.prompt_logprobs or 0
 
     def __call__(

@@ -7,13 +7,14 @@ A row goes through at most five stages, in one pass:
 What a stage does is in a module of its own, which is loaded when the first request asks for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate, TokenMask
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import rows_of, tensor_of
 from nanoserve.sampling.settings import SETTINGS, settings_of
@@ -23,16 +24,21 @@ if TYPE_CHECKING:
     from nanoserve.sampling.processors import BatchProcessor, SlotState
 
 
+_NONE: Mapping[int, Any] = MappingProxyType({})
+
+
 class Sampled(NamedTuple):
     """What a step has chosen; tensors may not have been computed yet.
 
     token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.no_token`.
+    logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries].
     states: of the rows that must learn their token, by row. errors: what requests' own processors
     raised, by row; such a row's token means nothing.
     """
 
     token_ids: torch.Tensor
     logprobs: "LogprobTensors | None"
+    logprob_rows: np.ndarray
     states: "list[tuple[int, SlotState]]"
     errors: dict[int, Exception]
 
@@ -57,9 +63,8 @@ class Sampler:
         self._processors = processors  # the engine's own; they see every row
         self._vocab_size = vocab_size
         self._noise: Any = None  # made when the first row samples
-        self.limits: dict[int, Any] = {}  # by slot, of the next step: nanoserve.sampling.limits
 
-    def set_slot(self, change: SlotChange) -> None:
+    def set_slot(self, change: SlotUpdate) -> None:
         """The sequence in a slot is a new one."""
         state = None
         if change.params.changes_logits or self._processors:
@@ -71,23 +76,42 @@ class Sampler:
         self._is_plain[change.slot] = state is None and settings.temperature == 0
 
     def sample(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        tensors: Any = None,
+        draft_tokens: Mapping[int, list[int]] = _NONE,
+        token_masks: Mapping[int, TokenMask] = _NONE,
     ) -> Sampled:
         """Choose a token for each row.
 
         logits: [num_rows, vocab_size], in the model's dtype; they are left as they are. slots and
         positions: [num_rows], the row's slot and the position that its new token will have.
         tensors: the batch on the device, for a sampler that reads these there.
+        draft_tokens: by slot; such a slot has a row for its last token and one for each of these.
+        token_masks: by slot, what its rows may take.
         """
-        if self.limits:
+        for slot in {*draft_tokens, *token_masks}:
+            state = self._states[slot]
+            if state is not None:
+                state.prepare(draft_tokens.get(slot, []), token_masks.get(slot))
+        masks = {slot: m for slot, m in token_masks.items() if self._states[slot] is None}
+        if masks:
             from nanoserve.sampling.limits import sample_within
 
-            return sample_within(self, logits, slots, positions, tensors)
+            return sample_within(self, logits, slots, positions, tensors, masks)
+        return self.sample_freely(logits, slots, positions, tensors)
+
+    def sample_freely(
+        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+    ) -> Sampled:
+        """Choose tokens that no mask restricts, but those of rows with a `SlotState`."""
         settings, is_plain = self._settings[slots], self._is_plain[slots]
         plain, rest = np.flatnonzero(is_plain), np.flatnonzero(~is_plain)
         if not len(rest):
             token_ids = self._choose_plain(logits, slots, positions, tensors)
-            return Sampled(token_ids, self._logprobs(logits, token_ids, settings), [], {})
+            return Sampled(token_ids, *self._logprobs(logits, token_ids, settings), [], {})
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         if len(plain):
             index = tensor_of(plain, logits)
@@ -103,7 +127,7 @@ class Sampler:
                 errors = apply_processors(part, [s for _, s in states], self._processors)
         token_ids[index] = self._choose(own, settings[rest], slots[rest], positions[rest])
         errors = {int(states[i][0]): error for i, error in errors.items()}
-        return Sampled(token_ids, self._logprobs(logits, token_ids, settings), states, errors)
+        return Sampled(token_ids, *self._logprobs(logits, token_ids, settings), states, errors)
 
     # The next two are one kernel on a GPU: see FusedSampler.
 
@@ -144,14 +168,14 @@ class Sampler:
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
-    ) -> "LogprobTensors | None":
+    ) -> "tuple[LogprobTensors | None, np.ndarray]":
         """At the rows that asked for them, as many as the most curious of them asked.
 
         Of the model's own logits, whatever was done to a copy of them.
         """
         rows = np.flatnonzero(settings["num_logprobs"] >= 0)
         if not len(rows):
-            return None
+            return None, rows
         from nanoserve.sampling.logprobs import logprobs_of_rows
 
-        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"].max())
+        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"].max()), rows

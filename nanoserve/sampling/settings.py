@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 
 
 class Settings(NamedTuple):
@@ -23,7 +23,7 @@ _TYPES = ("f4", "i8", "f4", "f4", "?", "u8", "u4", "i8", "?")
 SETTINGS = np.dtype(list(zip(Settings._fields, _TYPES, strict=True)))
 
 
-def settings_of(change: SlotChange, is_changed: bool) -> Settings:
+def settings_of(change: SlotUpdate, is_changed: bool) -> Settings:
     params = change.params
     return Settings(
         temperature=0.0 if params.is_greedy else params.temperature,

@@ -21,7 +21,7 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import Executor, SlotChange
+from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -160,17 +160,17 @@ class DraftModelProposer:
         plan.put_single_tokens_first()
         batch = self._runner.next_batch()
         batch.pack(plan, self._block_tables, self._pool.block_size)
-        handle = self._runner.forward(batch, self._changes(plan))
-        self._runner.sample(handle)
+        handle = self._runner.forward(batch, ForwardInputs(self._changes(plan)))
+        self._runner.sample(handle, SampleInputs())
         return plan.sampled, handle
 
-    def _changes(self, plan: Plan) -> list[SlotChange]:
+    def _changes(self, plan: Plan) -> list[SlotUpdate]:
         changes = []
         for row in plan.rows:
             seq = row.seq
             if self._in_slot.get(seq.slot) is not seq:
                 self._in_slot[seq.slot] = seq
-                change = SlotChange.of(seq, with_tokens=False)
+                change = SlotUpdate.of(seq, with_tokens=False)
                 changes.append(replace(change, params=_simplified(seq.params)))
         return changes
 

@@ -9,19 +9,24 @@ without filter, penalty or log probability. All others go the usual way, behind 
 graph; so none pays for a choice that is not used.
 """
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import ForwardInputs, SampleInputs
 from nanoserve.sampling.sampler import Sampled
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.cuda_graphs import DecodeGraphs
 from nanoserve.worker.host_device import Forward
 from nanoserve.worker.model_runner import Handle, ModelRunner
+
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class StepGraphs(DecodeGraphs):
@@ -74,11 +79,11 @@ class CapturingRunner(ModelRunner):
 
     device: CapturingDevice
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
-        self.fill_slots(changes)
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
+        self.fill_slots(inputs.slot_updates)
         header = batch.header
         if not self._is_plain(batch, header):
-            return super().forward(batch, [])
+            return super().forward(batch, replace(inputs, slot_updates=[]))
         return self._replay(batch, header)
 
     def _is_plain(self, batch: Batch, header: BatchHeader) -> bool:
@@ -99,12 +104,12 @@ class CapturingRunner(ModelRunner):
             self.sampler.update_settings()
             tensors, _ = self.device.run(batch, header, self.last_token, self.run_model)
             token_ids = graphs.choices.replay(size)[: header.num_rows]
-        return Handle(batch, header, tensors, sampled=Sampled(token_ids, None, [], {}))
+        return Handle(batch, header, tensors, sampled=Sampled(token_ids, None, _NO_ROWS, [], {}))
 
     @torch.inference_mode()
-    def sample(self, handle: Handle) -> None:
+    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         if handle.sampled is None:
-            super().sample(handle)
+            super().sample(handle, inputs)
             return
         with self.device.guard():
             handle.fetched = self.device.fetch(handle.sampled.token_ids)

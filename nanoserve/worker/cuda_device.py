@@ -22,7 +22,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -298,5 +298,5 @@ class CudaDevice(HostDevice):
             ),
         ):
             for slot in slots.tolist():
-                sampler.set_slot(SlotChange(slot, params, seed=slot))
+                sampler.set_slot(SlotUpdate(slot, params, seed=slot))
             sampler.sample(logits, slots, slots, self.tensors)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.worker.batch_tensors import BatchTensors
 
 _HEADS = {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
@@ -23,7 +23,7 @@ _HEADS = {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"
 class Head(Protocol):
     """Made as `HeadClass(num_slots)`, on every rank."""
 
-    def set_slot(self, change: SlotChange) -> None:
+    def set_slot(self, change: SlotUpdate) -> None:
         """The sequence in a slot is a new one. Only rank 0 is told."""
 
     def __call__(

@@ -11,7 +11,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.draft_tokens import accept_draft_tokens
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling.sampler import Sampled
 from nanoserve.worker.batch_tensors import BatchTensors
@@ -27,6 +28,7 @@ class Handle:
     batch: Batch
     header: BatchHeader
     tensors: BatchTensors
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot
     hidden: torch.Tensor | None = None  # [num_sampled, hidden_size]
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size], on rank 0
     of_heads: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class ModelRunner:
         batch.step, self._num_batches = self._num_batches, (self._num_batches + 1) % 2**31
         return batch
 
-    def fill_slots(self, changes: list[SlotChange]) -> None:
+    def fill_slots(self, changes: list[SlotUpdate]) -> None:
         """How to sample for the sequences that are new in their slots. Ranks above 0 do not."""
         for change in changes:
             self.sampler.set_slot(change)
@@ -82,9 +84,9 @@ class ModelRunner:
                 self.heads[change.prompt_head].set_slot(change)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         """Launch one step, as far as the logits. Every rank does this, and only this."""
-        self.fill_slots(changes)
+        self.fill_slots(inputs.slot_updates)
         header = batch.header
         with self.device.guard():
             # 1) Tokens that the host did not know when it packed the step are on rank 0's device.
@@ -92,7 +94,7 @@ class ModelRunner:
                 self.context.tp.broadcast(self.last_token)
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
             tensors, hidden = self.device.run(batch, header, self.last_token, self.run_model)
-            handle = Handle(batch, header, tensors)
+            handle = Handle(batch, header, tensors, inputs.draft_tokens)
             # 3) Only the rows that somebody asked for become logits: a prompt of a thousand tokens
             #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
             if header.num_outputs > header.num_sampled:
@@ -104,13 +106,8 @@ class ModelRunner:
                 handle.logits = self.model.compute_logits(handle.hidden)
         return handle
 
-    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
-        from nanoserve.sampling.limits import expect
-
-        expect(self.sampler, guesses, limits)
-
     @torch.inference_mode()
-    def sample(self, handle: Handle) -> None:
+    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         """Launch the choice of the next tokens, and keep them for a step ahead."""
         batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
         with self.device.guard():
@@ -123,6 +120,8 @@ class ModelRunner:
                 # A new token's own position takes part in its noise.
                 batch.positions[batch.output_rows[:num_sampled]] + 1,
                 tensors,
+                handle.draft_tokens,
+                inputs.token_masks,
             )
             if self.config.async_scheduling:
                 self.keep(handle.sampled.token_ids, tensors.output_slots[:num_sampled])
@@ -144,12 +143,42 @@ class ModelRunner:
             from nanoserve.sampling.no_token import errors_of_rows
 
             errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
-        for row in errors:
-            new_ids[row] = []
-        for row, state in sampled.states:
-            state.extend(new_ids[row])
-        logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        return StepResult(new_ids, logprobs, errors, of_heads, handle.hidden)
+        for output in errors:
+            new_ids[output] = []
+        # Up to here by output; a row with draft tokens has several.
+        slots = handle.batch.output_slots[: len(new_ids)].tolist()
+        rows, first_outputs = new_ids, range(len(new_ids))
+        if handle.draft_tokens:
+            rows, first_outputs = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
+        states = dict(sampled.states)
+        for row, first in enumerate(first_outputs):
+            if first in states:
+                states[first].extend(rows[row])
+        logprobs, places = None, []
+        if sampled.logprobs is not None:
+            accepted = {
+                first + index: (row, index)
+                for row, first in enumerate(first_outputs)
+                for index in range(len(rows[row]))
+            }
+            outputs = sampled.logprob_rows.tolist()
+            kept = [entry for entry, output in enumerate(outputs) if output in accepted]
+            places = [accepted[outputs[entry]] for entry in kept]
+            logprobs = sampled.logprobs.to_host()
+            if len(kept) < len(outputs):
+                logprobs = logprobs.take(kept)
+        return StepResult(
+            rows,
+            logprobs,
+            places,
+            {row: errors[first] for row, first in enumerate(first_outputs) if first in errors},
+            of_heads,
+            handle.hidden,
+            [first + max(0, len(ids) - 1) for first, ids in zip(first_outputs, rows, strict=True)],
+        )
+
+    def cancel(self, handles: list[Handle]) -> None:
+        """What runs on the device runs to its end, and nobody waits for it."""
 
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""

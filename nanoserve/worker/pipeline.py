@@ -9,26 +9,23 @@ steps before have left its slot.
 import contextlib
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.worker.pipeline_stage import share_layers
 from nanoserve.worker.tensor_parallel import TensorParallelExecutor
-
-Expected = tuple[dict[int, list[int]], dict[int, Any]]
-
 
 @dataclass
 class Launched:
     """A step that the stages before this one compute, or have computed."""
 
     batch: Batch
-    changes: list[SlotChange]
-    expected: Expected | None = None
+    inputs: ForwardInputs
+    sample_inputs: SampleInputs = field(default_factory=SampleInputs)
 
 
 class PipelineExecutor(TensorParallelExecutor):
@@ -40,27 +37,23 @@ class PipelineExecutor(TensorParallelExecutor):
         self._is_traced = config.trace is not None
         super().__init__(config, model_config, *args)
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Launched:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Launched:
         self._workers.check()
         with self._recovery():
             self._workers.announce(batch)
-            self._launched.append(Launched(batch, changes))
+            self._launched.append(Launched(batch, inputs))
         return self._launched[-1]
 
-    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
-        self._launched[-1].expected = (guesses, limits)
-
-    def sample(self, launched: Launched) -> None:
-        """With `collect`: the model's last layers have not run."""
+    def sample(self, launched: Launched, inputs: SampleInputs) -> None:
+        """Keep `inputs` until `collect`: the model's last layers have not run."""
+        launched.sample_inputs = inputs
 
     def collect(self, launched: Launched) -> StepResult:
         with self._recovery():
             while (first := self._launched.popleft()) is not launched:
-                self._compute(first, [])  # given up
-            handle = self._compute(launched, launched.changes)
-            if launched.expected is not None:
-                self.runner.expect(*launched.expected)
-            self.runner.sample(handle)
+                self._compute(first, is_wanted=False)  # cancelled
+            handle = self._compute(launched)
+            self.runner.sample(handle, launched.sample_inputs)
             result = self.runner.collect(handle)
             self._workers.check()  # as for tensor parallelism
             if self._is_traced:
@@ -79,21 +72,22 @@ class PipelineExecutor(TensorParallelExecutor):
             time.sleep(0.0002)
         return [spans.pop((step, rank), []) for rank in ranks]
 
-    def give_up(self) -> None:
-        """Nobody will collect what was launched. The others wait for rank 0 in these steps."""
+    def cancel(self, handles: list[Launched]) -> None:
+        """Compute what was launched without sampling: the others wait for rank 0 in these steps."""
         with contextlib.suppress(Exception), self._recovery():  # an error has ended the engine
             while self._launched:
-                self._compute(self._launched.popleft(), [])
+                self._compute(self._launched.popleft(), is_wanted=False)
 
-    def _compute(self, launched: Launched, changes: list[SlotChange]) -> Any:
-        """Rank 0's part of a step, up to the logits."""
-        error = None
+    def _compute(self, launched: Launched, is_wanted: bool = True) -> Any:
+        """Compute rank 0's part of a step, up to the logits."""
+        error, inputs = None, launched.inputs
         try:
-            self.runner.fill_slots(changes)
+            if is_wanted:
+                self.runner.fill_slots(inputs.slot_updates)
         except BaseException as raised:  # the others must not wait for it
             error = raised
         self._is_amid_collectives = True
-        handle = self.runner.forward(launched.batch, [])
+        handle = self.runner.forward(launched.batch, replace(inputs, slot_updates=[]))
         self._is_amid_collectives = False
         if error is not None:
             raise error
@@ -101,5 +95,5 @@ class PipelineExecutor(TensorParallelExecutor):
 
     def _others_wait(self) -> bool:
         if not self._is_amid_collectives:
-            self.give_up()  # in those steps, too
+            self.cancel([])  # in those steps, too
         return super()._others_wait()

@@ -23,7 +23,7 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -82,7 +82,9 @@ class TensorParallelExecutor:
             host = LOOPBACK if workers_class is Workers else workers_class.own_address()
             store = serve_store(size, host)
             # Sampling is for rank 0, and so is guessing.
-            options = asdict(replace(config, logits_processors=(), speculative_config=None))
+            options = asdict(
+                replace(config, logits_processors=(), speculative_config=None, scheduler_cls=None)
+            )
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["host"] = host
             job["model"] = (architecture, location)
@@ -128,23 +130,20 @@ class TensorParallelExecutor:
                 raise error
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         self._workers.check()
         with self._recovery():
-            self.runner.fill_slots(changes)  # before any other rank starts: this may raise
+            self.runner.fill_slots(inputs.slot_updates)  # before any other rank starts: this may raise
             self._is_amid_collectives = True
             self._workers.announce(batch)
             self._uncollected.add(batch)
-            handle = self.runner.forward(batch, [])
+            handle = self.runner.forward(batch, replace(inputs, slot_updates=[]))
             self._is_amid_collectives = False
             return handle
 
-    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
-        self.runner.expect(guesses, limits)
-
-    def sample(self, handle: Handle) -> None:
+    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         with self._recovery():
-            self.runner.sample(handle)
+            self.runner.sample(handle, inputs)
 
     def collect(self, handle: Handle) -> StepResult:
         with self._recovery():
@@ -154,6 +153,9 @@ class TensorParallelExecutor:
             self._workers.check()
         self._uncollected.discard(handle.batch)
         return result
+
+    def cancel(self, handles: list[Handle]) -> None:
+        """Discard steps: `next_batch` waits until the other ranks have read what they need."""
 
     def close(self) -> None:
         """End the workers and release everything. Idempotent."""

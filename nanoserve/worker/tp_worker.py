@@ -22,6 +22,7 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.device import choose_device, make_runner
 from nanoserve.worker.heads import register_head
@@ -131,7 +132,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             report(state="waiting")
             continue
         # What rank 0 does in this step, up to the logits, which go to rank 0.
-        runner.forward(steps.fetch(step, runner.next_batch()), [])
+        runner.forward(steps.fetch(step, runner.next_batch()), ForwardInputs())
         if config.trace is not None and place.stage is not None and place.rank == 0:
             report(step=step, span=place.stage.span)
 

@@ -22,7 +22,7 @@ from nanoserve.drop_in.logits_processors import (
     load,
     process_dict_updates,
 )
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.processors import SlotState
 
 ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
@@ -361,7 +361,7 @@ def test_requests_that_are_aborted_leave_their_rows() -> None:
 def make_state(*output_ids: int, **settings: Any) -> SlotState:
     params = SamplingParams(**{"temperature": 0, **settings})
     return SlotState(
-        SlotChange(0, params, 0, prompt_token_ids=[1, 2], output_token_ids=list(output_ids))
+        SlotUpdate(0, params, 0, prompt_token_ids=[1, 2], output_token_ids=list(output_ids))
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels.choose_tokens import pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.sampling import fused_sampler
@@ -267,7 +267,7 @@ def samplers(params: list[SamplingParams], processors: tuple = ()) -> tuple[Samp
     )
     for sampler in both:
         for slot, p in enumerate(params):
-            sampler.set_slot(SlotChange(slot, p, seed=slot * 2**35 - 1, completion=slot % 3))
+            sampler.set_slot(SlotUpdate(slot, p, seed=slot * 2**35 - 1, completion=slot % 3))
     return both
 
 
@@ -352,6 +352,6 @@ def test_steps_without_a_filter_do_not_look_for_borders(monkeypatch: pytest.Monk
         sample_both(both, logits, np.array(slots, dtype=np.int32), positions)
         assert len(searched) == expected
     for sampler in both:  # another sequence in the slot
-        sampler.set_slot(SlotChange(2, SamplingParams(), seed=0))
+        sampler.set_slot(SlotUpdate(2, SamplingParams(), seed=0))
     sample_both(both, logits, np.array([2, 1], dtype=np.int32), positions)
     assert len(searched) == 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoserve import SamplingParams, StructuredOutputsParams
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.limits import expect
@@ -143,7 +143,7 @@ def test_both_samplers_keep_the_same_limits(by_size: Callable[..., Any]) -> None
             sampler = kind(NUM_SLOTS, VOCAB_SIZE, DEVICE)
             limits, own = {}, np.random.default_rng(number)
             for slot, p in enumerate(params):
-                sampler.set_slot(SlotChange(slot, p, seed=slot))
+                sampler.set_slot(SlotUpdate(slot, p, seed=slot))
                 if p.structured_outputs is not None:
                     size = own.choice([0, 1, 20, 190], p=[0.05, 0.15, 0.4, 0.4])
                     allowed = [

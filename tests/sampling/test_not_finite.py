@@ -21,7 +21,7 @@ from nanoserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
@@ -79,7 +79,7 @@ def test_a_bad_row_gets_no_token_and_its_neighbours_get_theirs(
     sampler = sampler_class(len(kinds), VOCAB_SIZE, CPU)
     for slot, settings in enumerate(kinds):
         params = SamplingParams(**settings)
-        sampler.set_slot(SlotChange(slot, params, seed=slot, output_token_ids=[3, 4]))
+        sampler.set_slot(SlotUpdate(slot, params, seed=slot, output_token_ids=[3, 4]))
     healthy = 3 * torch.randn(len(kinds), VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     spoilt = healthy.clone()
     spoilt[1::4, 1050] = NAN
@@ -110,7 +110,7 @@ def test_what_a_mask_hides_harms_nobody_but_those_who_ask_for_log_probabilities(
     sampler = Sampler(2, 50, CPU)
     for slot in range(2):
         settings = {"allowed_token_ids": [3, 4], "logprobs": slot or None, "temperature": 0}
-        sampler.set_slot(SlotChange(slot, SamplingParams(**settings), seed=0))
+        sampler.set_slot(SlotUpdate(slot, SamplingParams(**settings), seed=0))
     logits, slots = torch.arange(50.0).repeat(2, 1), np.arange(2)
     logits[:, 40] = NAN
     assert sampler.sample(logits, slots, slots).token_ids.tolist() == [4, -1]

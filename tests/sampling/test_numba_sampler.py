@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ KINDS = [
 
 def sample(sampler: Sampler, logits: torch.Tensor, kinds: list[int], position: int) -> Sampled:
     for slot, kind in enumerate(kinds):
-        change = SlotChange(slot, KINDS[kind], 2**40 + 7919 * kind, slot % 3, [1, 2, 3])
+        change = SlotUpdate(slot, KINDS[kind], 2**40 + 7919 * kind, slot % 3, [1, 2, 3])
         sampler.set_slot(change)
     slots = np.arange(len(kinds))
     return sampler.sample(logits, slots, slots + position)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling import filters, logprobs, processors, sampler
 from nanoserve.sampling.noise import Noise
 from nanoserve.sampling.processors import apply_processors
@@ -43,7 +43,7 @@ def make_sampler(rows: list[dict[str, Any]], of_engine: list[Callable] | None = 
     made = Sampler(len(rows), VOCAB_SIZE, CPU, of_engine or [])
     for slot, settings in enumerate(rows):
         params = SamplingParams(**{"temperature": 0.0, **settings})
-        changed = SlotChange(slot, params, slot * 77, prompt_token_ids=[1, 2], output_token_ids=[3])
+        changed = SlotUpdate(slot, params, slot * 77, prompt_token_ids=[1, 2], output_token_ids=[3])
         made.set_slot(changed)
     return made
 
@@ -289,7 +289,7 @@ def test_a_processor_may_compute_in_any_float(dtype: torch.dtype) -> None:
 def test_changed_logits_of_other_rows_are_untouched_by_a_failure() -> None:
     def states(first: Callable) -> list[Any]:
         rows = [{"logits_processors": [first]}, {"presence_penalty": 1.0}, {}]
-        changes = [SlotChange(0, SamplingParams(**r), 0, output_token_ids=[3, 5]) for r in rows]
+        changes = [SlotUpdate(0, SamplingParams(**r), 0, output_token_ids=[3, 5]) for r in rows]
         return [processors.SlotState(change) for change in changes]
 
     def subtract_one(logits: torch.Tensor, states: list[Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fresh_modules import fresh_modules
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.processors import SlotState, TokenCounts, apply_processors
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling_params import SamplingParams
@@ -58,8 +58,8 @@ class Case:
     def state(self) -> SlotState:
         return SlotState(self.admitted())
 
-    def admitted(self, slot: int = 0, seed: int = 0) -> SlotChange:
-        return SlotChange(
+    def admitted(self, slot: int = 0, seed: int = 0) -> SlotUpdate:
+        return SlotUpdate(
             slot,
             SamplingParams(**self.settings),
             seed,
@@ -351,7 +351,7 @@ def test_logits_are_left_alone_and_neighbours_draw_what_they_draw_alone(dtype: t
     sampler = Sampler(6, VOCAB_SIZE, CPU)
     plain = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), SamplingParams(top_k=3)]
     for slot, params in enumerate(plain):
-        sampler.set_slot(SlotChange(slot, params, seed=slot))
+        sampler.set_slot(SlotUpdate(slot, params, seed=slot))
     best = logits.argmax(dim=-1).tolist()
     for slot in (3, 4, 5):  # in place and not, greedy and not
         settings = {"logits_processors": [add_length, forbid_last], "temperature": (slot - 3) / 2}
@@ -421,7 +421,7 @@ def test_nobody_loads_what_only_others_want(settings: dict[str, Any], loaded: li
         params = importlib.import_module("nanoserve.sampling_params").SamplingParams
         sampler = anew.Sampler(2, 5, CPU, of_engine)
         for slot, asked in enumerate([{"temperature": 0}, settings]):
-            sampler.set_slot(executor.SlotChange(slot, params(**asked), seed=slot))
+            sampler.set_slot(executor.SlotUpdate(slot, params(**asked), seed=slot))
         sampler.sample(logits, slots, slots)
         found = {name.removeprefix(ROOM) for name in sys.modules if name.startswith(ROOM)}
     assert found & OPTIONAL == set(loaded)

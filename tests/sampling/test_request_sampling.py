@@ -12,7 +12,7 @@ from counting_executor import make_engine
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.recovery import restart
@@ -218,10 +218,10 @@ def test_draws_follow_the_renormalised_distribution(
     sampler = Sampler(num_draws if along == "seeds" else 1, len(probs), torch.device("cpu"))
     if along == "seeds":
         for seed in range(num_draws):
-            sampler.set_slot(SlotChange(seed, params, seed))
+            sampler.set_slot(SlotUpdate(seed, params, seed))
         drawn = sampler.sample(rows, count, constant).token_ids
     else:
-        sampler.set_slot(SlotChange(0, params, seed=12345))
+        sampler.set_slot(SlotUpdate(0, params, seed=12345))
         drawn = sampler.sample(rows, 0 * count, count).token_ids
     assert_drawn_from(order[drawn.numpy()], probs)
 
@@ -233,7 +233,7 @@ def test_completions_of_one_seed_are_independent() -> None:
     sampler = Sampler(2, 3, torch.device("cpu"))
     slots, positions = np.zeros(NUM_DRAWS, dtype=np.int32), np.arange(NUM_DRAWS)
     for index in (0, 1):
-        sampler.set_slot(SlotChange(index, SamplingParams(), seed=5, completion=index))
+        sampler.set_slot(SlotUpdate(index, SamplingParams(), seed=5, completion=index))
     first, second = (
         sampler.sample(rows, slots + index, positions).token_ids.numpy() for index in (0, 1)
     )

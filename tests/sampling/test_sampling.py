@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.filters import apply_filters
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.noise import Noise, row_keys
@@ -25,7 +25,7 @@ def filtered(logits, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
 
 def sample(params: SamplingParams, logits: torch.Tensor, seed: int = 0, position: int = 0) -> int:
     sampler = Sampler(1, logits.shape[-1], CPU)
-    sampler.set_slot(SlotChange(0, params, seed))
+    sampler.set_slot(SlotUpdate(0, params, seed))
     one = np.array([0], dtype=np.int32)
     return int(sampler.sample(logits.view(1, -1), one, one + position).token_ids[0])
 
@@ -43,7 +43,7 @@ def test_w16_temperature(temperature: float, expected: list[float]) -> None:
     num_draws = 20_000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.1]).repeat(num_draws, 1)
     sampler = Sampler(1, 4, CPU)
-    sampler.set_slot(SlotChange(0, SamplingParams(temperature=temperature), seed=1))
+    sampler.set_slot(SlotUpdate(0, SamplingParams(temperature=temperature), seed=1))
     slots = np.zeros(num_draws, dtype=np.int32)
     drawn = sampler.sample(logits, slots, np.arange(num_draws, dtype=np.int32)).token_ids
     shares = torch.bincount(drawn, minlength=4) / num_draws
@@ -158,7 +158,7 @@ def test_rows_of_a_mixed_batch_do_not_see_each_other() -> None:
     slots = np.array([7, 0, 3, 2, 5, 1], dtype=np.int32)
     positions = np.array([4, 9, 1, 4, 7, 30], dtype=np.int32)
     for slot, p in zip(slots, params, strict=True):
-        sampler.set_slot(SlotChange(slot, p, seed=int(slot) * 1000 - 5))
+        sampler.set_slot(SlotUpdate(slot, p, seed=int(slot) * 1000 - 5))
     together = sampler.sample(logits, slots, positions).token_ids
     for row in range(6):
         only = slice(row, row + 1)

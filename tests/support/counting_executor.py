@@ -15,7 +15,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.outputs import RequestOutput
 
@@ -41,7 +41,7 @@ class CountingExecutor:
         self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
         self.num_batches = 0
         self.last_token = np.zeros(config.max_num_seqs, np.int32)  # by slot
-        self.sampling: list[SlotChange] = []
+        self.sampling: list[SlotUpdate] = []
         self.fail_next = False
         self.closed = False
 
@@ -50,7 +50,7 @@ class CountingExecutor:
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> Handle:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Handle:
         self.sampling += changes
         if self.fail_next:
             self.fail_next = False

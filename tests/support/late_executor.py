@@ -17,7 +17,7 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.prompt_outputs import prompt_outputs
 
 POISON = -7
@@ -74,7 +74,7 @@ class LateHandle:
 class State:
     """Of the sequence in a slot: what penalties and processors would know of it."""
 
-    change: SlotChange
+    change: SlotUpdate
     seen: list[int]
 
 
@@ -120,7 +120,7 @@ class LateExecutor:
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> LateHandle:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> LateHandle:
         for change in changes:
             self.states[change.slot] = State(change, list(change.output_token_ids))
         handle = LateHandle(batch, batch.step)
@@ -247,7 +247,7 @@ class LatePipeline(LateExecutor):
         # As few as can be, and not a power of two: whatever is read too late is overwritten.
         count = config.pipeline_parallel_size + 1
         self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in range(count)]
-        self.launched: list[tuple[LateHandle, list[SlotChange]]] = []
+        self.launched: list[tuple[LateHandle, list[SlotUpdate]]] = []
 
     def next_batch(self) -> Batch:
         self.on_call("next_batch")
@@ -256,7 +256,7 @@ class LatePipeline(LateExecutor):
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> LateHandle:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> LateHandle:
         self.on_call("forward")
         self.first._compute(LateHandle(batch, batch.step))
         handle = LateHandle(batch, batch.step)

@@ -4,7 +4,7 @@ import numpy as np
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotChange, StepResult
+from nanoserve.engine.executor import SlotUpdate, StepResult
 
 
 class SevenExecutor:
@@ -14,7 +14,7 @@ class SevenExecutor:
         layout = BatchLayout(max_num_tokens=64, max_num_rows=4, max_blocks_per_row=4)
         return Batch(layout, np.zeros(layout.num_bytes, np.uint8))
 
-    def forward(self, batch: Batch, changes: list[SlotChange]) -> int:
+    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> int:
         return batch.header.num_sampled
 
     def sample(self, handle: int) -> None:

@@ -29,7 +29,7 @@ from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotChange
+from nanoserve.engine.executor import SlotUpdate
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
@@ -166,7 +166,7 @@ def pack(runner: ModelRunner, num_rows: int) -> Batch:
     return batch
 
 
-def step(runner: ModelRunner, num_rows: int, changes: list[SlotChange]) -> Watch:
+def step(runner: ModelRunner, num_rows: int, changes: list[SlotUpdate]) -> Watch:
     batch = pack(runner, num_rows)
     with Watch() as watch:
         handle = runner.forward(batch, changes)
@@ -174,9 +174,9 @@ def step(runner: ModelRunner, num_rows: int, changes: list[SlotChange]) -> Watch
     return watch
 
 
-def changes(num_rows: int) -> list[SlotChange]:
+def changes(num_rows: int) -> list[SlotUpdate]:
     params = SamplingParams(temperature=0.6)
-    return [SlotChange(slot, params, seed=slot) for slot in range(num_rows)]
+    return [SlotUpdate(slot, params, seed=slot) for slot in range(num_rows)]
 
 
 def split_attention(launches: Counter[str]) -> tuple[Counter[str], int]:

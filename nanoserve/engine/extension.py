@@ -1,0 +1,98 @@
+"""The seam for features: an extension takes part in the engine's steps.
+
+    step      extensions are called                     what they may do there
+    --------  ----------------------------------------  --------------------------------------------
+    add       on_add(seq)                               have the sequence held
+    schedule  on_step_start()                           release what is held, finish sequences
+              token_budget(n)                           lower the budget of this step
+              may_admit(seq, plan)                      leave a waiting sequence out of this step
+              limit_tokens(seq, n, plan)                give a sequence fewer tokens, or none
+              extend_plan(plan)                         add draft tokens, from what is left over
+    launch    forward_inputs(plan, inputs)              fill in a field of `ForwardInputs`
+    sample    sample_inputs(plan, inputs)               fill in a field of `SampleInputs`
+    collect   on_result(plan, result)                   learn what came of the step
+    any time  on_release(seq)                           a sequence has lost slot and blocks
+              on_reset()                                steps that were launched are discarded
+
+Extensions are called in the order of the engine's list. They never call each other: what one has
+to say to another is in the plan. They use the public methods of `Scheduler`, such as `hold`,
+`release`, `add_draft_tokens` and `finish`. An exception in any of these methods is an exception of
+the step, which then has not happened.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoserve.engine.llm_engine import LLMEngine
+
+
+class Extension:
+    """Base of all extensions: every method does nothing."""
+
+    def on_add(self, seq: Sequence) -> str | None:
+        """Return a reason to hold a new sequence until `Scheduler.release(..., reason)`, or None.
+
+        Called for the first sequence of a request; its `siblings` are held until it has computed
+        the prompt.
+        """
+
+    def on_step_start(self) -> None:
+        """Called before a step is planned, also if nothing can run."""
+
+    def token_budget(self, num_tokens: int) -> int:
+        """Return how many tokens the next step may have: `num_tokens` or fewer."""
+        return num_tokens
+
+    def may_admit(self, seq: Sequence, plan: Plan) -> bool:
+        """Return whether a waiting sequence may begin to run in this step."""
+        return True
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out."""
+        return num_tokens
+
+    def extend_plan(self, plan: Plan) -> None:
+        """Add draft tokens to rows that catch up, with `Scheduler.add_draft_tokens`."""
+
+    def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
+        """Add to what the model gets beside the batch."""
+
+    def sample_inputs(self, plan: Plan, inputs: SampleInputs) -> None:
+        """Add to what the sampler gets. All tokens of the steps before are known."""
+
+    def on_result(self, plan: Plan, result: StepResult) -> None:
+        """Called when the tokens of a step have joined their sequences."""
+
+    def on_release(self, seq: Sequence) -> None:
+        """Called when a sequence has given back its slot and blocks: preempted (`seq.status` is
+        WAITING) or finished (FINISHED)."""
+
+    def on_reset(self) -> None:
+        """Called when all steps under way are discarded, after an error or for lack of requests."""
+
+    def close(self) -> None:
+        """Release threads, memory and files. The engine is not used again."""
+
+
+# Extensions that a request asks for by name (`Request.extensions`), as "module:Class"; an engine
+# that gets no such request never imports them. They are made with the engine as their argument.
+_ON_DEMAND = {"structured_outputs": "nanoserve.structured.extension:StructuredOutputs"}
+
+
+def register_extension(name: str, location: str) -> None:
+    """Add an extension that requests can ask for, as "module:Class"."""
+    _ON_DEMAND[name] = location
+
+
+def load_extension(name: str, engine: "LLMEngine") -> Extension:
+    """Make the extension that requests ask for by `name`. Raises `ValueError` if there is none."""
+    if name not in _ON_DEMAND:
+        raise ValueError(f"extension {name!r} is not one of {[*_ON_DEMAND]}")
+    module, _, attribute = _ON_DEMAND[name].partition(":")
+    make: Any = getattr(import_module(module), attribute)
+    return make(engine)
