@@ -21,7 +21,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanoserve.drop_in.engine_args import AsyncEngineArgs, EngineArgs
-    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.engine.guard import GuardedEngine as LLMEngine
     from nanoserve.inputs import TextPrompt, TokensPrompt
     from nanoserve.llm import LLM
     from nanoserve.models.registry import register_model
@@ -65,7 +65,7 @@ _HOME = {
     "RequestMetrics": "nanoserve.outputs",
     "register_model": "nanoserve.models.registry",
     "AsyncLLM": "nanoserve.server.async_llm",
-    "LLMEngine": "nanoserve.engine.llm_engine",
+    "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
     "EngineArgs": "nanoserve.drop_in.engine_args",
     "AsyncEngineArgs": "nanoserve.drop_in.engine_args",
     "TextPrompt": "nanoserve.inputs",
@@ -81,7 +81,8 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
             from nanoserve.drop_in.missing import refuse
 
             refuse("nanoserve", name)
-        return getattr(import_module(_HOME[name]), name)
+        module, _, attribute = _HOME[name].partition(":")
+        return getattr(import_module(module), attribute or name)
 
 
 def __dir__() -> list[str]:

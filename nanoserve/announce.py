@@ -5,12 +5,12 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 logger = logging.getLogger(__name__)
 
 
-def announce(engine: LLMEngine) -> None:
+def announce(engine: GuardedEngine) -> None:
     """Log it; to a person at a terminal it is shown even if nobody has set up logging."""
     line = f"loaded {summary(engine)}"
     missing = tell_what_is_missing(engine)
@@ -21,7 +21,7 @@ def announce(engine: LLMEngine) -> None:
         print(f"nanoserve: {line}", file=sys.stderr)
 
 
-def summary(engine: LLMEngine) -> str:
+def summary(engine: GuardedEngine) -> str:
     """Model, data type, device, attention, products, KV pool."""
     config, model_config, executor = engine.config, engine.model_config, engine.executor
     context = getattr(executor, "context", None)  # of an executor that computes
@@ -40,7 +40,7 @@ def summary(engine: LLMEngine) -> str:
     return ", ".join(parts)
 
 
-def tell_what_is_missing(engine: LLMEngine) -> list[str]:
+def tell_what_is_missing(engine: GuardedEngine) -> list[str]:
     """What a CPU could be given to compute faster."""
     config, model_config = engine.config, engine.model_config
     if config.device != "cpu":

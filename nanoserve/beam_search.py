@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.checks import check_bool, check_int, check_number, is_number, require
 from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import Logprob, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 
@@ -143,7 +143,7 @@ class _Search:
 
 
 def search_all(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     generate: Callable[..., list[RequestOutput]],
     prompts: AbstractSequence[Prompt],
     params: BeamSearchParams,
@@ -169,7 +169,7 @@ def search_all(
     ]
 
 
-def _begin(engine: LLMEngine, prompt: Prompt, params: BeamSearchParams) -> _Search:
+def _begin(engine: GuardedEngine, prompt: Prompt, params: BeamSearchParams) -> _Search:
     processor = engine.input_processor
     token_ids = processor.process("beam search", prompt).prompt_token_ids
     most = processor.max_model_len
@@ -185,7 +185,7 @@ def _begin(engine: LLMEngine, prompt: Prompt, params: BeamSearchParams) -> _Sear
 
 
 @contextmanager
-def _wide_enough(engine: LLMEngine, searches: list[_Search]) -> Iterator[None]:
+def _wide_enough(engine: GuardedEngine, searches: list[_Search]) -> Iterator[None]:
     """A search needs twice as many log-probabilities as beams, or more: `max_logprobs` bounds what
     those who send requests may ask for, and this is not one of them."""
     processor = engine.input_processor
@@ -211,7 +211,7 @@ def _bar(total: int, use_tqdm: "UseTqdm") -> Iterator[Callable[[], Any]]:
 
 
 def _run(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     generate: Callable[..., list[RequestOutput]],
     searches: list[_Search],
     note_done: Callable[[], Any],
@@ -237,7 +237,7 @@ def _run(
                 note_done()
 
 
-def _sequence(engine: LLMEngine, beam: _Beam, params: BeamSearchParams) -> BeamSearchSequence:
+def _sequence(engine: GuardedEngine, beam: _Beam, params: BeamSearchParams) -> BeamSearchSequence:
     is_stopped, tokens = beam.finish_reason == "stop", beam.tokens
     if is_stopped and not params.include_stop_str_in_output:
         tokens = tokens[:-1]

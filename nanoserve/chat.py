@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoserve.checks import check_bool, check_choice, require, shown
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.inputs import Conversation, Conversations, Message
 from nanoserve.tool_arguments import with_objects
 
@@ -38,7 +38,7 @@ _DEEPEST = 64  # lists and dictionaries within each other
 
 
 def prompts_of(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     messages: Conversation | Conversations,
     *,
     chat_template: "str | Path | None" = None,
@@ -87,7 +87,7 @@ def prompts_of(
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
 
 
-def _text_of_template(engine: LLMEngine, given: Any) -> str:
+def _text_of_template(engine: GuardedEngine, given: Any) -> str:
     """Return a template of the checkpoint's by its name; else see `load_chat_template`."""
     from nanoserve.chat_template import load_chat_template
 
@@ -99,7 +99,7 @@ def _text_of_template(engine: LLMEngine, given: Any) -> str:
 
 
 def chat_prompts(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     messages: Conversation | Conversations,
     template_arguments: dict[str, Any],
     allow_special_tokens: bool,
@@ -174,7 +174,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _prompt_of(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     conversation: AbstractSequence[Message],
     arguments: dict[str, Any],
     allow_special_tokens: bool,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import attribute_error
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LLMMethods:
     """The base of `LLM`, which has the rest."""
 
-    engine: LLMEngine
+    engine: GuardedEngine
 
     if TYPE_CHECKING:
 
@@ -98,7 +98,7 @@ class LLMMethods:
         return self.engine.input_processor.default_sampling_params()
 
     @property
-    def llm_engine(self) -> LLMEngine:
+    def llm_engine(self) -> GuardedEngine:
         """vLLM's name of `engine`."""
         return self.engine
 
@@ -119,7 +119,7 @@ class LLMMethods:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes; see `LLMEngine.reset_prefix_cache`."""
+        """Forget all cached prefixes; see `GuardedEngine.reset_prefix_cache`."""
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1) -> None:

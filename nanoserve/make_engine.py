@@ -1,4 +1,4 @@
-"""A name and options -> an engine: its checkpoint, its tokenizer, its muscle, and the loop."""
+"""From a name and options to an engine: its checkpoint, its tokenizer, its executor, the loop."""
 
 import logging
 import sys
@@ -9,8 +9,8 @@ from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
-from nanoserve.engine.llm_engine import LLMEngine
-from nanoserve.engine.request import Request
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.scheduler import load_scheduler_class
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_executor
@@ -18,13 +18,14 @@ from nanoserve.worker.device import device_kind, make_executor
 logger = logging.getLogger(__name__)
 
 
-def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
+def make_engine(model: str | Path, options: Mapping[str, Any]) -> GuardedEngine:
     """`options` are the fields of `EngineConfig`; see `nanoserve.llm.LLM` for what is raised.
 
     The weights come last: whatever can be refused is refused before they are fetched or read.
     """
     config = EngineConfig.from_options(model, **options)
     config = config.for_device(device_kind(config.device))
+    load_scheduler_class(config.scheduler_cls)  # raises if it is none
     checkpoint = Checkpoint.find(model, config, config.revision)
     model_config = checkpoint.model_config(supported_architectures())
     SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
@@ -36,20 +37,22 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
         tokenizer = Tokenizer.for_config(source.folder, config)
         if tokenizer.backend.get_vocab_size() > model_config.vocab_size:
             logger.warning("the tokenizer of %s has more tokens than the model", source.name)
-    engine_class = LLMEngine
+    make_proposer: Any = None
     if config.speculative_config is not None:
-        from nanoserve.speculative.engine import prepare_engine
+        from nanoserve.speculative.methods import prepare_proposer
 
-        engine_class = prepare_engine(config, model_config)
+        make_proposer = prepare_proposer(config, model_config)
     checkpoint.fetch_weights()
-    executor = make_executor(config, model_config, checkpoint.folder)
-    engine = engine_class(config, model_config, executor, tokenizer)
+    make = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+    engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
     if config.pipeline_parallel_size > 1:
-        from nanoserve.engine.pipeline import share_out
+        from nanoserve.engine.pipeline import PipelineSchedule
 
-        share_out(engine)
-    engine.guide = _guide
-    engine.make_executor = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+        engine.add_extension(PipelineSchedule(engine))
+    if make_proposer is not None:
+        from nanoserve.speculative.extension import Speculation
+
+        engine.add_extension(Speculation(engine, make_proposer))
     if not config.disable_log_stats:
         from nanoserve.drop_in.metrics import start
 
@@ -60,8 +63,3 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
         announce(engine)
     return engine
 
-
-def _guide(engine: LLMEngine, request: Request) -> None:
-    from nanoserve.structured.engine import start_guiding
-
-    start_guiding(engine, request)

@@ -144,6 +144,10 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of which found
+    num_drafts: int = 0  # rows with draft tokens
+    num_draft_tokens: int = 0  # draft tokens that were computed
+    num_accepted_tokens: int = 0  # of which accepted
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # first draft tokens, second ones, ...
 
     def count(self, num_computed_tokens: int, outputs: Iterable[RequestOutput]) -> None:
         """One more step, and what it has brought."""
@@ -153,6 +157,18 @@ class EngineStats:
             if output.finished:
                 self.num_prompt_tokens += len(output.prompt_token_ids)
                 self.num_output_tokens += output.metrics.num_output_tokens
+
+    def count_drafts(self, accepted_of_drafts: Iterable[tuple[int, int]]) -> None:
+        """Count rows with draft tokens: (accepted, computed) of each."""
+        per_pos = list(self.num_accepted_tokens_per_pos)
+        for num_accepted, num_drafts in accepted_of_drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_drafts
+            self.num_accepted_tokens += num_accepted
+            per_pos += [0] * (num_drafts - len(per_pos))
+            for position in range(num_accepted):
+                per_pos[position] += 1
+        self.num_accepted_tokens_per_pos = tuple(per_pos)
 
     @property
     def prefix_cache_hit_rate(self) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 
 # Whether there is a bar; or what makes one, as `tqdm` does.
@@ -16,7 +16,7 @@ _SECONDS = 0.1  # from one look at what runs to the next
 
 
 def with_progress(
-    engine: LLMEngine,
+    engine: GuardedEngine,
     outputs: Iterable[RequestOutput],
     num_requests: int,
     use_tqdm: UseTqdm = True,

@@ -1,11 +1,10 @@
-"""Who gets which output, where several readers share one engine."""
+"""Streams: several readers of one engine, each of which gets the outputs of its request."""
 
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
 
@@ -34,7 +33,7 @@ def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput
 class Streams:
     """Several streams may be read in turn, or in threads: whoever waits runs the engine for all."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: GuardedEngine) -> None:
         self._engine = engine
         self._readers: dict[str, weakref.ref[Iterator[RequestOutput]]] = {}  # by request
 
@@ -50,8 +49,8 @@ class Streams:
         self.drop_dead()
         requests = self._engine.output_processor.requests
         for request_id in list(requests):
-            # In other threads, streams may begin and end: a mailbox is there before and after.
-            if request_id not in self._engine.mailboxes and request_id in requests:
+            # In other threads, streams may begin and end: they subscribe before, and end after.
+            if not self._engine.is_subscribed(request_id) and request_id in requests:
                 raise ValueError("requests are unfinished: step the engine to its end first")
 
     def open(self, request: Request) -> Iterator[RequestOutput]:
@@ -63,7 +62,7 @@ class Streams:
 
     def _read(self, request: Request) -> Iterator[RequestOutput]:
         request_id, engine = request.request_id, self._engine
-        unread = engine.mailboxes[request_id] = deque()
+        unread = engine.subscribe(request_id)
         try:
             engine.add(request)
             yield  # to `open`

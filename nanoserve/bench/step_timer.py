@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
 
@@ -42,7 +42,7 @@ class StepTimer:
     GPU the sampler only launches work, so there it is the time between two events.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: GuardedEngine) -> None:
         self.steps: list[StepParts] = []
         self._sampling, self._events, self._last_end = 0.0, None, None
         sampler = getattr(engine.executor, "sampler", None)

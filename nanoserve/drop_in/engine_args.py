@@ -12,7 +12,7 @@ from nanoserve.config import EngineConfig
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.engine.guard import GuardedEngine
     from nanoserve.engine_options import EngineOptions
 
 AnyParser = TypeVar("AnyParser", bound=ArgumentParser)
@@ -52,7 +52,7 @@ class EngineArgs(EngineConfig):
                 chosen[field.name] = value
         return chosen
 
-    def create_engine(self) -> "LLMEngine":
+    def create_engine(self) -> "GuardedEngine":
         from nanoserve.make_engine import make_engine
 
         return make_engine(self.model, dict(self.options()))

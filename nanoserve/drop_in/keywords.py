@@ -8,7 +8,7 @@ from typing import Any
 from nanoserve.checks import check_bool, check_int, require, shown
 from nanoserve.drop_in.sampling import LIKE
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.inputs import ChatOptions
 from nanoserve.sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ def _given(unknown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def tokenized(
-    engine: LLMEngine, prompts: AbstractSequence[Prompt], kwargs: Mapping[str, Any]
+    engine: GuardedEngine, prompts: AbstractSequence[Prompt], kwargs: Mapping[str, Any]
 ) -> list[Prompt]:
     """The same prompts as token ids, as `tokenization_kwargs` asks for.
 
@@ -78,7 +78,7 @@ def tokenized(
     return [_tokenized(engine, prompt, adds, most, from_left) for prompt in prompts]
 
 
-def _limit(engine: LLMEngine, kwargs: Mapping[str, Any]) -> tuple[int | None, bool]:
+def _limit(engine: GuardedEngine, kwargs: Mapping[str, Any]) -> tuple[int | None, bool]:
     """At most so many tokens, and whether the first ones go."""
     truncation = kwargs.get("truncation", False)
     check_bool("truncation", truncation)
@@ -97,7 +97,7 @@ def _limit(engine: LLMEngine, kwargs: Mapping[str, Any]) -> tuple[int | None, bo
 
 
 def _tokenized(
-    engine: LLMEngine, prompt: Prompt, adds: bool, most: int | None, from_left: bool
+    engine: GuardedEngine, prompt: Prompt, adds: bool, most: int | None, from_left: bool
 ) -> Prompt:
     given: dict[str, Any] = dict(prompt) if isinstance(prompt, Mapping) else {}
     if isinstance(prompt, str):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.outputs import RequestOutput
 
 if TYPE_CHECKING:
-    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.engine.guard import GuardedEngine
 
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
@@ -50,7 +50,7 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def start(engine: "LLMEngine") -> None:
+def start(engine: "GuardedEngine") -> None:
     """Count from here on. `ValueError` if the package that knows metrics is missing."""
     try:
         from nanoserve.server.metrics import Metrics
@@ -71,7 +71,7 @@ def start(engine: "LLMEngine") -> None:
     engine.output_processor.forget = note_ends
 
 
-def snapshot(engine: "LLMEngine") -> list[Metric]:
+def snapshot(engine: "GuardedEngine") -> list[Metric]:
     """All metrics as they are now."""
     for observer in engine.observers:
         if hasattr(observer, "collect"):

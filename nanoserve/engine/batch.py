@@ -73,7 +73,7 @@ class Batch:
         for seq, first, count in zip(sequences, starts, counts, strict=True):
             if count > 1:
                 input_ids += seq.token_ids[first : first + count]
-                input_ids += plan.guesses.get(seq, ())
+                input_ids += plan.draft_tokens.get(seq, ())
             elif first < len(seq.token_ids):
                 input_ids.append(seq.token_ids[first])
             else:  # what is not known yet is the only token of its row

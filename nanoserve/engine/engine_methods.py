@@ -1,4 +1,4 @@
-"""What vLLM's `LLMEngine` has besides the loop, which is in `nanoserve.engine.llm_engine`."""
+"""Methods of vLLM's `LLMEngine` besides adding, aborting and stepping."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ _ELSEWHERE = {
 
 
 class EngineMethods:
-    """The base of `LLMEngine`, which has the rest."""
+    """Base of `GuardedEngine`, which has the rest."""
 
     model_config: "ModelConfig"
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""What must not be left half done: Ctrl-C waits for its end, and so does whoever else wants in."""
+"""Blocks that must not be left half done: Ctrl-C waits for their end, and other threads do, too."""
 
 import signal
 import threading
@@ -20,8 +20,8 @@ class DeferredInterrupt:
     thread, where signals arrive. Blocks may be nested: each hands over to the one around it.
     """
 
-    # Blocks of this process that hold one back now; whoever makes them wait may look. A second
-    # Ctrl-C may strike in any line below, and a block that is gone must not be counted for ever.
+    # Blocks of this process that hold one back now, for what makes them wait. A second Ctrl-C may
+    # strike in any line below, and a block that is gone must not be counted for ever.
     holding: ClassVar["WeakSet[DeferredInterrupt]"] = WeakSet()
 
     def __init__(self, gives_way: bool = True) -> None:
@@ -52,82 +52,76 @@ class DeferredInterrupt:
             signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def recovery(engine: Any) -> Iterator[list[Any]]:
-    """Whatever breaks out of this block, an `LLMEngine` is left at the end of its last step.
+class EngineLock:
+    """Lets one thread at a time into an engine, and defers what must not wait for its turn.
 
-    A plan that the block makes goes on the list at once, for it may never be launched.
-    """
-    planned: list[Any] = []
-    try:
-        yield planned
-    except BaseException as error:
-        with DeferredInterrupt(gives_way=False):
-            from nanoserve.engine.recovery import recover
-
-            recover(engine, error, planned)
-        raise
-
-
-class Turns:
-    """One at a time inside: threads wait for each other, and nobody is interrupted.
-
-    Whoever is inside may come in again, as an observer does that adds a request. What must not wait
-    and must not disturb either goes through `soon`.
+    The thread that is inside may come in again, as an observer does that adds a request.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._due: deque[Callable[[], Any]] = deque()
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that is inside
+        self._deferred: deque[Callable[[], Any]] = deque()
 
     @property
     def is_inside(self) -> bool:
-        """Whether the calling thread is."""
-        return self._lock._is_owned()  # which is what `threading.Condition` asks
+        """True if the calling thread is inside."""
+        return self._owner == threading.get_ident()
 
     @contextmanager
     def turn(self, gives_way: bool = False) -> Iterator[None]:
+        """Wait until no other thread is inside. Ctrl-C is raised when the block is over."""
         if self.is_inside:
             yield
             return
         try:
-            # In this order: a Ctrl-C may end the wait for somebody else's turn.
+            # In this order: a Ctrl-C may end the wait for another thread.
             with self._lock, DeferredInterrupt(gives_way):
-                yield
+                try:
+                    self._owner = threading.get_ident()
+                    yield
+                finally:
+                    self._owner = None
         finally:
-            self._look_again()
+            self._run_what_is_left()
 
-    def soon(self, action: Callable[[], T], late: Callable[[], Any] | None = None) -> T | None:
-        """What `action` returns, at once; if anybody is inside, `late` is done when they are out.
+    def call_soon(
+        self, action: Callable[[], T], deferred: Callable[[], Any] | None = None
+    ) -> T | None:
+        """Call `action` and return its result; while a thread is inside, have `deferred` (or
+        `action`) called at its end, and return None.
 
-        It never waits, so a finalizer may call it: in any thread, at any moment.
+        This never waits, so a finalizer may call it: in any thread, at any moment.
         """
         result = None
         with DeferredInterrupt(gives_way=False):
             try:
                 if not self.is_inside and self._lock.acquire(blocking=False):
-                    try:
-                        result = action()
-                    finally:
-                        self._lock.release()
+                    result = self._call(action)
                 else:
-                    self._due.append(late or action)
+                    self._deferred.append(deferred or action)
             finally:
-                self._look_again()
+                self._run_what_is_left()
         return result
 
-    def do_due(self) -> None:
-        """What has been asked for in the meantime; for those who are inside."""
-        while self._due:
-            self._due.popleft()()
+    def run_deferred(self) -> None:
+        """Call what was deferred; for the thread that is inside."""
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def _look_again(self) -> None:
-        """Whoever comes out does what is due, or leaves it to whoever is inside by now."""
-        while self._due and not self.is_inside:
+    def _call(self, action: Callable[[], T]) -> T:
+        """Call `action` inside, and leave. The lock was acquired."""
+        try:
+            self._owner = threading.get_ident()
+            return action()
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def _run_what_is_left(self) -> None:
+        """Run what was deferred meanwhile, or leave it to a thread that is inside by now."""
+        while self._deferred and not self.is_inside:
             with DeferredInterrupt(gives_way=False):
                 if not self._lock.acquire(blocking=False):
                     return
-                try:
-                    self.do_due()
-                finally:
-                    self._lock.release()
+                self._call(self.run_deferred)

@@ -1,53 +1,64 @@
-"""The loop: schedule, run, update. It is handed its muscle and owns it."""
+"""The engine loop: schedule, execute, update.
+
+`LLMEngine` is the loop and nothing else. `nanoserve.engine.guard` wraps one so that threads may
+share it, Ctrl-C waits for the end of a step, and a step that raises has not happened.
+"""
 
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.engine_methods import EngineMethods
-from nanoserve.engine.executor import Executor, SlotUpdate, StepResult
-from nanoserve.engine.input_processor import InputProcessor, Prompt
-from nanoserve.engine.interrupts import Turns, recovery
+from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.extension import Extension, load_extension
+from nanoserve.engine.input_processor import InputProcessor
+from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
+from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
-from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.scheduler import load_scheduler_class
+from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoserve.engine.tokenizer import Tokenizer
 
+Observer = Callable[[Plan, Batch, StepResult, StepTimes], None]
+
 
 @dataclass
 class Step:
-    """A step under way."""
+    """A step under way; `result` and `outputs` are there when it is over."""
 
     plan: Plan
     batch: Batch
     times: StepTimes
     handle: Any = None
-    outputs: list[RequestOutput] | None = None  # when it has ended
+    result: StepResult | None = None
+    outputs: list[RequestOutput] | None = None
 
 
-class LLMEngine(EngineMethods):
+def accepted_of_drafts(plan: Plan, result: StepResult) -> list[tuple[int, int]]:
+    """Return, for each row with draft tokens, how many were accepted and how many there were."""
+    rows = zip(plan.sampled, result.token_ids, strict=True)
+    return [(max(0, len(ids) - 1), row.num_sampled - 1) for row, ids in rows if row.num_sampled > 1]
+
+
+class LLMEngine:
     """Takes requests at any time and advances all of them step by step.
 
-    Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
-    Threads may share an engine: a call waits until another one is over. `clock` gives seconds, and
-    is the only one that is read. Whoever builds the engine sets `guide`, which prepares it for a
-    request with a grammar, and `make_executor`, which makes another muscle from a configuration.
+    executor: runs the model; it is closed with the engine. tokenizer: None for token ids only.
+    clock: returns seconds; no other clock is read. make_executor: makes another executor from a
+    configuration, for an engine that has slept. Every argument of a request was validated by
+    `input_processor`.
     """
-
-    guide: "Callable[[LLMEngine, Request], None]"
-    make_executor: Callable[[EngineConfig], Executor]
 
     def __init__(
         self,
@@ -56,23 +67,183 @@ class LLMEngine(EngineMethods):
         executor: Executor,
         tokenizer: "Tokenizer | None",
         clock: Callable[[], float] = time.perf_counter,
+        make_executor: Callable[[EngineConfig], Executor] | None = None,
     ) -> None:
         self.config, self.model_config = config, model_config
-        self.executor, self.tokenizer, self.clock = executor, tokenizer, clock
+        self.executor, self.make_executor = executor, make_executor
+        self.tokenizer, self.clock = tokenizer, clock
         max_model_len = executor.max_model_len
         self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
-        self.scheduler = Scheduler(config, executor.num_kv_blocks, max_model_len)
+        self.extensions: list[Extension] = []
+        self.scheduler = load_scheduler_class(config.scheduler_cls)(
+            config, executor.num_kv_blocks, max_model_len, self.extensions
+        )
         self.output_processor = OutputProcessor(tokenizer)
-        self.observers: list[Callable[[Plan, Batch, StepTimes], None]] = []
+        self.outputs = OutputQueues()
+        self.observers: list[Observer] = []
+        self.listeners: list[RequestListener] = []
+        self.refusal: str | None = None  # the state of an engine that takes no requests
+        self._on_demand: set[str] = set()  # extensions that requests have asked for
+        self._planned: Plan | None = None  # not launched yet
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
-        self._undelivered: list[RequestOutput] = []  # what the next step returns first
-        self.mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that `step` leaves out
-        self._turns = Turns()
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
         self._watch = Stopwatch(clock)
-        self.refusal: str | None = None  # what it is when it takes no requests
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: Request) -> None:
+        """Queue what `input_processor` made. Raises `ValueError`, and queues nothing, if it cannot
+        be accepted now."""
+        self.enqueue(request, self.prepare(request))
+
+    def prepare(self, request: Request) -> list[str]:
+        """Check that a request can be queued; returns the reasons for which it will be held."""
+        if self.refusal is not None:
+            raise ValueError(f"this engine is {self.refusal}")
+        if request.request_id in self.output_processor.requests:
+            raise ValueError(f"request_id={request.request_id!r} is already in use")
+        for name in request.extensions:
+            if name not in self._on_demand:
+                # Before the others: what it requires of draft tokens is to be known to them.
+                self.extensions.insert(0, load_extension(name, self))
+                self._on_demand.add(name)
+        reasons = [extension.on_add(request.sequences[0]) for extension in self.extensions]
+        return [reason for reason in reasons if reason is not None]
+
+    def enqueue(self, request: Request, held_for: Iterable[str]) -> None:
+        """Give a request its place in line and its seed."""
+        seed = request.params.seed
+        seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
+        for seq in request.sequences:
+            self._num_arrivals += 1
+            seq.arrival = self._num_arrivals
+            seq.seed = seed
+        self.scheduler.add(request.sequences[0], held_for)  # siblings follow when it has the prompt
+        self.output_processor.add(request)
+        for listener in self.listeners:
+            listener.on_start(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in whatever state it is; its blocks are free when this returns.
+
+        Returns what it has produced, with finish reason "abort"; None for an unknown id.
+        """
+        request = self.output_processor.requests.get(request_id)
+        if request is None:
+            return None
+        output = self.output_processor.abort(request, self.scheduler.finish, self.clock())
+        self._forget([output])
+        self._discard_idle_steps()
+        return output
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with finish reason "error"; its output comes with those of a step."""
+        request = self.output_processor.requests[request_id]
+        output = self.output_processor.fail(request, error, self.scheduler.finish, self.clock())
+        self.outputs.put([output])
+        self._forget([output])
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every planned sequence; returns what finished and what streams."""
+        self.report(self.advance())
+        return self.outputs.take()
+
+    def advance(self) -> list[Step]:
+        """Run one turn of the loop; returns the steps that have ended in it.
+
+        With `async_scheduling` there is always a step under way: while the device computes it, its
+        successor is planned and launched, so the device never waits for this loop.
+        """
+        finished: list[Step] = []
+        if not self.scheduler.has_unfinished():
+            return finished
+        num_ahead = self.config.num_steps_ahead
+        # 1) Plan a step and launch the model. It needs no token of the step before: where one is
+        #    still pending, the device takes it from where sampling has left it.
+        self._watch.start()
+        plan = self._planned = self.scheduler.schedule()
+        step = self._launch(plan) if plan.rows else None
+        # 2) While that runs: the tokens of the step before.
+        if self._in_flight and (step is None or len(self._in_flight) >= num_ahead):
+            finished.append(self._finish_step())
+        # 3) Sample, which may depend on those tokens, as penalties and grammars do.
+        if step is not None:
+            self.executor.sample(step.handle, self._sample_inputs(plan))
+            self.scheduler.commit(plan)
+            self._in_flight.append(step)
+            self._watch.lap(step.times, "execute")
+        self._planned = None
+        # 4) Without a step ahead, wait for it at once.
+        if len(self._in_flight) > num_ahead:
+            finished.append(self._finish_step())
+        self._discard_idle_steps()
+        return finished
+
+    def report(self, steps: list[Step]) -> None:
+        """Call the observers with steps that have ended."""
+        for step in steps:
+            for observer in self.observers:
+                observer(step.plan, step.batch, step.result, step.times)
+
+    def _launch(self, plan: Plan) -> Step:
+        self.output_processor.note_admitted(plan, self.clock())
+        times = StepTimes()
+        self._watch.lap(times, "schedule")
+        batch = self.executor.next_batch()
+        batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
+        self._watch.lap(times, "pack")
+        step = Step(plan, batch, times, self.executor.forward(batch, self._forward_inputs(plan)))
+        self._watch.lap(times, "execute")
+        return step
+
+    def _forward_inputs(self, plan: Plan) -> ForwardInputs:
+        sees_all = bool(self.config.logits_processors)
+        inputs = ForwardInputs(
+            [SlotUpdate.of(seq, sees_all or seq.params.changes_logits) for seq in plan.admitted],
+            {seq.slot: token_ids for seq, token_ids in plan.draft_tokens.items()},
+        )
+        for extension in self.extensions:
+            extension.forward_inputs(plan, inputs)
+        return inputs
+
+    def _sample_inputs(self, plan: Plan) -> SampleInputs:
+        inputs = SampleInputs()
+        for extension in self.extensions:
+            extension.sample_inputs(plan, inputs)
+        return inputs
+
+    def _finish_step(self) -> Step:
+        """Wait for the oldest step's tokens and hand out what they complete."""
+        step = self._in_flight[0]
+        plan = step.plan
+        step.result = result = self.executor.collect(step.handle)
+        now = self._watch.lap(step.times, "execute")
+        joined = self.scheduler.update(plan, result.token_ids)
+        for extension in self.extensions:
+            extension.on_result(plan, result)
+        finish = self.scheduler.finish
+        step.outputs = self.output_processor.process(plan, result, joined, finish, now)
+        # From here on the step has happened, whatever comes between.
+        self.outputs.put(step.outputs)
+        self._forget(step.outputs)
+        self._in_flight.popleft()
+        self._stats.count(plan.num_tokens, step.outputs)
+        if plan.draft_tokens:
+            self._stats.count_drafts(accepted_of_drafts(plan, result))
+        self._watch.lap(step.times, "update")
+        return step
+
+    def _forget(self, outputs: Iterable[RequestOutput]) -> None:
+        """Drop requests whose last output is among `outputs`, and tell the listeners."""
+        for output in self.output_processor.forget(outputs):
+            for listener in self.listeners:
+                listener.on_finish(output)
+
+    # ------------------------------------------------------------------ states
 
     @property
     def stats(self) -> EngineStats:
@@ -84,191 +255,88 @@ class LLMEngine(EngineMethods):
             prefix_cache_hits=self.scheduler.num_hit_tokens,
         )
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        priority: int = 0,
-    ) -> None:
-        """Queue a request: text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`."""
-        self.add(self.input_processor.process(request_id, prompt, params, priority))
-
-    def add(self, request: Request) -> None:
-        """Queue what `input_processor` made; now it gets its place in line and its seed."""
-        with self._turns.turn():
-            if self.refusal is not None:
-                raise ValueError(f"this engine is {self.refusal}")
-            if request.request_id in self.output_processor.requests:
-                raise ValueError(f"request_id={request.request_id!r} is already in use")
-            if request.params.structured_outputs is not None:
-                self.guide(self, request)
-            with recovery(self):
-                seed = request.params.seed
-                seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
-                for seq in request.sequences:
-                    self._num_arrivals += 1
-                    seq.arrival, seq.seed = self._num_arrivals, seed
-                self.scheduler.add(request.sequences[0])  # siblings follow when it has the prompt
-                self.output_processor.requests[request.request_id] = request
-
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request in whatever state it is; its blocks are free when this returns.
-
-        Returns what it has produced so far, with finish reason "abort"; None for an id that is
-        unknown or has finished already, which is no error: the two may cross. During a step, as
-        from a logits processor, an observer or another thread, it is aborted when the step is over,
-        which then returns the output. So does the next step if earlier outputs wait for it, because
-        a step has raised.
-        """
-        return self._turns.soon(
-            lambda: self._abort(request_id), late=lambda: self._abort(request_id, is_late=True)
-        )
-
-    def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Leave nothing of these requests: neither what runs nor what nobody will fetch.
-
-        A stream that the garbage collector ends may call this at any moment, in any thread.
-        """
-        self._turns.soon(lambda gone=frozenset(request_ids): self._withdraw(gone))
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget all cached prefixes; see `nanoserve.engine.prefix_reset`. Always True."""
-        from nanoserve.engine.prefix_reset import reset
-
-        self._turns.soon(lambda: reset(self, reset_running_requests))
-        return True
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to compute or to hand out."""
-        with self._turns.turn():
-            return bool(self.scheduler.has_unfinished() or self._undelivered)
-
     @property
-    def is_stepping(self) -> bool:
-        """Whether the caller is called from inside this engine."""
-        return self._turns.is_inside
+    def plans_under_way(self) -> list[Plan]:
+        """The plans of steps that were launched and not collected, oldest first."""
+        return [step.plan for step in self._in_flight]
 
-    def step(self, fetch: bool = True) -> list[RequestOutput]:
-        """Advance every planned sequence; returns what finished and what streams.
+    def add_extension(self, extension: Extension) -> None:
+        """Let an extension take part from the next step on."""
+        self.extensions.append(extension)
 
-        Outputs of a request that has a mailbox go there, whoever steps; who waits for nothing else
-        need not `fetch` those of others. If anything raises, what is under way has not happened:
-        all sequences wait to be computed again, and the error's `request_ids` say whose step it
-        was. A Ctrl-C is raised when the step is over; what it has finished comes with the next one.
+    def reset(self) -> list[str]:
+        """Return to the end of the last step that has ended; returns the ids of requests that were
+        in a later one.
+
+        For use after an exception in the middle of any line: tables that depend on each other may
+        be half changed, so none of them is mended. What was computed is given up, and every
+        sequence computes its tokens again, from what is certain: the tokens of steps whose outputs
+        were complete. What is sampled again comes out the same, because no token depends on when,
+        or beside what, it is sampled.
         """
-        if self.is_stepping:
-            raise RuntimeError("step() was called from inside a step, which is not over")
-        outputs: list[RequestOutput] = []
-        try:
-            with self._turns.turn(gives_way=True):
-                if self.scheduler.has_unfinished():
-                    for step in self._advance():
-                        for observer in self.observers:
-                            observer(step.plan, step.batch, step.times)
-                self._turns.do_due()
-                if fetch:
-                    outputs, self._undelivered = self._undelivered, []
-        except BaseException:  # such as a Ctrl-C that waited: the caller gets nothing now
-            self._undelivered = outputs + self._undelivered
-            raise
-        return outputs
+        steps, processor = list(self._in_flight), self.output_processor
+        plans = [step.plan for step in steps]
+        plans += [plan for plan in [self._planned] if plan is not None and plan not in plans]
+        if steps and steps[0].outputs is not None:  # it has ended
+            self.outputs.put_missing(steps[0].outputs)
+            self._forget(steps[0].outputs)
+        elif steps:  # no token of a younger one has joined
+            processor.revert_tokens(steps[0].plan)
+        self._cancel_steps()
+        processor.revert_ends()
+        self.scheduler.reset(self._sequences())
+        for extension in self.extensions:
+            extension.on_reset()
+        return sorted({row.seq.request_id for plan in plans for row in plan.rows})
 
-    def _advance(self) -> list[Step]:
-        """One turn of the loop; the steps that have ended in it.
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Evict all cached prefixes, as when the weights have changed.
 
-        With `async_scheduling` there is always a step under way: while the device computes it, its
-        successor is planned and launched, so the device never waits for this loop.
+        What runs keeps its blocks, which no other sequence finds; with `reset_running_requests` it
+        computes its tokens again, too, when the steps under way have ended.
         """
-        finished, num_ahead = [], self.config.num_steps_ahead
-        with recovery(self) as planned:
-            # 1) Plan a step and launch the model. It needs no token of the step before: where one
-            #    is still pending, the device takes it from where sampling has left it.
-            self._watch.start()
-            plan = self.scheduler.schedule()
-            planned.append(plan)
-            step = self._launch(plan) if plan.rows else None
-            # 2) While that runs: the tokens of the step before.
-            if self._in_flight and (step is None or len(self._in_flight) >= num_ahead):
-                finished.append(self._finish_step())
-            # 3) Sample, which may depend on those tokens, as penalties do.
-            if step is not None:
-                self.executor.sample(step.handle)
-                self.scheduler.commit(plan)
-                self._in_flight.append(step)
-                self._watch.lap(step.times, "execute")
-            # 4) Without a step ahead, wait for it at once.
-            if len(self._in_flight) > num_ahead:
-                finished.append(self._finish_step())
-            self._give_up_idle_steps()
-        return finished
+        if reset_running_requests:
+            while self._in_flight:
+                self._finish_step()
+            self.scheduler.reset(self._sequences())
+        self.scheduler.block_manager.evict_all()
 
-    def _give_up_idle_steps(self) -> None:
-        """What is under way for nobody any more is not waited for."""
-        if not self.scheduler.has_unfinished():
-            self._in_flight.clear()
+    def suspend(self, state: str) -> None:
+        """Refuse requests from now on: "this engine is {state}"."""
+        self.refusal = state
 
-    def _launch(self, plan: Plan) -> Step:
-        self.output_processor.note_admitted(plan, self.clock())
-        times = StepTimes()
-        self._watch.lap(times, "schedule")
-        batch = self.executor.next_batch()
-        batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
-        self._watch.lap(times, "pack")
-        sees_all = bool(self.config.logits_processors)
-        changes = [SlotUpdate.of(s, sees_all or s.params.changes_logits) for s in plan.admitted]
-        step = Step(plan, batch, times, self.executor.forward(batch, changes))
-        self._watch.lap(times, "execute")
-        return step
-
-    def _finish_step(self) -> Step:
-        """Wait for the oldest step's tokens and hand them out."""
-        step = self._in_flight[0]
-        result = self.executor.collect(step.handle)
-        now = self._watch.lap(step.times, "execute")
-        step.outputs = self._deliver(step.plan, result, now)
-        # From here on it has happened, whatever comes between.
-        for output in step.outputs:
-            self.mailboxes.get(output.request_id, self._undelivered).append(output)
-        self.output_processor.forget(step.outputs)
-        self._in_flight.popleft()
-        self._stats.count(step.plan.num_tokens, step.outputs)
-        self._watch.lap(step.times, "update")
-        return step
-
-    def _deliver(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
-        """Give the sequences of a step their tokens; what there is to hand out of that."""
-        joined = self.scheduler.update(plan, result.token_ids)
-        return self.output_processor.process(plan, result, joined, self.scheduler.finish, now)
-
-    def _abort(self, request_id: str, is_late: bool = False) -> RequestOutput | None:
-        request = self.output_processor.requests.get(request_id)
-        if request is None:
-            return None
-        with recovery(self):
-            output = self.output_processor.abort(request, self.scheduler.finish, self.clock())
-            self.output_processor.forget([output])
-            self._give_up_idle_steps()
-            waiting = self.mailboxes.get(request_id, self._undelivered)
-            if is_late or any(earlier.request_id == request_id for earlier in waiting):
-                waiting.append(output)
-                return None
-        return output
-
-    def _withdraw(self, request_ids: Collection[str]) -> None:
-        for request_id in request_ids:
-            self._abort(request_id)
-            self.mailboxes.pop(request_id, None)
-        self._undelivered = [o for o in self._undelivered if o.request_id not in request_ids]
+    def resume(self, executor: Executor | None = None) -> None:
+        """Take requests again; `executor`, if given, replaces one that was closed meanwhile."""
+        if executor is not None:
+            self.executor = executor
+        self.refusal = None
 
     def close(self) -> None:
-        """Abort what is left and release the executor's memory; inside a step, at its end."""
-        self._turns.soon(self._close)
+        """Abort what is left and release the executor's memory."""
+        for request_id in list(self.output_processor.requests):
+            self.abort(request_id)
+        self._cancel_steps()
+        self.suspend("closed")
+        try:
+            for extension in self.extensions:
+                extension.close()
+        finally:
+            self.executor.close()
 
-    def _close(self) -> None:
-        self._withdraw(list(self.output_processor.requests))
+    def _sequences(self) -> list[Sequence]:
+        requests = self.output_processor.requests.values()
+        return [seq for request in requests for seq in request.sequences]
+
+    def _discard_idle_steps(self) -> None:
+        """Do not wait for steps in which no request is left."""
+        if self._in_flight and not self.scheduler.has_unfinished():
+            self._cancel_steps()
+            for extension in self.extensions:
+                extension.on_reset()
+
+    def _cancel_steps(self) -> None:
+        handles = [step.handle for step in self._in_flight]
         self._in_flight.clear()
-        self.refusal = "closed"
-        self.executor.close()
+        self._planned = None
+        if handles:
+            self.executor.cancel(handles)

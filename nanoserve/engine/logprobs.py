@@ -1,4 +1,4 @@
-"""Log-probabilities on their way to the user: of tokens, with their texts."""
+"""Log-probabilities of tokens, with their texts, on their way to the user."""
 
 import math
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Row
 from nanoserve.engine.request import Request
 from nanoserve.outputs import Logprob, TokenLogprobs
@@ -15,35 +16,33 @@ def collect_logprobs(
     requests: dict[str, Request],
     rows: list[Row],
     joined: list[int],
-    values: TokenLogprobs,
+    result: StepResult,
     text_of_token: Callable[[int], str],
 ) -> dict[Request, Exception]:
-    """`values` has a row for each of `rows` whose request asked; `joined` says who got a token.
+    """Append the log-probabilities of a step to the completions that asked for them.
 
-    Returns the requests whose texts could not be made, and why.
+    joined: by row, how many of its tokens have joined. Returns the requests whose texts could not
+    be made, and why.
     """
     failed: dict[Request, Exception] = {}
-    asked = [
-        (row.seq, num_new)
-        for row, num_new in zip(rows, joined, strict=True)
-        if row.seq.params.logprobs is not None
-    ]
-    for index, (seq, num_new) in enumerate(asked):
+    for entry, (row, index) in enumerate(result.logprob_places):
+        seq = rows[row].seq
         request = requests.get(seq.request_id)
-        if request is None or num_new < 0:
+        if request is None or joined[row] < 0 or request in failed:
             continue
         completion = request.completions[seq.index]
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
-        if num_new:  # a stop token has not joined
+        if index < joined[row]:  # a stop token has not joined
             listed, k = seq.params.logprob_token_ids, seq.params.logprobs
             try:
-                candidates = _candidates(values, index, k, text_of_token, listed)
+                candidates = _candidates(result.logprobs, entry, k, text_of_token, listed)
             except Exception as error:  # of a text: no other request may end of it
                 failed[request] = error
                 continue
+            token_id = seq.token_ids[len(seq.token_ids) - joined[row] + index]
             completion.logprobs.append(candidates)
-            completion.cumulative_logprob += candidates[seq.token_ids[-1]].logprob
+            completion.cumulative_logprob += candidates[token_id].logprob
     return failed
 
 

@@ -1,4 +1,4 @@
-"""What a step brought -> what the user gets: text, log-probabilities, times, `RequestOutput`."""
+"""From the tokens of a step to what the user gets: text, log-probabilities, `RequestOutput`."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Completion, Request
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
@@ -37,14 +37,23 @@ class OutputProcessor:
             self._detokenizer = Detokenizer(tokenizer)
             self._text_of_token = self._detokenizer.text_of_token
 
-    def forget(self, outputs: Iterable[RequestOutput]) -> None:
-        """These are handed out: nothing more comes of a request whose last output is among them."""
-        for output in outputs:
-            if output.finished:
-                self.requests.pop(output.request_id, None)
+    def add(self, request: Request) -> None:
+        """Keep a request that was queued, and end its sequences where they run into stop strings."""
+        self.requests[request.request_id] = request
+        if request.params.stop and self._detokenizer is not None:
+            for seq in request.sequences:
+                seq.stop_conditions.append(self._stop_at_string)
+
+    def forget(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+        """Drop the requests whose last output is among `outputs`; returns these outputs."""
+        return [
+            output
+            for output in outputs
+            if output.finished and self.requests.pop(output.request_id, None) is not None
+        ]
 
     def note_admitted(self, plan: Plan, now: float) -> None:
-        """From now on these are worked on."""
+        """Record the time at which each request was first scheduled."""
         for seq in plan.admitted:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
@@ -52,10 +61,10 @@ class OutputProcessor:
     def process(
         self, plan: Plan, result: StepResult, joined: list[int], finish: Finish, now: float
     ) -> list[RequestOutput]:
-        """Outputs of the requests that finished or stream.
+        """Return the outputs of requests that finished or stream.
 
-        `joined` is how many tokens each row that caught up has got, from `Scheduler.update`.
-        `finish` ends what has run into a stop string, which only its text shows.
+        joined: by row that caught up, how many of its tokens have joined, from `Scheduler.update`.
+        finish: ends sequences of a request that has failed.
         """
         rows, failed = plan.sampled, {}
         if result.of_heads:
@@ -67,9 +76,7 @@ class OutputProcessor:
         if result.logprobs is not None:
             from nanoserve.engine.logprobs import collect_logprobs
 
-            failed |= collect_logprobs(
-                self.requests, rows, joined, result.logprobs, self._text_of_token
-            )
+            failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
         for index, error in result.errors.items():
             if joined[index] >= 0:  # else, with a step ahead, the row comes too late
                 failed.setdefault(self.requests[rows[index].seq.request_id], error)
@@ -85,7 +92,7 @@ class OutputProcessor:
                 continue  # nobody looks at it now, and this is by far the most common case
             request = self.requests[seq.request_id]
             completions = progressed.setdefault(request, [])
-            self._stop_at_string(request, seq, finish)
+            self._decode(request, seq)
             if seq.finished:
                 seq.metrics.finished_time = now
             if seq.finished or (not is_final_only and request.error is None):
@@ -103,26 +110,75 @@ class OutputProcessor:
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 
-    def abort(
-        self, request: Request, finish: Finish, now: float, reason: str = "abort"
-    ) -> RequestOutput:
-        return self._output(request, self._end(request, reason, finish, now))
+    def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
+        """End a request with finish reason "abort"; returns its last output."""
+        return self._output(request, self._end(request, "abort", finish, now))
 
-    def _stop_at_string(self, request: Request, seq: Sequence, finish: Finish) -> None:
-        """End `seq` if its text, which may be decoded now, has run into a stop string."""
-        if self._detokenizer is None or not seq.params.detokenize:
-            return
+    def fail(
+        self, request: Request, error: Exception, finish: Finish, now: float
+    ) -> RequestOutput:
+        """End a request with an error; returns its last output."""
+        request.error = error
+        return self._output(request, self._end(request, "error", finish, now))
+
+    def revert_tokens(self, plan: Plan) -> None:
+        """Take back whatever of a step's tokens has joined, and whatever that has led to."""
+        for seq, start, n, _, num_sampled in plan.sampled:
+            request = self.requests.get(seq.request_id)
+            if request is None or seq not in request.sequences:
+                continue  # aborted, and its id may belong to another one
+            if not (seq.finished and seq.num_pending):  # else it had ended before this step's tokens
+                num_tokens = start + n - (num_sampled - 1)  # without draft tokens
+                self._revert(request, request.completions[seq.index], num_tokens)
+
+    def revert_ends(self) -> None:
+        """Take back aborts and failures that did not come as far as their output."""
+        for request in self.requests.values():
+            for completion in request.completions:
+                if completion.seq.finish_reason in ("abort", "error"):
+                    self._revert(request, completion, completion.seq.num_tokens)
+            request.error = None
+
+    def _revert(self, request: Request, completion: Completion, num_tokens: int) -> None:
+        """Set a completion back to when it had so many tokens and had not ended."""
+        seq = completion.seq
+        if seq.finished:
+            seq.status = SequenceStatus.WAITING
+        seq.finish_reason = seq.stop_reason = None
+        del seq.token_ids[num_tokens:]
+        seq.block_hashes.clear()
+        completion.num_sent = min(completion.num_sent, seq.num_output_tokens)
+        if completion.logprobs is not None:
+            del completion.logprobs[seq.num_output_tokens :]
+            chosen = zip(completion.logprobs, seq.output_token_ids, strict=True)
+            completion.cumulative_logprob = sum(entry[token].logprob for entry, token in chosen)
+        if self._detokenizer is not None:
+            self._detokenizer.restart(seq)
+        counts = [seq.num_output_tokens for seq in request.sequences]
+        request.sequences[0].metrics.num_output_tokens = sum(counts)
+        request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)
+
+    def _stop_at_string(self, seq: Sequence) -> None:
+        """End `seq` if its text has run into a stop string: one of its `stop_conditions`."""
         try:
             stop_string = self._detokenizer.advance(seq)
+        except Exception as error:  # of this text: no other request may end of it
+            _note_error(self.requests[seq.request_id], error)
+            seq.finish_reason = "error"
+            return
+        if stop_string is not None:
+            seq.finish_reason, seq.stop_reason = "stop", stop_string
+
+    def _decode(self, request: Request, seq: Sequence) -> None:
+        """Decode the new tokens of `seq` if its text is looked at before its end."""
+        if self._detokenizer is None or not seq.params.detokenize or request.error is not None:
+            return
+        try:
+            self._detokenizer.advance(seq)
         except Exception as error:  # of this text: no other request may end of it
             _note_error(request, error)
             if seq.finished:
                 seq.finish_reason, seq.stop_reason = "error", None
-            return
-        if stop_string is not None and seq.finished:  # by its length, on this very token
-            seq.finish_reason, seq.stop_reason = "stop", stop_string
-        elif stop_string is not None:
-            finish(seq, "stop", stop_string)
 
     def _text(self, request: Request, completion: Completion) -> str:
         """Return what belongs in the next output; if that raises, the request has failed."""
@@ -209,7 +265,9 @@ def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:
     if metrics.first_token_time is None:
         metrics.first_token_time = now
     if num_new:
-        if seq.last_token_time is not None:
+        if seq.last_token_time is None:
+            metrics.num_intervals += num_new - 1
+        else:
             metrics.num_intervals += num_new
             metrics.interval_seconds += now - seq.last_token_time
         metrics.num_output_tokens += num_new

@@ -1,123 +1,99 @@
-"""Pipeline parallelism, as the brain sees it: as many steps under way as there are stages.
+"""Pipeline parallelism on the scheduler side: as many steps under way as there are stages.
 
 A step passes from stage to stage, so a stage is idle unless another step is in it meanwhile. The
-loop keeps `num_steps_ahead` steps under way already; what is added here is who runs in which. With
-a naive scheduler the first step takes all sequences, and the others find nobody left: the stages
-take turns. So what runs is shared out, and so is the budget of tokens:
+loop keeps `num_steps_ahead` steps under way already; what this extension adds is which sequences
+run in which step. Without it, the first step takes all sequences, and the others find none: the
+stages take turns. So what runs is shared out, and so is the budget of tokens:
 
     step 1   a b c | a waits for its token until step 1 has left the last stage
     step 2   d e f |
     step 3   g h   | then a b c again
 
-A token that is not known can be nobody's input here: it is made in the last stage, and needed in
-the first one. Of a prompt, all tokens are known: its chunks follow each other through the stages.
+A pending token cannot be an input here: it is made in the last stage, and needed in the first one.
+Of a prompt, all tokens are known: its chunks follow each other through the stages.
 """
 
-import weakref
-from collections import deque
-from collections.abc import Iterable
-from functools import cache
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
+from nanoserve.engine.executor import ForwardInputs, StepResult
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan
-from nanoserve.engine.scheduler import Scheduler
-from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanoserve.engine.guard import GuardedEngine
 
 _LEAST_CHUNK = 32  # tokens of prompts in a step, where there are so many: fewer are no faster
 STEP_UNDER_WAY = "a step that it is in is under way"  # a reason to be held
 
 
-class PipelinedScheduler(Scheduler):
-    """Plans steps of which several are under way. A sequence with a pending token is left out.
+class PipelineSchedule(Extension):
+    """Shares out sequences and tokens over the steps that are under way at the same time.
 
-    Chunks of a prompt need not wait for each other: each stage runs its steps in order. Whoever is
-    preempted while a step under way still owes it a token is held until it has it; or it would
-    compute that token twice.
+    A sequence with a pending token is left out. Chunks of a prompt need not wait for each other:
+    each stage runs its steps in order. A sequence that is preempted while a step under way still
+    owes it a token is held until it has it; or it would compute that token twice.
     """
 
-    def share_out(self, num_stages: int, steps: "StepsUnderWay") -> None:
-        """Begin to; `steps` are those of the engine."""
-        self.num_stages, self.steps = num_stages, steps
-        self._most_tokens = -(-self.max_num_batched_tokens // num_stages)
+    def __init__(self, engine: "GuardedEngine") -> None:
+        self._scheduler = engine.scheduler
+        self._num_stages = engine.config.pipeline_parallel_size
+        self._most_tokens = -(-engine.scheduler.max_num_batched_tokens // self._num_stages)
+        self._num_rows = 0  # of running sequences in the step that is planned
+        self._under_way: list[Plan] = []
+        self._held_back: list[Sequence] = []  # preempted in the middle of a step
 
-    def schedule(self) -> Plan:
-        self.max_num_batched_tokens = self._share_of_tokens()
-        if self.held:
+    def on_step_start(self) -> None:
+        if self._held_back:
             busy = self._busy()
-            self.release([seq for seq in self._held_back() if seq not in busy])
-        return super().schedule()
+            free = [seq for seq in self._held_back if seq not in busy]
+            self._held_back = [seq for seq in self._held_back if seq in busy and not seq.finished]
+            self._scheduler.release(free, STEP_UNDER_WAY)
 
-    def _schedule_running(self, plan: Plan) -> None:
-        """The next ones of those that are not under way, up to a stage's share."""
-        running, share = SequenceStatus.RUNNING, -(-len(self.running) // self.num_stages)
-        for seq in list(self.running):  # a copy: preemption shortens the list
-            if len(plan.rows) >= share:
-                break
-            if seq.status is running and not seq.num_pending:
-                self._plan_row(seq, plan)
-
-    def _admit_waiting(self, plan: Plan) -> None:
-        if not any(self._held_back()):  # who was preempted comes first
-            super()._admit_waiting(plan)
-
-    def _preempt(self, seq: Sequence) -> None:
-        super()._preempt(seq)
-        if seq in self._busy():
-            self._leave_queue(seq)
-            self.hold(seq, STEP_UNDER_WAY)
-
-    def _share_of_tokens(self) -> int:
-        """The budget of the next step: what all steps have to compute of prompts, shared out.
+    def token_budget(self, num_tokens: int) -> int:
+        """Return this step's share of what all steps have to compute of prompts.
 
         A stage waits for the longest of the steps that are under way. So one that computes a whole
         prompt beside steps that decode would keep all stages but one idle.
         """
+        running, scheduler = self._scheduler.running, self._scheduler
+        self._num_rows = -(-len(running) // self._num_stages)
         missing = sum(
             seq.num_tokens - seq.num_computed_tokens
-            for seq in self.running
+            for seq in running
             if not seq.num_pending and seq.num_tokens - seq.num_computed_tokens > 1
         )
-        for seq in islice(self.waiting, self.max_num_seqs - len(self.running)):
+        for seq in islice(scheduler.waiting, max(0, scheduler.max_num_seqs - len(running))):
             missing += seq.num_tokens
-            if missing >= self._most_tokens * self.num_stages:
+            if missing >= self._most_tokens * self._num_stages:
                 break
-        chunk = max(_LEAST_CHUNK, -(-missing // self.num_stages))
-        return min(self._most_tokens, -(-len(self.running) // self.num_stages) + chunk)
+        chunk = max(_LEAST_CHUNK, -(-missing // self._num_stages))
+        return min(num_tokens, self._most_tokens, self._num_rows + chunk)
+
+    def may_admit(self, seq: Sequence, plan: Plan) -> bool:
+        return not self._held_back  # a preempted sequence comes first
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Leave out what is under way, and what is beyond the share of a step."""
+        if plan.admitted and plan.admitted[-1] is seq:
+            return num_tokens
+        is_beyond = len(plan.rows) >= self._num_rows
+        return 0 if seq.num_pending or is_beyond else num_tokens
+
+    def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
+        self._under_way.append(plan)
+
+    def on_result(self, plan: Plan, result: StepResult) -> None:
+        self._under_way = [each for each in self._under_way if each is not plan]
+
+    def on_release(self, seq: Sequence) -> None:
+        if not seq.finished and seq in self._busy():
+            self._scheduler.hold(seq, STEP_UNDER_WAY)
+            self._held_back.append(seq)
+
+    def on_reset(self) -> None:
+        self._under_way.clear()
 
     def _busy(self) -> set[Sequence]:
-        return {row.seq for step in self.steps for row in step.plan.rows}
-
-    def _held_back(self) -> Iterable[Sequence]:
-        return (seq for seq in self.held if seq.held_for is STEP_UNDER_WAY)
-
-
-class StepsUnderWay(deque[Any]):
-    """An engine's steps under way. If they are given up, its executor is told.
-
-    Other ranks compute a step that was launched, whoever still wants it, and wait for this one.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
-        self._engine = weakref.ref(engine)
-
-    def clear(self) -> None:
-        super().clear()
-        executor = self._engine().executor
-        if hasattr(executor, "give_up"):  # else it sleeps
-            executor.give_up()
-
-
-def share_out(engine: Any) -> None:
-    """Prepare an `LLMEngine` whose executor is a pipeline."""
-    engine._in_flight = StepsUnderWay(engine)
-    scheduler = engine.scheduler
-    scheduler.__class__ = pipelined(type(scheduler))
-    scheduler.share_out(engine.config.pipeline_parallel_size, engine._in_flight)
-
-
-@cache
-def pipelined(kind: type[Scheduler]) -> type[PipelinedScheduler]:
-    """A scheduler of this kind, for a pipeline: those that guess are others."""
-    return type(f"Pipelined{kind.__name__}", (PipelinedScheduler, kind), {})
+        return {row.seq for plan in self._under_way for row in plan.rows}

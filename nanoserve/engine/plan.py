@@ -1,14 +1,18 @@
 """One step as a value: which sequences run, from where, how many tokens of each, and what for.
 
-Nothing about a step is read from a sequence after it was planned. So a plan means the same before,
-during and after it runs, and two of them can be under way.
+Nothing about a step is read from a sequence after it was planned, and nothing is written into a
+plan after it was launched. So a plan means the same before, during and after it runs, and two of
+them can be under way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from nanoserve.engine.sequence import Sequence
+
+DraftFilter = Callable[[list[int]], list[int]]
 
 
 class Row(NamedTuple):
@@ -21,8 +25,8 @@ class Row(NamedTuple):
 
     num_outputs is 0 inside a prompt, 1 at its end and for every token of output, and n where
     something is wanted of every token of the prompt, such as its log-probability. num_sampled is 1
-    if the row catches up: if it computes the last of its tokens, so that the next one can be drawn.
-    Behind that token there may be guesses, see `Plan`: each of them counts in all three.
+    if the row catches up: if it computes the last of its tokens, so that the next one can be
+    sampled. Draft tokens behind that token count in all three, each of them once.
     """
 
     seq: Sequence
@@ -36,21 +40,32 @@ class Row(NamedTuple):
 class Plan:
     """One step. `rows` are in batch order: those with a single token come first.
 
-    A row may end with tokens that are guessed, and known to be right or wrong when the step is over
-    (`nanoserve.speculative`).
+    draft_tokens: by sequence, the tokens that an extension expects after its last token. They are
+        computed in this step, and accepted if they turn out to be what is sampled there.
+    draft_filters: by sequence, a function that cuts draft tokens where they cannot be accepted.
     """
 
     budget: int  # tokens that may still be added
     rows: list[Row] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    registered_blocks: list[int] = field(default_factory=list)  # published for what it computes
-    guesses: dict[Sequence, list[int]] = field(default_factory=dict)
-    num_right: dict[Sequence, int] = field(default_factory=dict)  # of those, when it is over
+    draft_tokens: dict[Sequence, list[int]] = field(default_factory=dict)
+    draft_filters: dict[Sequence, DraftFilter] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         return sum(row.n for row in self.rows)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(map(len, self.draft_tokens.values()))
+
+    @property
+    def only_decodes(self) -> bool:
+        """True if sequences that run already compute a token each, and nothing else happens."""
+        if self.admitted or self.preempted or not self.rows:
+            return False
+        return self.num_tokens == len(self.rows) + self.num_draft_tokens
 
     @cached_property
     def sampled(self) -> list[Row]:
@@ -66,6 +81,6 @@ class Plan:
                 return
 
     def put_single_tokens_first(self) -> None:
-        """A backend may treat rows of one token as one dense batch, if they lie together."""
+        """Sort the rows: a backend may treat rows of one token as one dense batch."""
         if self.num_tokens > len(self.rows):
             self.rows.sort(key=lambda row: row.n != 1)

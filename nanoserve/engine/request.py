@@ -28,6 +28,7 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    extensions: tuple[str, ...] = ()  # names of extensions that the engine needs for it
     error: Exception | None = None  # what ended it: see `RequestOutput.error`
     completions: list[Completion] = field(init=False)
 

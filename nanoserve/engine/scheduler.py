@@ -6,16 +6,24 @@ budget, a prefix-cache hit starts above zero, recompute after preemption starts 
 
 A step goes through three calls: `schedule` plans it, `commit` counts its progress when it is on its
 way, and `update` takes its tokens when they are there. A second step may be planned in between.
+
+A scheduling policy of your own is a subclass that is passed to the engine as `scheduler_cls`; most
+need no more than another `order`. A feature is an `Extension`, and works with every policy.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 
@@ -25,13 +33,21 @@ SIBLING = "its sibling computes their prompt"  # a reason to be held
 class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
 
-    `waiting` is in order of (priority, arrival), `running` in order of admission. Under FCFS all
-    priorities count as equal; then whatever runs arrived before all that waits (but for sequences
-    that were held back), so a preempted sequence goes back to the head of `waiting`, and the
-    victim is the last of `running`. `held` sequences are in neither, so nobody waits behind them.
+    `waiting` is in the order of `order`, `running` in order of admission. Under FCFS all priorities
+    count as equal; then whatever runs arrived before all that waits (but for sequences that were
+    held), so a preempted sequence goes back to the head of `waiting`, and the victim is the last of
+    `running`. `held` sequences are in neither, so no other sequence waits behind them.
     """
 
-    def __init__(self, config: EngineConfig, num_kv_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_kv_blocks: int,
+        max_model_len: int,
+        extensions: AbstractSequence[Extension] = (),
+    ) -> None:
+        """`extensions` is the engine's list, which may grow."""
+        self.config, self.extensions = config, extensions
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_tokens_per_seq = config.long_prefill_token_threshold or self.max_num_batched_tokens
@@ -52,34 +68,97 @@ class Scheduler:
         self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
         self.num_hit_tokens = 0
 
+    def order(self, seq: Sequence) -> tuple[int, ...]:
+        """Return the place of a sequence in line: the lowest is admitted first and preempted last.
+
+        It must not change while the sequence waits, and no two may be equal. With `priority_aging`
+        all that wait age at one pace, a step with each arrival, so that no place changes.
+        """
+        return (seq.priority * self.priority_worth + seq.arrival, seq.arrival)
+
+    # ------------------------------------------------------------------ sequences come and go
+
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.held)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Its siblings follow when it has computed the prompt."""
+    def add(self, seq: Sequence, held_for: Iterable[str] = ()) -> None:
+        """Queue a sequence, or hold it. Its siblings follow when it has computed the prompt."""
         for sibling in seq.siblings:
             self.hold(sibling, SIBLING)
-        self._enqueue(seq)
+        for reason in held_for:
+            self.hold(seq, reason)
+        if not seq.held_for:
+            self._enqueue(seq)
 
     def hold(self, seq: Sequence, reason: str) -> None:
-        """Keep a sequence out of the queues until `release`, or until it is finished."""
-        seq.status, seq.held_for = SequenceStatus.HELD, reason
+        """Keep a sequence that is not running out of `waiting` until `release`, or until it ends.
+
+        It may be held for several reasons; each of them has to be released.
+        """
+        if seq.status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED):
+            raise ValueError(f"{seq!r} cannot be held: only a sequence that waits can")
+        if seq.status is SequenceStatus.WAITING and seq in self.waiting:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.HELD
+        seq.held_for.add(reason)
         self.held.add(seq)
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
-        """Queue those of `sequences` that are held: what they waited for is there."""
+    def release(self, sequences: Iterable[Sequence], reason: str) -> None:
+        """Queue those of `sequences` that were held for `reason` and for nothing else."""
         for seq in sequences:
-            if seq.status is SequenceStatus.HELD:
+            seq.held_for.discard(reason)
+            if seq.status is SequenceStatus.HELD and not seq.held_for:
                 self.held.discard(seq)
-                seq.held_for = None
                 self._enqueue(seq)
 
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End `seq` from outside, whatever its state, and free all that it holds.
+
+        Also while steps of it are under way: what they write late is written before anything that
+        is planned from now on, because one device runs its steps in order.
+        """
+        if seq.finished:
+            return
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self._end(seq)
+        self._drop_stopped()
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Start anew with those of `sequences`, of all requests, that have not ended.
+
+        They keep their tokens and lose all else: slots, blocks, and what the prefix cache has. So
+        it does not matter what state the queues and tables were in.
+        """
+        self.block_manager.clear()
+        self.waiting, self.running, self.held = deque(), [], set()
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        for seq in sequences:
+            if seq.finished:
+                continue
+            if seq.status is SequenceStatus.RUNNING:
+                seq.metrics.num_preemptions += 1
+                self.num_preemptions += 1
+            seq.slot, seq.num_computed_tokens, seq.num_pending = -1, 0, 0
+            seq.block_table, seq.num_registered_blocks = [], 0
+            seq.finish_reason = seq.stop_reason = None  # of an end that did not come about
+            if seq.held_for:
+                seq.status = SequenceStatus.HELD
+                self.held.add(seq)
+            else:
+                self._enqueue(seq)
+
+    # ------------------------------------------------------------------ a step
+
     def schedule(self) -> Plan:
-        """The next step: running sequences first, then waiting ones.
+        """Plan the next step: running sequences first, then waiting ones, then draft tokens.
 
         It has no rows if all that runs is about to end with a step under way, or is held.
         """
-        plan = Plan(self.max_num_batched_tokens)
+        budget = self.max_num_batched_tokens
+        for extension in self.extensions:
+            extension.on_step_start()
+            budget = extension.token_budget(budget)
+        plan = Plan(budget)
         self._schedule_running(plan)
         # From here on nothing can be preempted any more, so what is planned will be computed, and a
         # block that this step fills may be shared at once: every layer stores the K and V of the
@@ -87,24 +166,25 @@ class Scheduler:
         size = self.block_manager.block_size
         for seq, start, n, *_ in plan.rows:
             if (start + n) % size < n:  # else it fills no block
-                plan.registered_blocks += self.block_manager.register(seq, start + n)
+                self.block_manager.register(seq, start + n)
         if not plan.preempted:
             self._admit_waiting(plan)
+        for extension in self.extensions:
+            extension.extend_plan(plan)
         plan.put_single_tokens_first()
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """The step is on its way: from now on its tokens count as computed, and what it will yield
-        as pending."""
+        """Count a step that is on its way: its tokens as computed, and what it yields as pending."""
         size = self.block_manager.block_size
         for seq, start, n, _, num_sampled in plan.rows:
             seq.num_computed_tokens = end = start + n
             seq.num_pending = num_sampled
             if end % size == 0 and seq.status is SequenceStatus.RUNNING:
                 # Its last token was pending perhaps when it was planned, and is known by now.
-                plan.registered_blocks += self.block_manager.register(seq, end)
+                self.block_manager.register(seq, end)
             if start < seq.num_prompt_tokens <= end:
-                self.release(seq.siblings)
+                self.release(seq.siblings, SIBLING)
 
     def update(self, plan: Plan, token_ids: list[list[int]]) -> list[int]:
         """Give the sequences that caught up their tokens: for each such row, zero or more.
@@ -125,65 +205,97 @@ class Scheduler:
             for token_id in new_ids:
                 num_joined += seq.append(token_id)
                 if seq.finish_reason is not None:
-                    self._leave_queue(seq)
-                    self._release(seq, SequenceStatus.FINISHED)
+                    self._end(seq)
                     any_finished = True
                     break
             joined.append(num_joined)
+            if seq in plan.draft_tokens:
+                self._drop_rejected(row, num_joined)
         if any_finished:
             self._drop_stopped()
         return joined
 
-    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End `seq` from outside, whatever its state, and free all that it holds.
+    # ------------------------------------------------------------------ draft tokens
 
-        Also while steps of it are under way: what they write late is written before anything that
-        is planned from now on, because one device runs its steps in order.
+    def max_draft_tokens(self, row: Row) -> int:
+        """Return how many draft tokens `row` may have at most, room and budget aside.
+
+        None before all of its tokens are known and planned, and every token but the last one that
+        the sequence may have can follow a draft token. A logits processor may count how often it is
+        called, so it must not see tokens that are then rejected.
         """
-        if seq.finished:
-            return
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self._leave_queue(seq)
-        self._release(seq, SequenceStatus.FINISHED)
-        self._drop_stopped()
+        seq = row.seq
+        has_processors = seq.params.logits_processors or self.config.logits_processors
+        if has_processors or seq.num_pending or not row.num_sampled:
+            return 0
+        wanted, limit = seq.params.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1
+        return max(0, limit if wanted is None else min(limit, wanted))
 
-    def _schedule_running(self, plan: Plan) -> None:
-        """Give each running sequence its tokens, preempting for blocks."""
-        running = SequenceStatus.RUNNING
-        for seq in list(self.running):  # a copy: preemption shortens the list
-            if seq.status is not running:
-                continue  # preempted for one before it
-            if seq.num_pending and seq.num_tokens >= seq.max_num_tokens:
-                continue  # the step under way yields its last token
-            self._plan_row(seq, plan)
+    def reserve_draft_tokens(self, plan: Plan, row: Row, most: int) -> int:
+        """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many.
 
-    def _plan_row(self, seq: Sequence, plan: Plan) -> None:
-        """Let `seq` catch up as far as budget and blocks allow."""
-        start, num_tokens = seq.num_computed_tokens, seq.num_tokens
-        n = num_tokens - start
-        if n > 1 or n > plan.budget:
-            n = min(n, plan.budget, self.max_tokens_per_seq)
-        has_room = start + n <= len(seq.block_table) * self.block_manager.block_size
-        if n == 0 or not (has_room or self._make_room(seq, n, plan)):
-            return
-        num_sampled = int(start + n == num_tokens)  # the one definition of "caught up"
-        is_whole = seq.prompt_head is not None and seq.needs_prompt_outputs
-        plan.rows.append(Row(seq, start, n, n if is_whole else num_sampled, num_sampled))
-        plan.budget -= n
+        Only what is left over: blocks that are free and that the prefix cache does not have. So no
+        sequence is preempted, evicted or kept waiting for draft tokens.
+        """
+        most = min(most, plan.budget, self.max_draft_tokens(row))
+        size = self.block_manager.block_size
+        room = len(row.seq.block_table) * size - row.start - row.n
+        while room < most and self._has_spare_block():
+            self.grow(row.seq, row.n + room + 1)
+            room += size
+        count = max(0, min(room, most))
+        plan.budget -= count
+        return count
 
-    def _make_room(self, seq: Sequence, n: int, plan: Plan) -> bool:
-        """Blocks for `n` more tokens, preempting until there are enough; False if `seq` itself is
-        the one to go."""
-        while not self._grow(seq, n):
-            victim = max(self.running, key=self._order)
-            plan.drop(victim)
-            self._preempt(victim)
-            plan.preempted.append(victim)
-            if victim is seq:
-                return False
-        return True
+    def add_draft_tokens(self, plan: Plan, index: int, token_ids: list[int]) -> int:
+        """Let row `index` of a plan compute draft tokens, too; returns how many of them it does.
 
-    def _grow(self, seq: Sequence, n: int) -> bool:
+        To be called while a step is planned (`Extension.extend_plan`). They are cut where the
+        plan's filters, the budget, the sequence's limits or the blocks end.
+        """
+        row = plan.rows[index]
+        if row.seq in plan.draft_tokens:
+            return 0
+        if row.seq in plan.draft_filters:
+            token_ids = plan.draft_filters[row.seq](token_ids)
+        count = self.reserve_draft_tokens(plan, row, len(token_ids))
+        self.set_draft_tokens(plan, index, token_ids[:count])
+        return count
+
+    def set_draft_tokens(self, plan: Plan, index: int, token_ids: list[int]) -> None:
+        """Give row `index` draft tokens for which room was reserved."""
+        if token_ids:
+            row, count = plan.rows[index], len(token_ids)
+            plan.rows[index] = row._replace(
+                n=row.n + count,
+                num_outputs=row.num_outputs + count,
+                num_sampled=row.num_sampled + count,
+            )
+            plan.draft_tokens[row.seq] = token_ids
+
+    def _has_spare_block(self) -> bool:
+        manager = self.block_manager
+        block = manager.next_free_block()
+        if not block or manager.is_published(block):
+            return False
+        # The next step, if it is planned before this one is over, may need a block for each.
+        is_scarce = manager.num_free_blocks <= len(self.running)
+        return not (self.config.async_scheduling and (self.waiting or is_scarce))
+
+    def _drop_rejected(self, row: Row, num_joined: int) -> None:
+        """Count back what was computed for draft tokens that were not accepted."""
+        seq = row.seq
+        # Else it has ended, or was preempted while the step was under way.
+        is_here = seq.num_computed_tokens == row.start + row.n
+        if seq.status is SequenceStatus.RUNNING and is_here:
+            num_drafts = row.num_sampled - 1
+            seq.num_computed_tokens = row.start + row.n - num_drafts + max(0, num_joined - 1)
+            self.block_manager.register(seq, seq.num_computed_tokens)
+            self.trim(seq)
+
+    # ------------------------------------------------------------------ rows and blocks
+
+    def grow(self, seq: Sequence, n: int) -> bool:
         """Make room in the block table of a running sequence for its next `n` tokens."""
         num_blocks = len(seq.block_table)
         if not self.block_manager.allocate(seq, seq.num_computed_tokens + n):
@@ -193,31 +305,85 @@ class Scheduler:
             self.block_tables[seq.slot, num_blocks : len(seq.block_table)] = new_blocks
         return True
 
+    def trim(self, seq: Sequence) -> None:
+        """Give back blocks that none of its tokens needs."""
+        manager = self.block_manager
+        manager.free(seq, keep=manager.blocks_needed(seq.num_tokens))
+
+    def _schedule_running(self, plan: Plan) -> None:
+        """Give each running sequence its tokens, preempting for blocks."""
+        running = SequenceStatus.RUNNING
+        for seq in list(self.running):  # a copy: preemption shortens the list
+            if seq.status is not running:
+                continue  # preempted for one before it
+            if seq.num_pending and (seq.num_pending > 1 or seq.num_tokens >= seq.max_num_tokens):
+                continue  # how many of its draft tokens count is not known, or it is about to end
+            self._plan_row(seq, plan)
+
+    def _plan_row(self, seq: Sequence, plan: Plan) -> None:
+        """Let `seq` catch up as far as budget and blocks allow."""
+        start, num_tokens = seq.num_computed_tokens, seq.num_tokens
+        n = num_tokens - start
+        if n > 1 or n > plan.budget:
+            n = min(n, plan.budget, self.max_tokens_per_seq)
+        for extension in self.extensions:
+            n = extension.limit_tokens(seq, n, plan)
+        has_room = start + n <= len(seq.block_table) * self.block_manager.block_size
+        if n == 0 or not (has_room or self._make_room(seq, n, plan)):
+            return
+        num_sampled = int(start + n == num_tokens)  # the one definition of "caught up"
+        is_whole = seq.prompt_head is not None and seq.needs_prompt_outputs
+        plan.rows.append(Row(seq, start, n, n if is_whole else num_sampled, num_sampled))
+        plan.budget -= n
+
+    def _make_room(self, seq: Sequence, n: int, plan: Plan) -> bool:
+        """Allocate blocks for `n` more tokens, preempting until there are enough; False if `seq`
+        itself is the one to go."""
+        while not self.grow(seq, n):
+            victim = max(self.running, key=self.order)
+            plan.drop(victim)
+            self._preempt(victim)
+            plan.preempted.append(victim)
+            if victim is seq:
+                return False
+        return True
+
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit from the head of `waiting` while tokens, slots and blocks last."""
-        while self.waiting and plan.budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+        index = 0
+        while index < len(self.waiting) and plan.budget > 0:
+            if len(self.running) >= self.max_num_seqs:
+                break
+            seq = self.waiting[index]
+            if not all(extension.may_admit(seq, plan) for extension in self.extensions):
+                index += 1  # it keeps its place; what it waits for need not stop others
+                continue
             hits = self.block_manager.lookup(seq)
             # Blocks for all of its tokens, though perhaps not all are computed now: admitted on its
             # first chunk alone, a long prompt would be preempted at the next one, again and again.
             if not self.block_manager.allocate(seq, seq.num_tokens, hits):
-                break  # it keeps its place: nobody overtakes the head
-            self.waiting.popleft()
-            self.running.append(seq)
-            plan.admitted.append(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.slot = self._free_slots.pop()
-            self.block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
-            seq.num_computed_tokens = len(hits) * self.block_manager.block_size
-            self._count_hits(seq)
-            self._plan_row(seq, plan)
-            end = seq.num_computed_tokens + plan.rows[-1].n
-            plan.registered_blocks += self.block_manager.register(seq, end)
+                break  # it keeps its place: it is not overtaken for want of blocks
+            del self.waiting[index]
+            self._admit(seq, len(hits) * self.block_manager.block_size, plan)
+
+    def _admit(self, seq: Sequence, num_cached_tokens: int, plan: Plan) -> None:
+        """Begin to run a sequence that has its blocks, the first of them from the prefix cache."""
+        self.running.append(seq)
+        plan.admitted.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.slot = self._free_slots.pop()
+        self.block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
+        seq.num_computed_tokens = num_cached_tokens
+        self._count_hits(seq)
+        num_rows = len(plan.rows)
+        self._plan_row(seq, plan)
+        for row in plan.rows[num_rows:]:
+            self.block_manager.register(seq, row.start + row.n)
 
     def _count_hits(self, seq: Sequence) -> None:
-        """Once for a request. What is found again after a preemption is one's own."""
+        """Count once for a request: after a preemption a sequence finds its own blocks."""
         if seq.index == 0 and seq.metrics.num_preemptions == 0:
-            if seq.metrics.num_cached_prompt_tokens is not None:  # else it is not to be told
+            if seq.metrics.num_cached_prompt_tokens is not None:  # else it is not to be shown
                 seq.metrics.num_cached_prompt_tokens = seq.num_computed_tokens
             if self.block_manager.enable_prefix_caching:
                 self.num_queried_tokens += seq.num_prompt_tokens
@@ -228,42 +394,80 @@ class Scheduler:
 
         Its full blocks stay in the prefix cache until reused, so often little is lost.
         """
-        self._release(seq, SequenceStatus.WAITING)
         self.running.remove(seq)
         seq.num_computed_tokens = seq.num_pending = 0
         seq.metrics.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(seq)
+        self._free(seq)
 
-    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
-        """Free blocks and slot. The caller takes `seq` out of its queue."""
+    def _end(self, seq: Sequence) -> None:
+        """Take a sequence with a finish reason out of its queue; `running` is cleared later, of all
+        that have ended at once."""
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        self.held.discard(seq)
+        seq.held_for.clear()
+        seq.status = SequenceStatus.FINISHED
+        self._free(seq)
+
+    def _free(self, seq: Sequence) -> None:
+        """Free blocks and slot."""
         self.block_manager.free(seq)
         if seq.slot >= 0:
             self._free_slots.append(seq.slot)
             seq.slot = -1
-        seq.status = status
-
-    def _leave_queue(self, seq: Sequence) -> None:
-        """Of what does not run. `running` is cleared of all that stopped at once."""
-        if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-        self.held.discard(seq)
-        seq.held_for = None
+        for extension in self.extensions:
+            extension.on_release(seq)
 
     def _drop_stopped(self) -> None:
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def _enqueue(self, seq: Sequence) -> None:
-        """Insert into `waiting` by (priority, arrival); under FCFS nearly always at an end."""
+        """Insert into `waiting` by `order`; under FCFS nearly always at an end."""
         seq.status = SequenceStatus.WAITING
-        if not self.waiting or self._order(seq) > self._order(self.waiting[-1]):
+        if not self.waiting or self.order(seq) > self.order(self.waiting[-1]):
             self.waiting.append(seq)
-        elif self._order(seq) < self._order(self.waiting[0]):
+        elif self.order(seq) < self.order(self.waiting[0]):
             self.waiting.appendleft(seq)
         else:
-            insort(self.waiting, seq, key=self._order)
+            insort(self.waiting, seq, key=self.order)
 
-    def _order(self, seq: Sequence) -> tuple[int, int]:
-        """Its place in line. With `priority_aging` all who wait age at one pace, a step with each
-        arrival, so that no place changes while they wait."""
-        return (seq.priority * self.priority_worth + seq.arrival, seq.arrival)
+    def check(self) -> None:
+        """Raise `RuntimeError` unless queues, slots and pool are consistent. O(pool + tables)."""
+        running, waiting = self.running, self.waiting
+        self.block_manager.check([*running, *waiting])
+        slots = sorted([*self._free_slots, *(seq.slot for seq in running)])
+        rows = [self.block_tables[seq.slot, : len(seq.block_table)] for seq in running]
+        order = [self.order(seq) for seq in waiting]
+        problems = {
+            "slots were lost or given out twice": slots != list(range(self.max_num_seqs)),
+            "a row of block_tables differs from its sequence": any(
+                row.tolist() != seq.block_table for row, seq in zip(rows, running, strict=True)
+            ),
+            "waiting is out of order": not all(a < b for a, b in pairwise(order)),
+            "a sequence is queued twice": len({*map(id, running), *map(id, waiting)})
+            != len(running) + len(waiting),
+            "a waiting sequence holds blocks": any(seq.block_table for seq in waiting),
+        }
+        found = [problem for problem, is_there in problems.items() if is_there]
+        if found:
+            raise RuntimeError(f"the scheduler is inconsistent: {found}")
+
+
+def load_scheduler_class(scheduler_cls: "type[Scheduler] | str | None") -> type[Scheduler]:
+    """Return the class that the option `scheduler_cls` names: a subclass of `Scheduler`, or its
+    "module.Class". Raises `ValueError` for anything else."""
+    found: Any = Scheduler if scheduler_cls is None else scheduler_cls
+    if isinstance(found, str):
+        module, _, name = found.replace(":", ".").rpartition(".")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"scheduler_cls={scheduler_cls!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ValueError(
+            f"scheduler_cls={scheduler_cls!r} must be a subclass of "
+            f"nanoserve.engine.scheduler.Scheduler, or its 'module.Class'"
+        )
+    return found

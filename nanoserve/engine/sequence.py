@@ -1,5 +1,6 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
@@ -8,7 +9,7 @@ from nanoserve.sampling_params import SamplingParams
 
 
 class SequenceStatus(Enum):
-    HELD = auto()  # waits for something outside the queues: see `Sequence.held_for`
+    HELD = auto()  # waits for something outside the queues: `Sequence.held_for` says what for
     WAITING = auto()  # new, or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
@@ -24,12 +25,13 @@ class Sequence:
     one. Hence the last token's K and V are never stored while it is the last token.
 
     A token that a step under way will yield is *pending*: it counts, so that the step after it can
-    be planned, but nobody here knows its id yet. The device does.
+    be planned, but only the device knows its id yet. With draft tokens, several may be pending, and
+    how many of them there will be is not known either.
 
     A request for `n` completions is n sequences. The first one computes the prompt and carries the
     others as `siblings`; then they share its full blocks by reference count. No copy-on-write is
-    needed: only full blocks are ever shared, nobody writes to a full block, and the tokens in the
-    prompt's last, partly filled block are computed once more by each sibling.
+    needed: only full blocks are ever shared, a full block is never written to, and the tokens in
+    the prompt's last, partly filled block are computed once more by each sibling.
     """
 
     request_id: str
@@ -43,11 +45,11 @@ class Sequence:
     index: int = 0  # which completion of its prompt
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    cache_key: tuple[str, ...] = ()  # KV blocks are shared with those that have the same one
+    cache_key: tuple[str, ...] = ()  # KV blocks are shared by sequences with the same key
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
-    held_for: str | None = None  # while HELD
+    held_for: set[str] = field(default_factory=set)  # reasons, while HELD
     num_computed_tokens: int = 0
     num_pending: int = 0
     slot: int = -1  # row of the per-slot tables while RUNNING
@@ -57,8 +59,10 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
+    # Called after each token that joins; they may set `finish_reason`, as a stop string does.
+    stop_conditions: list[Callable[["Sequence"], None]] = field(default_factory=list)
 
-    prompt_head: str | None = field(init=False)  # the head that wants all tokens of the prompt
+    prompt_head: str | None = field(init=False)  # a head that needs every token of the prompt
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -77,12 +81,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """All that there are, the pending one included."""
+        """Number of tokens, pending ones included."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """Number of generated tokens, pending ones excluded."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -95,7 +99,7 @@ class Sequence:
 
     @property
     def needs_prompt_outputs(self) -> bool:
-        """Whether its prompt must be computed token by token, whatever the prefix cache has."""
+        """True if every token of the prompt must be computed, whatever the prefix cache has."""
         return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -105,8 +109,9 @@ class Sequence:
     def append(self, token_id: int) -> bool:
         """Take a sampled token; False if it ended the sequence without joining it, as EOS does.
 
-        This is the only way for a token to join. A stop token wins over the length limit when both
-        fall on the same token.
+        This is the only way for a token to join, and the only place where a token ends a sequence:
+        `finish_reason` is set then. A stop token wins over the length limit when both fall on the
+        same token, and so does a stop condition.
         """
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"
@@ -116,6 +121,8 @@ class Sequence:
         self.token_ids.append(token_id)
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
+        for condition in self.stop_conditions:
+            condition(self)
         return True
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.replicas.calls import Order
@@ -100,11 +100,11 @@ class Fleet:
         self._following.is_paused = is_paused
         self._soon(self._ask_all, "pause", pickle.dumps(is_paused), _ignore)
 
-    def call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
+    def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         """As for one engine, in all of them: what they return is in a dictionary, by number."""
         self._soon(self._ask_all, "call", pickle.dumps(function), done)
 
-    def call_one(self, number: int, function: Callable[[LLMEngine], Any], done: Done) -> None:
+    def call_one(self, number: int, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         """In one of them; `ValueError`, told to `done`, if there is no such replica."""
         self._soon(self._ask_one, number, pickle.dumps(function), done)
 

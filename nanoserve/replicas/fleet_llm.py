@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Response
 from ray.serve.handle import DeploymentHandle
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.replicas.expositions import merged
 from nanoserve.replicas.fleet import Fleet
 from nanoserve.replicas.live_replicas import LiveReplicas
@@ -40,7 +40,7 @@ class FleetLLM(AsyncLLM):
         # Other ingresses may have requests at the same replicas.
         self._request_ids = map(f"{self.owner.name}-{{}}".format, count())
 
-    async def call_in_replica(self, number: int, function: Callable[[LLMEngine], T]) -> T:
+    async def call_in_replica(self, number: int, function: Callable[[GuardedEngine], T]) -> T:
         """`ValueError` if there is no such replica."""
         return await self._told_by(partial(self.owner.call_one, number, function))
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.server.errors import ApiError
 from nanoserve.server.live import LiveResponse, LiveView
 
-CallInReplica = Callable[[int, Callable[[LLMEngine], Any]], Awaitable[Any]]
+CallInReplica = Callable[[int, Callable[[GuardedEngine], Any]], Awaitable[Any]]
 
 
 class LiveReplicas:
@@ -51,7 +51,7 @@ class ReplicaView(LiveView):
     def __init__(
         self,
         number: int,
-        call: Callable[[Callable[[LLMEngine], Any]], Awaitable[Any]],
+        call: Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]],
         numbers: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(call)

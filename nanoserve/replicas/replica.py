@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -78,7 +78,7 @@ class Replica:
         self,
         model: str,
         options: dict[str, Any],
-        measure: Callable[[LLMEngine], None],
+        measure: Callable[[GuardedEngine], None],
         is_exact: bool,
         plan: str = "",
     ) -> None:
@@ -243,7 +243,7 @@ class Replica:
                     is_over.set_exception(EngineDeadError("the engine has died"))
 
 
-def _call(function: bytes, engine: LLMEngine) -> Any:
+def _call(function: bytes, engine: GuardedEngine) -> Any:
     """Unpickled only here, so that one that cannot be is an error like others."""
     return pickle.loads(function)(engine)
 

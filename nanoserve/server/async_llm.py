@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanoserve.checks import check_choice, check_int, require
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.llm_methods import hugging_face_tokenizer
@@ -98,7 +98,7 @@ class AsyncLLM:
         return cls(engine_args.model, **engine_args.options())
 
     @property
-    def engine(self) -> "LLMEngine | EngineFront":
+    def engine(self) -> "GuardedEngine | EngineFront":
         """To look at. What changes it goes through `call_in_engine`; of one in another process, its
         front is here: `config`, `model_config`, `tokenizer`, `input_processor` and `clock`."""
         return self.owner.engine
@@ -176,7 +176,7 @@ class AsyncLLM:
             raise EngineDeadError(self.stall)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; see `LLMEngine.reset_prefix_cache`."""
+        """Forget all cached prefixes; see `GuardedEngine.reset_prefix_cache`."""
         await self.call_in_engine(_forget_prefixes)
         return True
 
@@ -255,7 +255,7 @@ class AsyncLLM:
             self.owner.add(request, reader.follows(request))
         return reader
 
-    async def call_in_engine(self, function: Callable[[LLMEngine], T]) -> T:
+    async def call_in_engine(self, function: Callable[[GuardedEngine], T]) -> T:
         """What `function(engine)` returns, called between two steps by whoever owns the engine.
 
         With `engine_process`, `function` and what it returns are pickled.
@@ -284,7 +284,7 @@ class AsyncLLM:
         finally:
             self._calls.discard(result)
 
-    def call_soon(self, function: Callable[[LLMEngine], Any]) -> None:
+    def call_soon(self, function: Callable[[GuardedEngine], Any]) -> None:
         """The same for whoever does not wait for it: before any request that is opened later."""
 
         def done(_: Any, error: Exception | None) -> None:
@@ -393,11 +393,11 @@ class _Done:
         yield
 
 
-def _forget_prefixes(engine: LLMEngine) -> None:
+def _forget_prefixes(engine: GuardedEngine) -> None:
     engine.reset_prefix_cache()
 
 
-def _do_nothing(engine: LLMEngine) -> None:
+def _do_nothing(engine: GuardedEngine) -> None:
     """Answered when everything ordered before has been done."""
 
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from nanoserve.chat import chat_prompts
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server import logprobs
@@ -17,7 +17,7 @@ from nanoserve.server.tools.reasoning import thought_at_end
 
 def chat_requests(
     body: ChatBody,
-    engine: LLMEngine,
+    engine: GuardedEngine,
     new_id: Any,
     kept_specials: tuple[str, ...] = (),
     reasoning_parser: str | None = None,
@@ -54,7 +54,7 @@ def chat_requests(
     return [engine.input_processor.process(request_id, prompt, params, priority)]
 
 
-def chat_prompt(body: ChatBody, engine: LLMEngine) -> dict[str, Any]:
+def chat_prompt(body: ChatBody, engine: GuardedEngine) -> dict[str, Any]:
     """A conversation as the template writes it, text and token ids."""
     arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server import logprobs
@@ -15,7 +15,7 @@ from nanoserve.server.protocol import CompletionBody
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
 
 
-def completion_requests(body: CompletionBody, engine: LLMEngine, new_id: Any) -> Iterator[Request]:
+def completion_requests(body: CompletionBody, engine: GuardedEngine, new_id: Any) -> Iterator[Request]:
     """Yield a request for each prompt. It tokenises, so it is called off the event loop.
 
     `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.

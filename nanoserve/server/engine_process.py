@@ -33,7 +33,7 @@ from typing import Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.input_processor import InputProcessor
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -125,7 +125,7 @@ class EngineProcess:
     def pause(self, is_paused: bool) -> None:
         self._send("pause", is_paused)
 
-    def call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
+    def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         number, function = next(self._call_numbers), pickle.dumps(function)  # or raise
         self._calls[number] = done
         self._send("call", number, function)
@@ -406,7 +406,7 @@ def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
             return
 
 
-def _call(function: bytes, engine: LLMEngine) -> Any:
+def _call(function: bytes, engine: GuardedEngine) -> Any:
     """Unpickled only here, so that one that cannot be is an error like others."""
     return pickle.loads(function)(engine)
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from nanoserve.engine.executor import ExecutorDeadError
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -94,7 +94,7 @@ class EngineThread:
         """Take no step from here on, or go on. Requests keep what they have, and new ones wait."""
         self._orders.put(partial(self._pause, is_paused))
 
-    def call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
+    def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         """Call `function(engine)`, and `done` with what it has returned, or raised."""
         self._orders.put(partial(self._call, function, done))
 
@@ -134,7 +134,7 @@ class EngineThread:
     def _pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
 
-    def _call(self, function: Callable[[LLMEngine], Any], done: Done) -> None:
+    def _call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         try:
             with self._work.work():
                 result = function(self.engine)

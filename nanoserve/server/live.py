@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.server.errors import ApiError
 from nanoserve.server.live_state import (
     State,
@@ -33,7 +33,7 @@ from nanoserve.server.live_state import (
 logger = logging.getLogger(__name__)
 
 # Runs a function on the engine's thread, between two steps, in order of the calls.
-CallInEngine = Callable[[Callable[[LLMEngine], Any]], Awaitable[Any]]
+CallInEngine = Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]]
 
 MAX_WATCHERS = 16
 _INTERVAL = 0.1  # seconds between two events, at least
@@ -42,7 +42,7 @@ _MOST_SHARE = 0.05  # of the time may be spent on looking: a pool of 10^5 blocks
 
 
 class LiveView:
-    """One for a server. `call_in_engine` is called with functions of the `LLMEngine`."""
+    """One for a server. `call_in_engine` is called with functions of the `GuardedEngine`."""
 
     def __init__(
         self,

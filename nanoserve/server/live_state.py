@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.occupancy import Occupancy, occupancy
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
@@ -83,7 +83,7 @@ class StepTotals:
             self._num_first_tokens += 1
             self._ttfts.append(round(ttft, 6))
 
-    def read(self, engine: LLMEngine) -> State:
+    def read(self, engine: GuardedEngine) -> State:
         """On the engine's thread, between two steps.
 
         The totals of `numbers` begin where this observer began, but those of the prefix cache and
@@ -118,24 +118,24 @@ class StepTotals:
         return State(pool, blocks, requests, waiting, numbers, engine.clock() - began)
 
 
-def start_counting(engine: LLMEngine) -> None:
+def start_counting(engine: GuardedEngine) -> None:
     """Somebody watches from here on."""
     engine.observers.append(StepTotals())
 
 
-def read_state(num_steps: int | None, engine: LLMEngine) -> State | None:
+def read_state(num_steps: int | None, engine: GuardedEngine) -> State | None:
     """The state; None if nothing can have changed, because there was no step since `num_steps`."""
     *_, totals = _counting(engine)
     return None if totals.num_steps == num_steps else totals.read(engine)
 
 
-def stop_counting(engine: LLMEngine) -> None:
+def stop_counting(engine: GuardedEngine) -> None:
     """Whoever has watched for longest watches no more."""
     for totals in _counting(engine)[:1]:
         engine.observers.remove(totals)
 
 
-def _counting(engine: LLMEngine) -> list[StepTotals]:
+def _counting(engine: GuardedEngine) -> list[StepTotals]:
     return [observer for observer in engine.observers if isinstance(observer, StepTotals)]
 
 

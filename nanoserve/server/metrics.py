@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import RequestOutput
@@ -65,7 +65,7 @@ _TOKEN_HISTOGRAMS = (
 class Metrics:
     """The metrics of one engine, which `registry` collects when it is asked."""
 
-    def __init__(self, engine: LLMEngine, model_name: str, prefix: str = "vllm:") -> None:
+    def __init__(self, engine: GuardedEngine, model_name: str, prefix: str = "vllm:") -> None:
         self._engine, self._prefix = engine, prefix
         self._labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
@@ -228,12 +228,12 @@ class Metrics:
         return gauge
 
 
-def start_metrics(model_name: str, prefix: str, engine: LLMEngine) -> None:
+def start_metrics(model_name: str, prefix: str, engine: GuardedEngine) -> None:
     """From here on `engine` is measured."""
     engine.observers.append(Metrics(engine, model_name, prefix))
 
 
-def exposition(engine: LLMEngine) -> bytes:
+def exposition(engine: GuardedEngine) -> bytes:
     """What Prometheus reads, of the measuring that was begun last."""
     *_, metrics = (observer for observer in engine.observers if isinstance(observer, Metrics))
     return generate_latest(metrics.registry)

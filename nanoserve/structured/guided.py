@@ -3,18 +3,17 @@
 import numpy as np
 
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.proposer import num_right
 from nanoserve.structured.grammar import Grammar, count_legal
 
-_MOST_WRONG = 2  # forced runs that a model may write in another way
+_MOST_WRONG = 2  # jumps that a model may write in another way
 
 
 class Guided:
-    """The grammar of one sequence, which follows its tokens whenever somebody asks.
+    """The grammar of one sequence, which follows its tokens whenever it is used.
 
-    So nothing that happens to a sequence need be told here: what was preempted keeps its tokens,
-    and from what was undone after an error the grammar goes back. It may also be ahead: a token
-    that was found legal is taken at once, before it has joined.
+    So it need not hear of what happens to a sequence: what was preempted keeps its tokens, and from
+    what was undone after an error the grammar goes back. It may also be ahead: a token that was
+    found legal is taken at once, before it has joined.
     """
 
     def __init__(self, seq: Sequence, grammar: Grammar) -> None:
@@ -37,43 +36,44 @@ class Guided:
                 else:
                     self._grammar.rollback(-num_new)
             except ValueError as error:
-                self.error = _named(error)
-                raise self.error from None
+                raise self._fail(error) from None
             self._num_accepted += num_new
         return self._grammar
 
-    def first_illegal(self, guesses: list[int], token_ids: list[int]) -> int | None:
-        """See `Limit`. All guesses are legal."""
-        index = num_right(guesses, token_ids)
+    def first_illegal(self, draft_tokens: list[int], token_ids: list[int]) -> int | None:
+        """Return the index of the first token that may not come; see `TokenMask`.
+
+        draft_tokens: tokens that were computed, all of them legal. token_ids: what was sampled
+        after the last token of the sequence and after each of them.
+        """
+        index = count_equal(draft_tokens, token_ids)
         token_id = token_ids[index]
         if token_id < 0:
             return None  # what the model computed there is no number
         grammar = self.grammar
         try:
-            if index:  # these have been chosen
-                grammar.accept(guesses[:index])
+            if index:  # these have been sampled
+                grammar.accept(draft_tokens[:index])
                 self._num_accepted += index
             if token_id in self.seq.stop_token_ids and grammar.may_end:
                 return None
             if not grammar.advance(token_id):
                 return index
         except ValueError as error:
-            self.error = _named(error)
-            raise self.error from None
+            raise self._fail(error) from None
         self._num_accepted += 1
         return None
 
     def fill(self, before: list[int], mask: np.ndarray) -> None:
-        """What may come behind these, which are legal."""
+        """Set the bits of what may come after these tokens, which are legal."""
         grammar = self.grammar
         try:
             grammar.accept(before)
             grammar.fill(mask)
             may_end = grammar.may_end
-            grammar.rollback(len(before))  # they may turn out to be wrong
+            grammar.rollback(len(before))  # they may turn out to be rejected
         except ValueError as error:
-            self.error = _named(error)
-            raise self.error from None
+            raise self._fail(error) from None
         if may_end:
             bits = mask.view(np.uint32)
             for token_id in self.seq.stop_token_ids:
@@ -81,54 +81,72 @@ class Guided:
                     bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def is_terminated(self) -> bool:
-        """Whether nothing can come any more. An error is told when the next token is sampled."""
+        """Return whether nothing can come any more. An error is raised when the next token is
+        sampled."""
         try:
             return self.grammar.is_terminated
         except ValueError:
             return False
 
     def forced(self, most: int) -> list[int]:
-        """At most so many tokens that must come next, or would if the model wrote them as usual."""
+        """Return up to `most` tokens that must come next, or would if the model wrote them as
+        usual: *jump-forward* tokens."""
         if self._num_wrong == _MOST_WRONG:
             return []
         try:
             return self.grammar.forced(most)
         except ValueError as error:
-            self.error = _named(error)
+            self._fail(error)
             return []
 
-    def legal(self, guesses: list[int]) -> list[int]:
-        """Those of `guesses` before the first one that may not come."""
+    def legal(self, draft_tokens: list[int]) -> list[int]:
+        """Return the draft tokens before the first one that may not come."""
         try:
-            return guesses[: count_legal(self.grammar, guesses)]
+            return draft_tokens[: count_legal(self.grammar, draft_tokens)]
         except ValueError as error:
-            self.error = _named(error)
+            self._fail(error)
             return []
 
-    def note_forced(self, is_right: bool) -> None:
-        """Whether a forced run has come as it was."""
-        self._num_wrong += not is_right
+    def count_jump(self, is_accepted: bool) -> None:
+        """Learn whether jump-forward tokens were accepted as they were."""
+        self._num_wrong += not is_accepted
+
+    def _fail(self, error: ValueError) -> ValueError:
+        """Keep why the grammar cannot be followed; returns that."""
+        if error is not self.error:
+            self.error = ValueError(f"structured_outputs: its grammar cannot go on: {error}")
+        return self.error
 
 
-class StepLimit:
-    """What a grammar allows in one step: a `Limit`, see `nanoserve.engine.executor`."""
+class GrammarMask:
+    """What a grammar allows in one step: a `TokenMask`.
 
-    def __init__(self, guided: Guided, guesses: list[int]) -> None:
-        self._guided, self._guesses = guided, guesses
+    draft_tokens: those of the step before the first illegal one. What follows that one is never
+    accepted, so there nothing is forbidden.
+    """
 
-    # With a step ahead a sequence may have ended, and nobody will get what is sampled for it.
+    def __init__(self, guided: Guided, draft_tokens: list[int]) -> None:
+        self._guided, self._draft_tokens = guided, draft_tokens
+
+    # With a step ahead a sequence may have ended; then what is sampled for it is thrown away.
 
     def first_illegal(self, token_ids: list[int]) -> int | None:
         if self._guided.seq.finished:
             return None
-        return self._guided.first_illegal(self._guesses, token_ids)
+        return self._guided.first_illegal(self._draft_tokens, token_ids)
 
     def fill(self, index: int, mask: np.ndarray) -> None:
-        if self._guided.seq.finished:
+        if self._guided.seq.finished or index > len(self._draft_tokens):
             mask[:] = -1
         else:
-            self._guided.fill(self._guesses[:index], mask)
+            self._guided.fill(self._draft_tokens[:index], mask)
 
 
-def _named(error: ValueError) -> ValueError:
-    return ValueError(f"structured_outputs: its grammar cannot go on: {error}")
+def count_equal(draft_tokens: list[int], token_ids: list[int]) -> int:
+    """Return how many of the draft tokens were sampled, from the first one on."""
+    count = 0
+    for draft, sampled in zip(draft_tokens, token_ids, strict=False):
+        if draft != sampled:
+            break
+        count += 1
+    return count

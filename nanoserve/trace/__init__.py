@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanoserve.engine.llm_engine import LLMEngine
+    from nanoserve.engine.guard import GuardedEngine
 
 
-def start_trace(engine: "LLMEngine") -> ExitStack:
+def start_trace(engine: "GuardedEngine") -> ExitStack:
     """Record the steps of `engine` in `config.trace` until what is returned is closed.
 
     An earlier file of that name is replaced. Raises `OSError` if it cannot be written. If that

@@ -1,6 +1,6 @@
 """Every step of the engine as one line of JSON: who ran, on which KV blocks, and what gave way.
 
-The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan and
+The recorder is an observer (`GuardedEngine.observers`): it is called after each step with its plan and
 its batch, and the engine does not know of it. The first line of a trace is its header, the last one
 says when the engine was closed. A line in between is a step:
 
@@ -39,7 +39,7 @@ from typing import Any
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.incremental_decoder import TokenTexts
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
@@ -60,7 +60,7 @@ _OPTIONS = (
 class TraceRecorder:
     """Writes what `engine` does to `file`, a line for every step."""
 
-    def __init__(self, engine: LLMEngine, file: WholeLines) -> None:
+    def __init__(self, engine: GuardedEngine, file: WholeLines) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
         tokenizer = engine.tokenizer
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer.backend)

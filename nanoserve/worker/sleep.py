@@ -18,7 +18,7 @@ import torch
 from nanoserve.checks import require
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import allocate_pool, load_model
 
@@ -137,7 +137,7 @@ class _SleepingRunner:
 class _DroppedRanks:
     """Level 2 of several ranks: nothing but the size of the pool. They are started anew."""
 
-    def __init__(self, engine: LLMEngine, executor: Executor) -> None:
+    def __init__(self, engine: GuardedEngine, executor: Executor) -> None:
         self._engine, self._num_kv_blocks = engine, executor.num_kv_blocks
         executor.close()
 
@@ -159,7 +159,7 @@ class _DroppedRanks:
         pass
 
 
-def put_to_sleep(engine: LLMEngine, level: int) -> None:
+def put_to_sleep(engine: GuardedEngine, level: int) -> None:
     """Raises `ValueError` while requests are unfinished, and for a level that cannot be had."""
     require(level in (1, 2) and level is not True, f"level={level!r} must be 1 or 2")
     require(
@@ -192,7 +192,7 @@ def put_to_sleep(engine: LLMEngine, level: int) -> None:
     engine.refusal = asleep.refusal
 
 
-def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
+def wake_up(engine: GuardedEngine, tags: Iterable[str] | None = None) -> None:
     """Wake the weights, the KV cache, or both (None); what is awake stays so.
 
     In any order. Raises `ValueError` for other tags, and for one alone of an engine of several
@@ -216,5 +216,5 @@ def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
         engine.executor, engine.refusal = awake, None
 
 
-def _check_not_closed(engine: LLMEngine, asleep: Asleep) -> None:
+def _check_not_closed(engine: GuardedEngine, asleep: Asleep) -> None:
     require(engine.refusal == asleep.refusal, f"this engine is {engine.refusal}")
