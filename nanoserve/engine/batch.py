@@ -106,9 +106,7 @@ class Batch:
         self.output_rows[:outputs] = np.repeat(first_outputs, sampled) + np.arange(outputs)
         self.output_slots[:outputs] = np.repeat(slots, sampled)
         if all_outputs > outputs:
-            from nanoserve.engine.prompt_outputs import add_prompt_outputs
-
-            add_prompt_outputs(self, plan, outputs)
+            self._pack_prompt_outputs(plan, outputs)
         self._header[:] = BatchHeader(
             step=self.step,
             num_tokens=tokens,
@@ -121,3 +119,28 @@ class Batch:
             max_context_len=max_context_len,
             table_width=width,
         )
+
+    def _pack_prompt_outputs(self, plan: Plan, first: int) -> None:
+        """Write, from output `first` on, outputs that are not sampled: a known token follows each.
+
+        Head by head (`nanoserve.worker.heads`), and within a head in batch order.
+        """
+        self.head_counts[:] = 0
+        for head, name in enumerate(self.layout.heads):
+            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
+                count = num_outputs - num_sampled
+                if count and seq.prompt_head == name:
+                    span = slice(first, first + count)
+                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
+                    self.output_slots[span] = seq.slot
+                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
+                    self.head_counts[head] += count
+                    first += count
+
+    def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
+        """Return, by head, which outputs it gets; the first ones are the sampler's."""
+        if header.num_outputs == header.num_sampled:
+            return {}
+        ends = header.num_sampled + np.cumsum(self.head_counts)
+        spans = zip(self.layout.heads, ends - self.head_counts, ends, strict=True)
+        return {name: slice(int(first), int(end)) for name, first, end in spans if first < end}

@@ -4,8 +4,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.plan import Plan
+from nanoserve.engine.logprobs import PromptLogprobsCollector, collect_logprobs
+from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import CompletionOutput, RequestOutput
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
+# the row's first output in it). Returns an exception if that is to end the request.
+Collector = Callable[[Request, Row, Any, int], Exception | None]
 # Ends a sequence from outside: (seq, finish_reason, stop_reason).
 Finish = Callable[[Sequence, str, str | None], None]
 
@@ -28,14 +33,14 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         self.requests: dict[str, Request] = {}
-        self.collectors: dict[str, Any] = {}  # by the name of a head
-        self._detokenizer: Any = None  # of those who have a tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._text_of_token: Callable[[int], str] = _no_text
-        if tokenizer is not None:
-            from nanoserve.engine.detokenizer import Detokenizer
-
-            self._detokenizer = Detokenizer(tokenizer)
+        if self._detokenizer is not None:
             self._text_of_token = self._detokenizer.text_of_token
+        # By name of a head (`nanoserve.worker.heads`), what takes its results; add your own.
+        self.collectors: dict[str, Collector] = {
+            "prompt_logprobs": PromptLogprobsCollector(self._text_of_token)
+        }
 
     def add(self, request: Request) -> None:
         """Keep a request that was queued, and end its sequences where they run into stop strings."""
@@ -68,14 +73,8 @@ class OutputProcessor:
         """
         rows, failed = plan.sampled, {}
         if result.of_heads:
-            from nanoserve.engine.prompt_outputs import collect_from_heads
-
-            failed = collect_from_heads(
-                plan, result.of_heads, self.requests, self.collectors, self._text_of_token
-            )
+            failed = self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
-            from nanoserve.engine.logprobs import collect_logprobs
-
             failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
         for index, error in result.errors.items():
             if joined[index] >= 0:  # else, with a step ahead, the row comes too late
@@ -138,6 +137,29 @@ class OutputProcessor:
                 if completion.seq.finish_reason in ("abort", "error"):
                     self._revert(request, completion, completion.seq.num_tokens)
             request.error = None
+
+    def _collect_from_heads(
+        self, plan: Plan, of_heads: dict[str, Any]
+    ) -> dict[Request, Exception]:
+        """Give each collector what its head made, row by row; returns the requests that fail."""
+        failed: dict[Request, Exception] = {}
+        for name, values in of_heads.items():
+            first = 0
+            for row in plan.rows:
+                count = row.num_outputs - row.num_sampled
+                if not count or row.seq.prompt_head != name:
+                    continue
+                request = self.requests.get(row.seq.request_id)
+                # Not if it has ended meanwhile, and its id belongs to another one.
+                if request is not None and row.seq in request.sequences:
+                    try:
+                        error = self.collectors[name](request, row, values, first)
+                    except Exception as raised:  # no other request may end of it
+                        error = raised
+                    if error is not None:
+                        failed[request] = error
+                first += count
+        return failed
 
     def _revert(self, request: Request, completion: Completion, num_tokens: int) -> None:
         """Set a completion back to when it had so many tokens and had not ended."""

@@ -2,7 +2,7 @@
 
 A sequence names its head (`Sequence.prompt_head`), a step hands the head the outputs that are its
 own, and what the head returns reaches the collector of the same name in
-`nanoserve.engine.prompt_outputs`. A head is loaded when the first sequence names it.
+`OutputProcessor.collectors`. A head is loaded when the first sequence names it.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,6 @@ class Heads:
         compute_logits: Callable[[Tensor], Tensor | None],
     ) -> dict[str, Any]:
         """By name, what the heads make of a step. hidden: of all its tokens."""
-        from nanoserve.engine.prompt_outputs import prompt_outputs
-
         return {
             name: self[name](
                 hidden[tensors.output_rows[outputs]],
@@ -83,5 +81,5 @@ class Heads:
                 batch.output_slots[outputs],
                 compute_logits,
             )
-            for name, outputs in prompt_outputs(batch, header).items()
+            for name, outputs in batch.prompt_outputs(header).items()
         }

@@ -6,7 +6,6 @@ from packed_batches import make_batch, make_plan, make_sequence
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.plan import Plan, Row
-from nanoserve.engine.prompt_outputs import prompt_outputs
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -47,7 +46,7 @@ def test_a_mixed_batch() -> None:
     assert batch.output_rows[:2].tolist() == [0, 4]  # the chunk is not through its prompt yet
     assert batch.output_slots[:2].tolist() == [3, 0]
     assert batch.row_slots[:3].tolist() == [3, 0, 1]
-    assert prompt_outputs(batch, batch.header) == {}
+    assert batch.prompt_outputs(batch.header) == {}
     assert batch.block_tables(3, 3).tolist() == [[25, 26, 27], [1, 2, 3], [9, 10, 11]]
     assert batch.slot_mapping[:2].tolist() == [27 * 4 + 1, 1 * 4 + 2]
 
@@ -136,7 +135,7 @@ def test_outputs_of_prompts_follow_those_that_are_sampled() -> None:
     assert batch.output_rows[:6].tolist() == [0, 3, 1, 2, 4, 5]
     assert batch.output_slots[:6].tolist() == [0, 1, 1, 1, 2, 2]
     assert batch.next_ids[2:6].tolist() == [13, 14, 25, 26]  # all are known: the prompt goes on
-    assert prompt_outputs(batch, header) == {"prompt_logprobs": slice(2, 6)}
+    assert batch.prompt_outputs(header) == {"prompt_logprobs": slice(2, 6)}
 
 
 def test_each_head_gets_its_own_outputs_together() -> None:
@@ -148,7 +147,7 @@ def test_each_head_gets_its_own_outputs_together() -> None:
     }
     batch.pack(make_plan(rows), np.ones((4, 8), np.int32), block_size=4)
     assert batch.head_counts.tolist() == [2, 0, 6]
-    assert prompt_outputs(batch, batch.header) == {"first": slice(1, 3), "second": slice(3, 9)}
+    assert batch.prompt_outputs(batch.header) == {"first": slice(1, 3), "second": slice(3, 9)}
     assert batch.output_rows[1:9].tolist() == [3, 4, 0, 1, 2, 5, 6, 7]
     assert batch.output_slots[1:9].tolist() == [1, 1, 0, 0, 0, 2, 2, 2]
     assert batch.next_ids[1:9].tolist() == [11, 12, 1, 2, 3, 22, 23, 24]
@@ -158,7 +157,7 @@ def test_a_prompt_of_one_token_has_no_outputs_but_the_sampled_one() -> None:
     """Nothing predicts its first token, and nothing known follows its last one."""
     batch = with_heads("prompt_logprobs")
     batch.pack(make_plan({wants_prompt(1, 0, slot=0): 1}), np.ones((4, 8), np.int32), block_size=4)
-    assert (batch.header.num_outputs, prompt_outputs(batch, batch.header)) == (1, {})
+    assert (batch.header.num_outputs, batch.prompt_outputs(batch.header)) == (1, {})
 
 
 def test_single_tokens_come_first_and_all_others_keep_their_order() -> None:

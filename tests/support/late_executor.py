@@ -18,7 +18,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.prompt_outputs import prompt_outputs
 
 POISON = -7
 _MASK = 2**61 - 1
@@ -185,7 +184,7 @@ class LateExecutor:
         outputs = batch.output_rows[: header.num_outputs].tolist()
         prefixes = [self.prefix_at[slots[output]] for output in outputs]
         handle.prefixes = prefixes[: header.num_sampled]
-        for name, span in prompt_outputs(batch, header).items():
+        for name, span in batch.prompt_outputs(header).items():
             next_ids = batch.next_ids[span].tolist()
             pairs = zip(prefixes[span], next_ids, strict=True)
             handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]

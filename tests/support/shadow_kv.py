@@ -17,7 +17,6 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan, Row
-from nanoserve.engine.prompt_outputs import prompt_outputs
 from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -262,4 +261,4 @@ class ShadowRun:
         require(outputs[num_sampled:] == of_prompts, "outputs of prompts")
         require(batch.next_ids[num_sampled:num].tolist() == next_ids, "next_ids")
         spans = {"prompt_logprobs": slice(num_sampled, num)} if of_prompts else {}
-        require(prompt_outputs(batch, header) == spans, "which outputs go to which head")
+        require(batch.prompt_outputs(header) == spans, "which outputs go to which head")
