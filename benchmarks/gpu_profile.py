@@ -84,7 +84,7 @@ def _profile(job: Job, engine: LLMEngine, num_rows: int, new_prompt: int) -> dic
 def _until_all_decode(engine: LLMEngine, num_rows: int) -> None:
     seen: list[tuple[int, int]] = []
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         seen.append((batch.header.num_rows, batch.header.max_query_len))
 
     engine.observers.append(observe)

@@ -50,6 +50,11 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> LLMEngine:
         share_out(engine)
     engine.guide = _guide
     engine.make_executor = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+    if config.kv_events_config is not None and config.kv_events_config.is_active:
+        from nanoserve.kv_events.publisher import make_kv_events
+
+        kv_events = make_kv_events(config.kv_events_config, engine.scheduler.block_manager)
+        engine.extensions.append(kv_events)
     if not config.disable_log_stats:
         from nanoserve.drop_in.metrics import start
 

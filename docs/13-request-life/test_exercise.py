@@ -77,7 +77,7 @@ def test_jobs_that_come_later_get_what_generate_gives(engine: LLMEngine, answers
 def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
     steps_of: dict[str, list[int]] = {"early": [], "late": []}
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         now = engine.stats.num_steps - first
         for row in plan.rows:
             steps_of[row.seq.request_id].append(now)

@@ -108,7 +108,7 @@ def publishing_table() -> str:
 
     def note(moment: str) -> None:
         numbers = (len(seq.token_ids), seq.num_pending, seq.num_computed_tokens)
-        rows.append((moment, *numbers, seq.num_registered_blocks))
+        rows.append((moment, *numbers, seq.num_cached_blocks))
 
     first = scheduler.schedule()
     scheduler.commit(first)

@@ -22,4 +22,4 @@ def occupancy(scheduler: Scheduler) -> Occupancy:
     With a step ahead, this is the pool as the step that is under way was planned to find it.
     """
     tables = {seq.arrival: list(seq.block_table) for seq in scheduler.running}
-    return Occupancy(tables, bytes(map(bool, scheduler.block_manager._hash_of)))
+    return Occupancy(tables, scheduler.block_manager.snapshot())

@@ -20,4 +20,4 @@ def reset(engine: Any, of_running: bool) -> None:
         requests = engine.output_processor.requests.values()
         restart(engine.scheduler, [seq for request in requests for seq in request.sequences])
     for block in range(1, manager.num_blocks + 1):
-        manager.forget(block)
+        manager.evict(block)

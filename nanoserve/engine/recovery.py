@@ -56,7 +56,7 @@ def restart(scheduler: Scheduler, sequences: Iterable[Sequence]) -> None:
             seq.metrics.num_preemptions += 1
             scheduler.num_preemptions += 1
         seq.slot, seq.num_computed_tokens, seq.num_pending = -1, 0, 0
-        seq.block_table, seq.num_registered_blocks = [], 0
+        seq.block_table, seq.num_cached_blocks = [], 0
         seq.finish_reason = seq.stop_reason = None  # of an end that did not come about
         if seq.held_for is None:
             scheduler._enqueue(seq)

@@ -87,7 +87,7 @@ class Scheduler:
         size = self.block_manager.block_size
         for seq, start, n, *_ in plan.rows:
             if (start + n) % size < n:  # else it fills no block
-                plan.registered_blocks += self.block_manager.register(seq, start + n)
+                plan.registered_blocks += self.block_manager.cache(seq, start + n)
         if not plan.preempted:
             self._admit_waiting(plan)
         plan.put_single_tokens_first()
@@ -102,7 +102,7 @@ class Scheduler:
             seq.num_pending = num_sampled
             if end % size == 0 and seq.status is SequenceStatus.RUNNING:
                 # Its last token was pending perhaps when it was planned, and is known by now.
-                plan.registered_blocks += self.block_manager.register(seq, end)
+                plan.registered_blocks += self.block_manager.cache(seq, end)
             if start < seq.num_prompt_tokens <= end:
                 self.release(seq.siblings)
 
@@ -212,7 +212,7 @@ class Scheduler:
             self._count_hits(seq)
             self._plan_row(seq, plan)
             end = seq.num_computed_tokens + plan.rows[-1].n
-            plan.registered_blocks += self.block_manager.register(seq, end)
+            plan.registered_blocks += self.block_manager.cache(seq, end)
 
     def _count_hits(self, seq: Sequence) -> None:
         """Once for a request. What is found again after a preemption is one's own."""

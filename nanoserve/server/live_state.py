@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.occupancy import Occupancy, occupancy
 from nanoserve.engine.plan import Plan
@@ -68,10 +69,10 @@ class StepTotals:
         self._step_seconds = 0.0
         self._ttfts: deque[float] = deque(maxlen=_MOST_TTFTS)
 
-    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         self.num_steps += 1
         self._num_computed += plan.num_tokens
-        self._num_output_tokens += len(plan.sampled) + sum(plan.num_right.values())
+        self._num_output_tokens += sum(map(len, result.token_ids))
         self._step_seconds += times.schedule + times.pack + times.execute + times.update
         for row in plan.sampled:
             if row.start + row.n == row.seq.num_prompt_tokens:

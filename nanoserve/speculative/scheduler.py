@@ -73,7 +73,7 @@ class SpeculativeScheduler(Scheduler):
             is_here = seq.status is running and seq.num_computed_tokens == start + n
             if seq in plan.guesses and is_here:
                 seq.num_computed_tokens = start + len(new_ids)
-                plan.registered_blocks += pool.register(seq, seq.num_computed_tokens)
+                plan.registered_blocks += pool.cache(seq, seq.num_computed_tokens)
                 self._trim(seq)
 
     def note_guesses(self, seq: Sequence, guesses: list[int], right: int) -> None:
@@ -185,7 +185,7 @@ class SpeculativeScheduler(Scheduler):
 
     def _has_spare_block(self) -> bool:
         block = self.block_manager.next_free_block()
-        if not block or self.block_manager.is_published(block):
+        if not block or self.block_manager.is_cached(block):
             return False
         # The next step, if it is planned before this one is over, may need a block for each.
         is_scarce = self.block_manager.num_free_blocks <= len(self.running)

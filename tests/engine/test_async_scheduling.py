@@ -309,9 +309,9 @@ def test_bugs_planted_into_a_pipeline_are_seen(
 
 def pending_token_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is offered before its last token is known, as if that were an `a`."""
-    original = BlockManager.register
+    original = BlockManager.cache
 
-    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
         missing = num_tokens - len(seq.token_ids)
         seq.token_ids += [97] * missing
         published = original(self, seq, num_tokens)
@@ -319,7 +319,7 @@ def pending_token_published(monkeypatch: pytest.MonkeyPatch) -> None:
             del seq.token_ids[-missing:]
         return published
 
-    monkeypatch.setattr(BlockManager, "register", register)
+    monkeypatch.setattr(BlockManager, "cache", cache)
 
 
 def state_learns_its_token_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,7 @@ def test_a_request_may_abort_itself_and_others(llm: LLM, expected) -> None:
 def test_an_observer_may_abort_requests(llm: LLM, expected) -> None:
     engine = llm.engine
 
-    def abort_one(plan, batch, times) -> None:
+    def abort_one(plan, batch, result, times) -> None:
         requests = list(engine.output_processor.requests.values())
         if len(requests) == 3 and requests[1].sequences[0].num_output_tokens == 2:
             assert engine.abort_request(requests[1].request_id) is None

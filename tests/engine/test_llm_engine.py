@@ -173,7 +173,9 @@ def test_a_cached_prompt_is_not_computed_twice() -> None:
 def test_observers_see_every_step() -> None:
     engine = make_engine()
     seen = []
-    engine.observers.append(lambda plan, batch, times: seen.append((batch.header.step, times)))
+    engine.observers.append(
+        lambda plan, batch, result, times: seen.append((batch.header.step, times))
+    )
     engine.add_request("a", [1], SamplingParams(max_tokens=3))
     run(engine)
     assert [step for step, _ in seen] == [0, 1, 2]
@@ -362,7 +364,7 @@ def test_the_parts_of_a_step_make_up_its_time() -> None:
         return original()
 
     engine.scheduler.schedule = schedule
-    engine.observers.append(lambda plan, batch, times: seen.append(times))
+    engine.observers.append(lambda plan, batch, result, times: seen.append(times))
     engine.add_request("a", [1], SamplingParams(max_tokens=2))
     run(engine)
     assert seen == [StepTimes(schedule=3, pack=0, execute=2, update=0)] * 2

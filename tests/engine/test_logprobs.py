@@ -361,7 +361,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_its_entries_again(
     interrupted = []
     with open_llm(path, max_num_seqs=3, enable_prefix_caching=caching, **options) as llm:
 
-        def watch(plan, batch, times) -> None:
+        def watch(plan, batch, result, times) -> None:
             interrupted.extend(seq.needs_prompt_outputs for seq in plan.preempted)
 
         llm.engine.observers.append(watch)

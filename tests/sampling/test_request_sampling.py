@@ -130,7 +130,7 @@ def test_a_seeded_request_that_is_preempted_gives_the_same_tokens(
     with LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, **options) as llm:
         engine = llm.engine
         engine.observers.append(
-            lambda plan, batch, times: lost.extend(
+            lambda plan, batch, result, times: lost.extend(
                 seq.num_output_tokens for seq in plan.preempted if seq.request_id == "watched"
             )
         )

@@ -46,6 +46,7 @@ def measured():
     llm = AsyncLLM("tiny-qwen3", dtype="float32", num_kv_blocks=30, max_num_seqs=8, block_size=4)
     metrics = Metrics(llm.engine, "tiny")
     llm.engine.observers.append(metrics)
+    llm.engine.listeners.append(metrics)
     yield llm, metrics
     llm.shutdown()
 
@@ -123,7 +124,7 @@ def test_counts_are_those_of_the_requests(measured) -> None:
     assert one("iteration_tokens_total_sum") == stats.num_computed_tokens
     assert one("iteration_tokens_total_count") == stats.num_steps
     assert one("kv_cache_usage_perc") == one("num_requests_running") == 0
-    assert not metrics._params and not metrics._longest
+    assert not metrics._requests
     assert all(seq.finished for seq in metrics._progress)
 
 
@@ -161,6 +162,7 @@ def test_guesses_are_counted_under_vllms_names() -> None:
     llm = AsyncLLM("tiny-qwen3", dtype="float32", speculative_config=guesses)
     metrics = Metrics(llm.engine, "tiny")
     llm.engine.observers.append(metrics)
+    llm.engine.listeners.append(metrics)
     try:
         asyncio.run(ask_twice(llm))
         values, stats = read(metrics), llm.engine.stats

@@ -152,7 +152,9 @@ def poison_what_is_stale(runner: ModelRunner) -> None:
 def watch_pending(engine: LLMEngine) -> list[int]:
     """How many tokens of each step only the device knows, once the engine has run."""
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     return pending
 
 
@@ -232,7 +234,7 @@ def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps
     assert cuda.events == ["release", *captures]
     cuda.events.clear()
     rows = []
-    engine.observers.append(lambda plan, batch, times: rows.append(batch.header.num_rows))
+    engine.observers.append(lambda plan, batch, result, times: rows.append(batch.header.num_rows))
     lengths = [3, 5, 9, 9, 12]
     run(
         engine,

@@ -111,7 +111,9 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     choosing = "capture_sampling" in graphs
     chosen = count_replays(engine.executor.device.graphs.choices) if choosing else []
     assert answers(engine, asked) == expected
