@@ -182,7 +182,7 @@ class BlockManager:
         return list(self._block_of)
 
     def content_id(self, block: int) -> int:
-        """Return the number of the content that `block` was cached with; no other content has it."""
+        """Return the number of the content that `block` was cached with; never given to another."""
         return self._content_ids[block]
 
     def next_free_block(self) -> int:

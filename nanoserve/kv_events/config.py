@@ -53,9 +53,7 @@ class KVEventsConfig:
         )
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
-        require(
-            not unknown, f"unknown option(s) {unknown} in kv_events_config; known are {known}"
-        )
+        require(not unknown, f"unknown option(s) {unknown} in kv_events_config; known are {known}")
         return cls(**options)
 
     def __post_init__(self) -> None:

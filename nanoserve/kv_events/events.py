@@ -7,8 +7,8 @@ and a batch as MessagePack:
 
 An event is a map with its kind as "type" (since vLLM 0.24; before, it was an array):
 
-    BlockStored       block_hashes, parent_block_hash (null at the beginning of a prompt), token_ids,
-                      block_size, lora_id, medium, lora_name, extra_keys, group_idx,
+    BlockStored       block_hashes, parent_block_hash (null at the beginning of a prompt),
+                      token_ids, block_size, lora_id, medium, lora_name, extra_keys, group_idx,
                       kv_cache_spec_kind
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared
@@ -41,7 +41,7 @@ class BlockStored:
     cache_key: tuple[str, ...] = ()
 
     def wire(self) -> dict[str, Any]:
-        """Return vLLM's map. Of extra keys, as there, the first block of a sequence has the salt."""
+        """Return vLLM's map. As there, the first block of a sequence has the salt as extra key."""
         extra_keys: list[Any] = [None] * len(self.block_hashes)
         if self.cache_key and self.parent_block_hash is None:
             extra_keys[0] = list(self.cache_key[1::2])  # names and values take turns

@@ -58,9 +58,7 @@ class KVEvents(Extension, EventCollector):
     What `publish` raises is logged the first time, and those events are lost.
     """
 
-    def __init__(
-        self, block_manager: BlockManager, publish: Callable[[KVEventBatch], Any]
-    ) -> None:
+    def __init__(self, block_manager: BlockManager, publish: Callable[[KVEventBatch], Any]) -> None:
         super().__init__()
         self._publish, self._has_failed = publish, False
         block_manager.listeners.append(self)

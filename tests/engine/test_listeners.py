@@ -4,6 +4,7 @@ import logging
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from counting_executor import make_engine, run
 from shadow_kv import ShadowRun
@@ -103,16 +104,9 @@ class HeardRun(ShadowRun):
         assert {*self.copy.cached} == {block for block, flag in enumerate(flags) if flag}
         for block, cached in self.copy.cached.items():
             assert manager.is_cached(block) and manager.find(cached.block_hash) == block
-            parent = cached.parent_hash
-            if parent is not None:
-                ids = chain_hash(parent, _array(cached.token_ids))
-                assert ids == cached.block_hash
-
-
-def _array(token_ids: list[int]):  # noqa: ANN202
-    import numpy as np
-
-    return np.array(token_ids)
+            if cached.parent_hash is not None:
+                expected = chain_hash(cached.parent_hash, np.array(cached.token_ids))
+                assert cached.block_hash == expected
 
 
 def test_a_copy_stays_true_through_preemptions_aborts_and_failing_steps(fuzz_runs: int) -> None:

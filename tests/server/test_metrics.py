@@ -7,14 +7,14 @@ from bisect import bisect_left
 import pytest
 from serving import wait_until
 
-from nanoserve import AsyncLLM, RequestOutputKind, SamplingParams
+from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 
 pytest.importorskip("prometheus_client", reason="metrics need pip install 'nanoserve[serve]'")
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoserve.server.histogram import Histogram
-from nanoserve.server.metrics import Metrics
+from nanoserve.server.metrics import Metrics, metrics_of
 
 # What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -126,6 +126,19 @@ def test_counts_are_those_of_the_requests(measured) -> None:
     assert one("kv_cache_usage_perc") == one("num_requests_running") == 0
     assert not metrics._requests
     assert all(seq.finished for seq in metrics._progress)
+
+
+def test_the_longest_completion_of_a_request_is_counted() -> None:
+    """Also if the request ends before the step that it ends in is observed."""
+    with LLM("tiny-qwen3", num_kv_blocks=60, disable_log_stats=False) as llm:
+        for max_tokens in (3, 5):
+            params = SamplingParams(n=2, max_tokens=max_tokens, ignore_eos=True)
+            llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        (metrics,) = metrics_of(llm.engine)
+    values = read(metrics)
+    assert values["vllm:request_max_num_generation_tokens_sum"] == {(): 8}
+    assert values["vllm:request_generation_tokens_sum"] == {(): 16}
+    assert values["vllm:request_success_total"][("length",)] == 4
 
 
 def test_a_histogram_is_prometheus_own() -> None:
