@@ -18,7 +18,7 @@ from gpu_job import Job, Measurements
 from torch.profiler import ProfilerActivity
 
 from nanoserve import RequestOutputKind, SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 _CONTEXT = 800  # tokens of every sequence's prompt
 _MIXED_ROWS = 64
@@ -48,7 +48,7 @@ def profile(job: Job) -> Measurements:
             yield f"mixed, {told}", partial(_profile, job, llm.engine, n, new_prompt)
 
 
-def _profile(job: Job, engine: LLMEngine, num_rows: int, new_prompt: int) -> dict[str, Any]:
+def _profile(job: Job, engine: GuardedEngine, num_rows: int, new_prompt: int) -> dict[str, Any]:
     """Decode steps of so many rows; with `new_prompt`, each gets one of so many tokens beside."""
     params = SamplingParams(
         max_tokens=None,
@@ -81,10 +81,10 @@ def _profile(job: Job, engine: LLMEngine, num_rows: int, new_prompt: int) -> dic
     return result
 
 
-def _until_all_decode(engine: LLMEngine, num_rows: int) -> None:
+def _until_all_decode(engine: GuardedEngine, num_rows: int) -> None:
     seen: list[tuple[int, int]] = []
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         seen.append((batch.header.num_rows, batch.header.max_query_len))
 
     engine.observers.append(observe)
@@ -102,7 +102,7 @@ def _timed(job: Job, step: Callable[[], None]) -> dict[str, Any]:
     return {"wall us": statistics.median(times) * 1e6}
 
 
-def _profiled(job: Job, engine: LLMEngine, step: Callable[[], None]) -> dict[str, Any]:
+def _profiled(job: Job, engine: GuardedEngine, step: Callable[[], None]) -> dict[str, Any]:
     """Per step; with a step ahead, the one that was under way before is waited for."""
     activities, kind = [ProfilerActivity.CPU], torch.autograd.DeviceType.CPU
     if job.device == "cuda":

@@ -21,7 +21,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -84,7 +84,7 @@ def median_step(num_seqs: int, seconds: float, ahead: bool) -> float:
         max_num_batched_tokens=num_seqs * _PROMPT,
         async_scheduling=ahead,
     ).for_device("cpu")
-    engine = LLMEngine(config, _model_config(), SleepingExecutor(config, seconds), None)
+    engine = GuardedEngine(config, _model_config(), SleepingExecutor(config, seconds), None)
     params = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.FINAL_ONLY)
     for i in range(num_seqs):
         engine.add_request(str(i), [i % 50 + 1] * _PROMPT, params)

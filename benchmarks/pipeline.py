@@ -27,7 +27,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.pipeline import PipelinedScheduler, share_out
 from nanoserve.trace.reader import read_trace
 from nanoserve.trace.stages import tell_stages
@@ -102,7 +102,7 @@ def bubble(num_stages: int, num_seqs: int, is_shared: bool) -> float:
         pipeline_parallel_size=num_stages,
     ).for_device("cpu")
     executor = SimulatedStages(config)
-    engine = LLMEngine(config, _model_config(), executor, None)
+    engine = GuardedEngine(config, _model_config(), executor, None)
     share_out(engine)
     if not is_shared:
         scheduler = engine.scheduler = TakesAll(config, executor.num_kv_blocks, _MAX_MODEL_LEN)

@@ -93,8 +93,9 @@ class Replica:
 
     def num_matched(self, job: Job) -> int:
         """Tokens of its prompt that are cached here now."""
-        known = self.scheduler.block_manager._block_of
-        return _BLOCK_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, job.hashes))
+        find = self.scheduler.block_manager.find
+        found = itertools.takewhile(lambda block: block is not None, map(find, job.hashes))
+        return _BLOCK_SIZE * sum(1 for _ in found)
 
 
 # ---------------------------------------------------------------- who gets a request

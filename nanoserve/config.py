@@ -122,6 +122,8 @@ class EngineConfig:
     max_logprobs: int = 20  # most that a request may ask for; -1: the whole vocabulary
     trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
     disable_log_stats: bool = True  # False counts what `LLM.get_metrics` tells
+    # Publish what the prefix cache gains and loses: a dictionary, see nanoserve.kv_events.config.
+    kv_events_config: Any = None
 
     num_threads: int | None = None  # of a CPU. None: all of torch's, or one for a small model
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
@@ -174,6 +176,10 @@ class EngineConfig:
 
             guiding = StructuredOutputsConfig.of(self.structured_outputs_config)
             self.structured_outputs_config = guiding
+        if self.kv_events_config is not None:
+            from nanoserve.kv_events.config import KVEventsConfig
+
+            self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         self._check_names()
         self._check_pairs()
 
@@ -220,6 +226,11 @@ class EngineConfig:
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
         )
+        require(
+            self.enable_prefix_caching or not self._publishes_kv_events,
+            "kv_events_config with enable_kv_cache_events=True needs enable_prefix_caching=True: "
+            "the events are those of the prefix cache",
+        )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
             from nanoserve.parallel_config import check_parallel
 
@@ -237,6 +248,10 @@ class EngineConfig:
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+
+    @property
+    def _publishes_kv_events(self) -> bool:
+        return self.kv_events_config is not None and self.kv_events_config.is_active
 
     @property
     def num_steps_ahead(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
+from nanoserve.kv_events.config import KVEventsConfig
 from nanoserve.speculative.config import SpeculativeConfig
 from nanoserve.structured.config import StructuredOutputsConfig
 
@@ -142,7 +143,6 @@ class VllmOptions(TypedDict, total=False):
     kv_cache_dtype_skip_layers: Any
     kv_cache_metrics: Any
     kv_cache_metrics_sample: Any
-    kv_events_config: Any
     kv_offloading_backend: Any
     kv_offloading_size: Any
     kv_sharing_fast_prefill: Any
@@ -319,6 +319,7 @@ class EngineOptions(VllmOptions, total=False):
     max_logprobs: int
     trace: str | Path | None
     disable_log_stats: bool
+    kv_events_config: Mapping[str, Any] | KVEventsConfig | None
     num_threads: int | None
     device: Literal["auto", "cpu", "cuda"] | None
     attention_backend: str | None

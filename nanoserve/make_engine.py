@@ -53,6 +53,11 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> GuardedEngine:
         from nanoserve.speculative.extension import Speculation
 
         engine.add_extension(Speculation(engine, make_proposer))
+    if config.kv_events_config is not None and config.kv_events_config.is_active:
+        from nanoserve.kv_events.publisher import make_kv_events
+
+        kv_events = make_kv_events(config.kv_events_config, engine.scheduler.block_manager)
+        engine.add_extension(kv_events)
     if not config.disable_log_stats:
         from nanoserve.drop_in.metrics import start
 

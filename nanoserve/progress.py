@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of `generate`."""
+"""Show a person at the terminal how `generate` gets on."""
 
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -43,8 +43,8 @@ def with_progress(
         num_out = done.num_output_tokens - before.num_output_tokens
         num_out += sum(seq.num_output_tokens for seq in running)
         rates = num_in / seconds, num_out / seconds
-        told = "in {:.0f} tok/s, out {:.0f} tok/s".format(*rates)
-        bar.set_postfix_str(told, refresh=bool(step))
+        shown = "in {:.0f} tok/s, out {:.0f} tok/s".format(*rates)
+        bar.set_postfix_str(shown, refresh=bool(step))
 
     with make(total=num_requests, desc="Requests", dynamic_ncols=True) as bar:
         engine.observers.append(show)

@@ -93,7 +93,7 @@ class Reference:
         hits = self.manager.lookup(seq)
         if not self.manager.allocate(seq, len(token_ids), hits):
             return None
-        self.manager.register(seq, len(token_ids))
+        self.manager.cache(seq, len(token_ids))
         self.sequences[key] = seq
         return list(seq.block_table)
 

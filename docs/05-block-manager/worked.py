@@ -208,7 +208,7 @@ def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
     hits = manager.lookup(seq)
     if not manager.allocate(seq, seq.num_tokens, hits):
         raise ValueError(f"{seq.num_tokens} tokens, and {manager.num_free_blocks} free blocks")
-    manager.register(seq, seq.num_tokens)
+    manager.cache(seq, seq.num_tokens)
     seq.num_computed_tokens = seq.num_tokens
     return seq
 
@@ -217,5 +217,5 @@ def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str
     def yes(condition: bool) -> str:
         return "yes" if condition else "no"
 
-    is_published = yes(manager.is_published(block))
-    return event, manager._ref_counts[block], yes(block in manager._free), is_published
+    is_cached = yes(manager.is_cached(block))
+    return event, manager._ref_counts[block], yes(block in manager._free), is_cached

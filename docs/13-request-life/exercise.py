@@ -26,7 +26,7 @@ Test it with: pytest -x docs/13-request-life/test_exercise.py
 from dataclasses import dataclass
 
 from nanoserve import RequestOutput, SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 
 @dataclass
@@ -38,5 +38,5 @@ class Job:
     deadline: int | None = None
 
 
-def serve(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput | ValueError]:
+def serve(engine: GuardedEngine, jobs: list[Job]) -> dict[str, RequestOutput | ValueError]:
     raise NotImplementedError

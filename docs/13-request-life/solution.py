@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from nanoserve import RequestOutput, SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 MOST_ATTEMPTS = 3
 
@@ -18,7 +18,7 @@ class Job:
     deadline: int | None = None
 
 
-def serve(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput | ValueError]:
+def serve(engine: GuardedEngine, jobs: list[Job]) -> dict[str, RequestOutput | ValueError]:
     results: dict[str, RequestOutput | ValueError] = {}
     tick = 0
     try:
@@ -43,7 +43,7 @@ def serve(engine: LLMEngine, jobs: list[Job]) -> dict[str, RequestOutput | Value
     return results
 
 
-def _step(engine: LLMEngine) -> list[RequestOutput]:
+def _step(engine: GuardedEngine) -> list[RequestOutput]:
     """A failed step is undone, so it can be made again."""
     for _ in range(MOST_ATTEMPTS - 1):
         with suppress(RuntimeError):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from nanoserve import LLM, RequestOutput, SamplingParams
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 from .exercise import Job, serve
 
@@ -32,14 +31,14 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture
-def engine(llm: LLM, answers: list[list[int]]) -> Iterator[LLMEngine]:
+def engine(llm: LLM, answers: list[list[int]]) -> Iterator[GuardedEngine]:
     yield llm.engine
     for request_id in list(llm.engine.output_processor.requests):
         llm.engine.abort_request(request_id)  # what a failed test left must not fail the next
 
 
-def check_idle(engine: LLMEngine, jobs: object) -> None:
-    check_invariants(engine.scheduler)
+def check_idle(engine: GuardedEngine, jobs: object) -> None:
+    engine.scheduler.check()
     left = list(engine.output_processor.requests)
     assert not engine.has_unfinished_requests() and not left, f"left: {left}; jobs {jobs}"
     assert engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS, f"after jobs {jobs}"
@@ -50,7 +49,7 @@ def tokens(result: RequestOutput | ValueError) -> list[int]:
     return result.outputs[0].token_ids
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, calls: set[int]) -> None:
+def fail(monkeypatch: pytest.MonkeyPatch, engine: GuardedEngine, calls: set[int]) -> None:
     """The device fails at these calls, counted from 0."""
     forward, num_calls = engine.executor.forward, iter(range(10_000))
 
@@ -62,11 +61,11 @@ def fail(monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, calls: set[int]) ->
     monkeypatch.setattr(engine.executor, "forward", broken)
 
 
-def test_no_jobs_are_no_results(engine: LLMEngine) -> None:
+def test_no_jobs_are_no_results(engine: GuardedEngine) -> None:
     assert serve(engine, []) == {}
 
 
-def test_jobs_that_come_later_get_what_generate_gives(engine: LLMEngine, answers) -> None:
+def test_jobs_that_come_later_get_what_generate_gives(engine: GuardedEngine, answers) -> None:
     arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which nothing runs
     jobs = [Job(f"job {i}", arrivals[i], PROMPTS[i], PARAMS) for i in range(8)]
     results = serve(engine, jobs)
@@ -74,10 +73,10 @@ def test_jobs_that_come_later_get_what_generate_gives(engine: LLMEngine, answers
     check_idle(engine, jobs)
 
 
-def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
+def test_a_job_joins_at_its_tick(engine: GuardedEngine) -> None:
     steps_of: dict[str, list[int]] = {"early": [], "late": []}
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         now = engine.stats.num_steps - first
         for row in plan.rows:
             steps_of[row.seq.request_id].append(now)
@@ -92,7 +91,7 @@ def test_a_job_joins_at_its_tick(engine: LLMEngine) -> None:
     assert steps_of == {"early": list(range(20)), "late": list(range(7, 27))}, jobs
 
 
-def test_a_refused_job_disturbs_nobody(engine: LLMEngine, answers) -> None:
+def test_a_refused_job_disturbs_nobody(engine: GuardedEngine, answers) -> None:
     jobs = [
         Job("good", 0, PROMPTS[0], PARAMS),
         Job("empty", 0, [], PARAMS),
@@ -106,7 +105,7 @@ def test_a_refused_job_disturbs_nobody(engine: LLMEngine, answers) -> None:
 
 
 @pytest.mark.parametrize("deadline", [0, 1, 5, 19])
-def test_a_deadline_leaves_exactly_its_ticks(engine: LLMEngine, answers, deadline: int) -> None:
+def test_a_deadline_leaves_exactly_its_ticks(engine: GuardedEngine, answers, deadline: int) -> None:
     jobs = [Job("a", 2, PROMPTS[0], PARAMS, deadline), Job("b", 2, PROMPTS[1], PARAMS)]
     results = serve(engine, jobs)
     assert tokens(results["a"]) == answers[0][:deadline], jobs
@@ -115,7 +114,7 @@ def test_a_deadline_leaves_exactly_its_ticks(engine: LLMEngine, answers, deadlin
     check_idle(engine, jobs)
 
 
-def test_a_deadline_after_the_end_changes_nothing(engine: LLMEngine, answers) -> None:
+def test_a_deadline_after_the_end_changes_nothing(engine: GuardedEngine, answers) -> None:
     """The last token comes in the tick before the abort, or long before."""
     jobs = [Job("a", 0, PROMPTS[0], PARAMS, 20), Job("b", 0, PROMPTS[1], PARAMS, 90)]
     results = serve(engine, jobs)
@@ -125,7 +124,7 @@ def test_a_deadline_after_the_end_changes_nothing(engine: LLMEngine, answers) ->
 
 @pytest.mark.parametrize("calls", [{0}, {5, 6}, {3, 8, 9, 20}])
 def test_a_step_that_fails_once_or_twice_costs_only_time(
-    engine: LLMEngine, answers, calls: set[int], monkeypatch: pytest.MonkeyPatch
+    engine: GuardedEngine, answers, calls: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail(monkeypatch, engine, calls)
     jobs = [Job(f"{i}", i, PROMPTS[i], PARAMS) for i in range(4)]
@@ -136,7 +135,7 @@ def test_a_step_that_fails_once_or_twice_costs_only_time(
 
 
 def test_a_step_that_fails_three_times_leaves_nothing(
-    engine: LLMEngine, answers, monkeypatch: pytest.MonkeyPatch
+    engine: GuardedEngine, answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [Job(f"{i}", 0, PROMPTS[i], PARAMS) for i in range(6)]
     with monkeypatch.context() as patched:
@@ -148,7 +147,7 @@ def test_a_step_that_fails_three_times_leaves_nothing(
     assert tokens(again) == answers[2], f"{PROMPTS[2]}, after the failure of {jobs}"
 
 
-def test_ctrl_c_leaves_nothing(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_nothing(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     step, num_calls = engine.step, iter(range(10_000))
 
     def interrupted() -> list[RequestOutput]:
@@ -165,7 +164,7 @@ def test_ctrl_c_leaves_nothing(engine: LLMEngine, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_days(
-    engine: LLMEngine, answers, seed: int, monkeypatch: pytest.MonkeyPatch
+    engine: GuardedEngine, answers, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
     failing = rng.sample(range(0, 60, 3), 8)

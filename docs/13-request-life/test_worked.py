@@ -34,7 +34,7 @@ def test_the_engine_takes_these_steps(budget: int, num_output_tokens: int) -> No
     engine = make_engine(max_num_batched_tokens=budget)
     seen = []
     engine.observers.append(
-        lambda plan, batch, times: seen.extend(
+        lambda plan, batch, result, times: seen.extend(
             (row.n, row.start + row.n, row.seq.num_tokens) for row in plan.rows
         )
     )

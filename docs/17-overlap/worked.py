@@ -17,7 +17,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence as Seq
 from nanoserve.sampling_params import SamplingParams
@@ -108,7 +108,7 @@ def publishing_table() -> str:
 
     def note(moment: str) -> None:
         numbers = (len(seq.token_ids), seq.num_pending, seq.num_computed_tokens)
-        rows.append((moment, *numbers, seq.num_registered_blocks))
+        rows.append((moment, *numbers, seq.num_cached_blocks))
 
     first = scheduler.schedule()
     scheduler.commit(first)
@@ -199,7 +199,7 @@ def _run(
 ) -> TimedDevice:
     config = EngineConfig("none", max_num_seqs=8, async_scheduling=ahead).for_device("cpu")
     device = TimedDevice(config, costs)
-    engine = LLMEngine(config, _MODEL, device, None, clock=lambda: device.now)
+    engine = GuardedEngine(config, _MODEL, device, None, clock=lambda: device.now)
     for name, length, ends_by_eos in zip(ascii_uppercase, output_lens, by_eos, strict=False):
         params = SamplingParams(
             max_tokens=None if ends_by_eos else length,

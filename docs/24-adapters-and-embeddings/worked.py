@@ -179,7 +179,7 @@ def hits_table() -> str:
         seq = Sequence("", [*range(64), 7], params, 128, cache_key=key)
         hits = manager.lookup(seq)
         manager.allocate(seq, seq.num_tokens, hits)
-        manager.register(seq, seq.num_tokens)
+        manager.cache(seq, seq.num_tokens)
         rows.append((told, f"`{key}`", 16 * len(hits)))
     return table(("request", "its key", "tokens found"), rows)
 

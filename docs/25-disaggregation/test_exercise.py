@@ -107,7 +107,7 @@ class ByTheEngine:
 
     def arrived(self, name: str) -> None:
         keeper = self.keepers[name]
-        self.manager.register(keeper, len(keeper.block_table) * self.manager.block_size)
+        self.manager.cache(keeper, len(keeper.block_table) * self.manager.block_size)
         self.scheduler.release([self.answers[name]])
 
     def failed(self, name: str) -> None:

@@ -324,7 +324,7 @@ class TwoPools:
         for theirs, ours in pairs[transfer.num_cached :]:
             part = prefill.kv[theirs * size : (theirs + 1) * size]
             decode.kv[ours * size : (ours + 1) * size] = part
-        decode.manager.register(transfer.target, len(transfer.blocks) * size)
+        decode.manager.cache(transfer.target, len(transfer.blocks) * size)
         prefill.manager.free(transfer.source)
         seq = self.held.pop(transfer.job)
         self.kept[seq] = transfer

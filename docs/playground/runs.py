@@ -246,7 +246,7 @@ def _blocks(scheduler: Watched) -> dict[int, str]:
         for block in seq.block_table:
             owners[block] += seq.request_id
     return {
-        block: (names or "-") + "*" * manager.is_published(block) for block, names in owners.items()
+        block: (names or "-") + "*" * manager.is_cached(block) for block, names in owners.items()
     }
 
 

@@ -59,6 +59,6 @@ def tokens_per_step() -> list[int]:
     """How many tokens each step of a short run has computed, as an observer saw it."""
     seen: list[int] = []
     with LLM("tiny-qwen3") as llm:
-        llm.engine.observers.append(lambda plan, batch, times: seen.append(plan.num_tokens))
+        llm.engine.observers.append(lambda plan, batch, result, times: seen.append(plan.num_tokens))
         llm.generate([[1] * 9, [1] * 4], SamplingParams(max_tokens=3, ignore_eos=True))
     return seen

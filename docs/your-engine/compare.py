@@ -116,7 +116,7 @@ def by_nanoserve(requests: list[Request]) -> Run:
     outputs: dict[str, Any] = {}
     steps: list[Step] = []
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         rows = {int(row.seq.request_id): (row.start, row.n) for row in plan.rows}
         steps[-1] = Step(rows, [int(seq.request_id) for seq in plan.preempted])
 

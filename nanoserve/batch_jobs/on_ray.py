@@ -92,7 +92,8 @@ def answer_on_ray(
     `RuntimeError` for what has ended one of them.
     """
     options = answerer["options"]
-    require("trace" not in options, "trace is for one engine: leave it out, or --replicas")
+    for name in ("trace", "kv_events_config"):
+        require(name not in options, f"{name} is for one engine: leave it out, or --replicas")
     config = EngineConfig.from_options(answerer["model"], **options)
     backend = config.distributed_executor_backend
     told = f"distributed_executor_backend={backend!r}: Ray places replicas, not their ranks, too"

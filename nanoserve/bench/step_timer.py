@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
@@ -64,7 +65,7 @@ class StepTimer:
         self._sampling = time.perf_counter() - start
         return result
 
-    def _observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def _observe(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         end = time.perf_counter()
         if self._sampling is None:
             self._sampling = self._events[0].elapsed_time(self._events[1]) / 1000

@@ -42,7 +42,7 @@ _WITH_UNITS = {
     *("max_num_queued_tokens", "safetensors_prefetch_block_size"),
 }
 _AS_JSON = (
-    *("speculative_config", "structured_outputs_config"),
+    *("speculative_config", "structured_outputs_config", "kv_events_config"),
     *("override_generation_config", "hf_overrides"),
 )
 

@@ -1,10 +1,8 @@
-"""What `LLM.get_metrics` tells: what /metrics of a server would, as objects of vLLM's shape."""
+"""Answer `LLM.get_metrics` with what /metrics of a server shows, as objects of vLLM's shape."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from nanoserve.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
@@ -29,7 +27,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counters in a row: right guesses, by position."""
+    """Counters in a row: accepted draft tokens, by position."""
 
     values: list[int]
 
@@ -53,36 +51,32 @@ class Histogram(Metric):
 def start(engine: "GuardedEngine") -> None:
     """Count from here on. `ValueError` if the package that knows metrics is missing."""
     try:
-        from nanoserve.server.metrics import Metrics
+        from nanoserve.server.metrics import start_metrics
     except ModuleNotFoundError as error:
         raise ValueError(
             f"disable_log_stats=False needs {error.name}: pip install 'nanoserve[serve]'"
         ) from error
-    metrics, forget = Metrics(engine, engine.config.model), engine.output_processor.forget
-    engine.observers.append(metrics)
-
-    def note_ends(outputs: Iterable[RequestOutput]) -> None:
-        given = list(outputs)
-        for output in given:
-            if output.finished and output.request_id in engine.output_processor.requests:
-                metrics.finished(output)
-        forget(given)
-
-    engine.output_processor.forget = note_ends
+    start_metrics(engine.config.model, "vllm:", engine)
 
 
 def snapshot(engine: "GuardedEngine") -> list[Metric]:
-    """All metrics as they are now."""
-    for observer in engine.observers:
-        if hasattr(observer, "collect"):
-            return [metric for family in observer.collect() for metric in _read(family)]
-    raise ValueError(
-        "nobody has counted: give LLM(..., disable_log_stats=False); llm.stats has totals anyway"
-    )
+    """Return all metrics as they are now."""
+    try:
+        from nanoserve.server.metrics import metrics_of
+    except ModuleNotFoundError:  # then nothing can have been counted
+        counted = []
+    else:
+        counted = metrics_of(engine)
+    if not counted:
+        raise ValueError(
+            "nothing was counted: give LLM(..., disable_log_stats=False); llm.stats has totals "
+            "anyway"
+        )
+    return [metric for family in counted[0].collect() for metric in _read(family)]
 
 
 def _read(family: Any) -> Iterator[Metric]:
-    """The metrics of a family of prometheus-client's, which has one for each set of labels."""
+    """Yield the metrics of a family of prometheus-client's: one for each set of labels."""
     name = family.name
     if family.type == "histogram":
         yield _histogram(name, family.samples)

@@ -216,7 +216,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("num_redundant_experts", _EXPERTS, _one_of(0)),
     **_known("eplb_window_size eplb_step_interval dbo_decode_token_threshold "
              "dbo_prefill_token_threshold", _EXPERTS, _is_size),
-    **_known("kv_transfer_config kv_events_config ec_transfer_config ec_manager_config",
+    **_known("kv_transfer_config ec_transfer_config ec_manager_config",
              "K and V stay in one engine"),
     # Adapters.
     **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),

@@ -1,16 +1,22 @@
-"""What an engine tells those who watch it. Listeners only look; extensions take part.
+"""What an engine reports to those who watch it. Listeners only look; extensions take part.
 
 `LLMEngine.listeners` hear of requests, `BlockManager.listeners` of blocks in the prefix cache (the
 field's *KV events*), and `LLMEngine.observers` of steps: each of these is called as
 `observer(plan, batch, result, times)` when a step is over.
 """
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from nanoserve.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.engine.request import Request
+
+logger = logging.getLogger(__name__)
+
+L = TypeVar("L")
 
 
 class RequestListener:
@@ -21,3 +27,63 @@ class RequestListener:
 
     def on_finish(self, output: RequestOutput) -> None:
         """Called once for each request, with its last output: finished, aborted or failed."""
+
+
+class CachedBlock(NamedTuple):
+    """A full block that has entered the prefix cache.
+
+    block: its number in the pool.
+    block_hash, parent_hash: the chain hashes that it and the block before it are found by; None
+        for the first block of a sequence.
+    token_ids: `block_size` of them. The list is the prefix cache's own: do not change it.
+    cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
+    """
+
+    block: int
+    block_hash: bytes
+    parent_hash: bytes | None
+    token_ids: list[int]
+    cache_key: tuple[str, ...]
+
+
+class BlockListener:
+    """Base of those who hear of blocks in the prefix cache: every method does nothing.
+
+    A block is cached when a step that fills it is planned, so its K and V are there when that step
+    has run. Methods are called when the change has been made, in the thread that makes it.
+    """
+
+    def on_cached(self, cached: CachedBlock) -> None:
+        """Called when lookups can find a block that they could not find before."""
+
+    def on_removed(self, block: int, block_hash: bytes) -> None:
+        """Called when a cached block has been evicted, and lookups find it no more."""
+
+    def on_cleared(self) -> None:
+        """Called when all cached blocks have been removed at once; there may have been none."""
+
+
+class Listeners(list[L]):
+    """A list of listeners. What one of them raises cannot break a step.
+
+    The first exception of each is logged with its name; the listener goes on being called, and so
+    do those behind it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed: set[int] = set()  # ids of listeners that have raised
+
+    def notify(self, call: Callable[[L], None]) -> None:
+        """Call `call` with each listener."""
+        for listener in list(self):  # a copy: a listener may remove itself
+            try:
+                call(listener)
+            except Exception:
+                self._note_failure(listener)
+
+    def _note_failure(self, listener: L) -> None:
+        if id(listener) not in self._failed:
+            self._failed.add(id(listener))
+            name = type(listener).__qualname__
+            logger.exception("the listener %s has raised; later exceptions are not logged", name)

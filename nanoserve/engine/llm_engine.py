@@ -17,7 +17,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.engine.extension import Extension, load_extension
 from nanoserve.engine.input_processor import InputProcessor
-from nanoserve.engine.listeners import RequestListener
+from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.plan import Plan
@@ -81,7 +81,7 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer)
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []
-        self.listeners: list[RequestListener] = []
+        self.listeners: Listeners[RequestListener] = Listeners()
         self.refusal: str | None = None  # the state of an engine that takes no requests
         self._on_demand: set[str] = set()  # extensions that requests have asked for
         self._planned: Plan | None = None  # not launched yet
@@ -122,8 +122,8 @@ class LLMEngine:
             seq.seed = seed
         self.scheduler.add(request.sequences[0], held_for)  # siblings follow when it has the prompt
         self.output_processor.add(request)
-        for listener in self.listeners:
-            listener.on_start(request)
+        if self.listeners:
+            self.listeners.notify(lambda listener: listener.on_start(request))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -240,8 +240,8 @@ class LLMEngine:
     def _forget(self, outputs: Iterable[RequestOutput]) -> None:
         """Drop requests whose last output is among `outputs`, and tell the listeners."""
         for output in self.output_processor.forget(outputs):
-            for listener in self.listeners:
-                listener.on_finish(output)
+            if self.listeners:
+                self.listeners.notify(lambda listener, last=output: listener.on_finish(last))
 
     # ------------------------------------------------------------------ states
 

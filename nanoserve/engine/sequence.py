@@ -55,7 +55,7 @@ class Sequence:
     slot: int = -1  # row of the per-slot tables while RUNNING
     block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
-    num_registered_blocks: int = 0  # full blocks that the prefix cache has been told of
+    num_cached_blocks: int = 0  # full blocks that have been offered to the prefix cache
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None

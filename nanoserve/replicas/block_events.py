@@ -3,29 +3,27 @@
 from threading import Lock
 
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.listeners import BlockListener, CachedBlock
 
 
-class BlockEvents:
-    """Records the blocks that `manager` publishes and evicts, by their chain hashes.
+class BlockEvents(BlockListener):
+    """Records the blocks that `manager` caches and evicts, by their chain hashes.
 
-    It puts itself before three methods of this one manager; an engine that nobody asks pays
-    nothing. Only *which* hashes were touched is noted: what became of them is seen in the manager's
-    own table when somebody asks, so the two cannot disagree, whatever was raised in between.
+    Only *which* hashes were touched is noted. What became of them is looked up in the prefix cache
+    when the events are taken, so the two cannot disagree, whatever was raised in between: a change
+    that is noted after `take` has looked is noted for the next one.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._lock = Lock()  # an engine steps in one thread, and another one asks
-        self._told: set[bytes] = set()  # what all that was taken adds up to
-        self._touched = set(manager._block_of)  # what it has now is news, too
-        self._register, self._forget = manager.register, manager.forget
-        self._clear = manager.clear
-        manager.register, manager.forget = self._on_register, self._on_forget
-        manager.clear = self._on_clear
+        self._lock = Lock()  # an engine steps in one thread, and another one takes
+        self._taken: set[bytes] = set()  # what all that was taken adds up to
+        self._touched: set[bytes] = set()
+        manager.listeners.append(self)
+        self._touched.update(manager.cached_hashes())  # what it has now is news, too
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes of the blocks (stored, removed) since the last call; none is in both.
+        """Return the hashes of the blocks (stored, removed) since the last call; none is in both.
 
         A block that came and went meanwhile is in neither.
         """
@@ -33,34 +31,25 @@ class BlockEvents:
         removed: list[bytes] = []
         with self._lock:
             for block_hash in self._touched:
-                is_there, was_there = (
-                    block_hash in self._manager._block_of,
-                    block_hash in self._told,
-                )
+                is_there = self._manager.find(block_hash) is not None
+                was_there = block_hash in self._taken
                 if is_there and not was_there:
                     stored.append(block_hash)
                 elif was_there and not is_there:
                     removed.append(block_hash)
             self._touched.clear()
-            self._told.update(stored)
-            self._told.difference_update(removed)
+            self._taken.update(stored)
+            self._taken.difference_update(removed)
         return stored, removed
 
-    def _on_register(self, seq: Sequence, num_tokens: int) -> list[int]:
+    def on_cached(self, cached: CachedBlock) -> None:
         with self._lock:
-            published = self._register(seq, num_tokens)
-            self._touched.update(self._manager._hash_of[block] for block in published)
-        return published
+            self._touched.add(cached.block_hash)
 
-    def _on_forget(self, block: int) -> None:
-        block_hash = self._manager._hash_of[block]
-        if block_hash is None:
-            return
+    def on_removed(self, block: int, block_hash: bytes) -> None:
         with self._lock:
-            self._forget(block)
             self._touched.add(block_hash)
 
-    def _on_clear(self) -> None:
+    def on_cleared(self) -> None:
         with self._lock:
-            self._clear()
-            self._touched |= self._told
+            self._touched |= self._taken

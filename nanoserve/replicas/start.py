@@ -76,6 +76,8 @@ def replicas(
         model = str(Path(model).resolve())  # a replica may run in another folder
     is_local = settings.ray_address is None
     config = EngineConfig.from_options(model, **options)
+    kv_events = "kv_events_config is for one engine: replicas would publish at one address"
+    require(config.kv_events_config is None, kv_events)
     if is_local:  # else it is the cluster's machines that must have it
         checkpoint = Checkpoint.find(model, config, config.revision)
         checkpoint.model_config(supported_architectures())

@@ -48,9 +48,6 @@ class EngineThread:
     successors neither, `error` says what the engine has died of. An executor that is dead is the
     end at once, also between two steps: another thread looks after it, and at how long a step or a
     call takes.
-
-    A step observer that has a method `finished` is also told of each request's last output, be it
-    that of an abort.
     """
 
     def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
@@ -60,6 +57,7 @@ class EngineThread:
         self._llm, self._post = llm, post
         self._feed = TokenFeed()
         self.engine.observers.append(self._feed)
+        self.engine.listeners.append(self._feed)
         self._orders: SimpleQueue[partial[None] | None] = SimpleQueue()
         self._num_failures = 0
         self._is_paused = False
@@ -223,11 +221,6 @@ class EngineThread:
         return [replace(output, error=error) for output in aborted if output is not None]
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if output.finished:
-                for observer in self.engine.observers:
-                    if hasattr(observer, "finished"):
-                        observer.finished(output)
         news = News(self._feed.take(), outputs)
         if any(news):
             self._post(news)

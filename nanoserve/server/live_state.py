@@ -32,9 +32,10 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.occupancy import Occupancy, occupancy
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.scheduler import Occupancy
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stopwatch import StepTimes
 
@@ -68,10 +69,10 @@ class StepTotals:
         self._step_seconds = 0.0
         self._ttfts: deque[float] = deque(maxlen=_MOST_TTFTS)
 
-    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         self.num_steps += 1
         self._num_computed += plan.num_tokens
-        self._num_output_tokens += len(plan.sampled) + sum(plan.num_right.values())
+        self._num_output_tokens += sum(map(len, result.token_ids))
         self._step_seconds += times.schedule + times.pack + times.execute + times.update
         for row in plan.sampled:
             if row.start + row.n == row.seq.num_prompt_tokens:
@@ -114,7 +115,7 @@ class StepTotals:
         }
         requests = [_request(seq) for seq in scheduler.running]
         waiting = [_request(seq) for seq in islice(scheduler.waiting, _MOST_WAITING)]
-        blocks = occupancy(scheduler)
+        blocks = scheduler.snapshot()
         return State(pool, blocks, requests, waiting, numbers, engine.clock() - began)
 
 

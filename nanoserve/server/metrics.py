@@ -1,7 +1,7 @@
-"""What Prometheus is told, under vLLM's names, so that dashboards made for vLLM work.
+"""Count for Prometheus under vLLM's names, so that dashboards made for vLLM work.
 
-An observer of the steps fills it, in the engine's thread; nothing of it is in the loop, and whoever
-does not serve does not load it.
+An observer of the steps and a listener of requests fill it, in the engine's thread. Nothing of it
+is in the loop, and it is loaded for a server only.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,17 @@ from prometheus_client.core import (
 )
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
+from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.server.histogram import Histogram
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
-    from nanoserve.sampling_params import SamplingParams
-    from nanoserve.speculative.engine import SpeculativeStats
 
 # Seconds and tokens; vLLM's buckets.
 _FIRST_TOKEN = (
@@ -62,8 +63,8 @@ _TOKEN_HISTOGRAMS = (
 )
 
 
-class Metrics:
-    """The metrics of one engine, which `registry` collects when it is asked."""
+class Metrics(RequestListener):
+    """The metrics of one engine, which `registry` collects when it is read."""
 
     def __init__(self, engine: GuardedEngine, model_name: str, prefix: str = "vllm:") -> None:
         self._engine, self._prefix = engine, prefix
@@ -74,19 +75,16 @@ class Metrics:
         self._num_prompt_tokens = self._num_generated = 0
         self._num_finished = dict.fromkeys(_REASONS, 0)
         self._progress: dict[Sequence, tuple[int, float | None]] = {}  # tokens, time of the last
-        self._params: dict[str, SamplingParams] = {}  # of requests that were begun
-        self._longest: dict[str, int] = {}  # of their completions, in tokens
+        self._requests: dict[str, Request] = {}  # those that have not ended
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
-        """A step is over."""
+    def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
+        """Count a step that is over."""
         intervals: list[float] = []
         self._histograms["iteration_tokens_total"].observe(batch.header.num_tokens)
-        for seq in plan.admitted:
-            self._params[seq.request_id] = seq.params
         for row in plan.sampled:
             seq = row.seq
             if row.start + row.n == seq.num_prompt_tokens:
@@ -105,19 +103,21 @@ class Metrics:
                 self._note_end(seq)
         self._histograms["inter_token_latency_seconds"].observe_all(intervals)
         if len(self._progress) > 2 * self._engine.config.max_num_seqs:  # some were aborted
-            alive = {seq: told for seq, told in self._progress.items() if not seq.finished}
+            alive = {seq: seen for seq, seen in self._progress.items() if not seq.finished}
             self._progress = alive
 
-    def finished(self, output: RequestOutput) -> None:
-        """A request has ended, whole, in whatever way."""
-        params = self._params.pop(output.request_id, None)
-        longest = self._longest.pop(output.request_id, 0)
+    def on_start(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def on_finish(self, output: RequestOutput) -> None:
+        request = self._requests.pop(output.request_id, None)
         for completion in output.outputs:
             if completion.finish_reason in ("abort", "error"):
                 self._num_finished[completion.finish_reason] += 1
         times = output.metrics
-        if params is None or times.first_token_time is None:
-            return  # aborted before it brought anything
+        if request is None or times.first_token_time is None:
+            return  # aborted before it had a token, or older than these metrics
+        params = request.params
         last = times.last_token_time or times.first_token_time
         values = {
             "e2e_request_latency_seconds": times.total_time,
@@ -127,7 +127,7 @@ class Metrics:
             "request_inference_time_seconds": last - times.first_scheduled_time,
             "request_prompt_tokens": len(output.prompt_token_ids),
             "request_generation_tokens": times.num_output_tokens,
-            "request_max_num_generation_tokens": longest,
+            "request_max_num_generation_tokens": _longest_completion(request),
             "request_params_n": params.n,
             "request_params_max_tokens": params.max_tokens,
         }
@@ -136,7 +136,7 @@ class Metrics:
                 self._histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus-client asks for, when somebody asks it."""
+        """Yield the metrics as they are now: prometheus-client calls this."""
         scheduler, stats = self._engine.scheduler, self._engine.stats
         num_blocks = scheduler.block_manager.num_blocks
         used = 1 - scheduler.block_manager.num_free_blocks / num_blocks
@@ -144,22 +144,23 @@ class Metrics:
         yield self._gauge("num_requests_waiting", "Sequences that wait.", len(scheduler.waiting))
         yield self._gauge("kv_cache_usage_perc", "Used part of the KV pool; 1 is all of it.", used)
         yield self._cache_config(num_blocks)
-        for name, told, value in (
+        for name, meaning, value in (
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
             ("prompt_tokens", "Prompt tokens, cached ones too.", self._num_prompt_tokens),
             ("generation_tokens", "Tokens of output.", self._num_generated),
         ):
-            counter = self._counter(name, told)
+            counter = self._counter(name, meaning)
             counter.add_metric([*self._labels.values()], value)
             yield counter
-        if hasattr(stats, "num_drafts"):  # also of an engine that has met its first grammar
+        # A grammar's forced tokens are drafts, too, without the option.
+        if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():
-            told = name.replace("_", " ").capitalize() + "."
-            family = HistogramMetricFamily(self._prefix + name, told, labels=[*self._labels])
+            meaning = name.replace("_", " ").capitalize() + "."
+            family = HistogramMetricFamily(self._prefix + name, meaning, labels=[*self._labels])
             family.add_metric([*self._labels.values()], *histogram.read())
             yield family
 
@@ -171,19 +172,17 @@ class Metrics:
                 self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def _note_end(self, seq: "Sequence") -> None:
-        num_tokens, _ = self._progress.pop(seq)
-        if seq.finish_reason in ("stop", "length"):  # of the others, `finished` is told
+        del self._progress[seq]
+        if seq.finish_reason in ("stop", "length"):  # the others are counted by `on_finish`
             self._num_finished[seq.finish_reason] += 1
-            longest = max(num_tokens, self._longest.get(seq.request_id, 0))
-            self._longest[seq.request_id] = longest
 
-    def _gauge(self, name: str, told: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(self._prefix + name, told, labels=[*self._labels])
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(self._prefix + name, meaning, labels=[*self._labels])
         gauge.add_metric([*self._labels.values()], value)
         return gauge
 
-    def _counter(self, name: str, told: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(self._prefix + name, told, labels=[*self._labels, *labels])
+    def _counter(self, name: str, meaning: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(self._prefix + name, meaning, labels=[*self._labels, *labels])
 
     def _finished_by_reason(self) -> Metric:
         counter = self._counter("request_success", "Completions that ended.", "finished_reason")
@@ -191,27 +190,29 @@ class Metrics:
             counter.add_metric([*self._labels.values(), reason], number)
         return counter
 
-    def _speculation(self, stats: "SpeculativeStats") -> Iterator[Metric]:
-        for name, told, value in (
-            ("num_drafts", "Rows with guesses.", stats.num_drafts),
-            ("num_draft_tokens", "Guesses that were computed.", stats.num_draft_tokens),
-            ("num_accepted_tokens", "Guesses that were right.", stats.num_accepted_tokens),
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, meaning, value in (
+            ("num_drafts", "Rows with draft tokens.", stats.num_drafts),
+            ("num_draft_tokens", "Draft tokens that were computed.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens),
         ):
-            counter = self._counter(f"spec_decode_{name}", told)
+            counter = self._counter(f"spec_decode_{name}", meaning)
             counter.add_metric([*self._labels.values()], value)
             yield counter
-        name, told = "spec_decode_num_accepted_tokens_per_pos", "Right ones, by position."
-        counter = self._counter(name, told, "position")
+        name, meaning = "spec_decode_num_accepted_tokens_per_pos", "Accepted ones, by position."
+        counter = self._counter(name, meaning, "position")
         for position, value in enumerate(stats.num_accepted_tokens_per_pos):
             counter.add_metric([*self._labels.values(), str(position)], value)
         yield counter
-        goodput = self._engine.scheduler.goodput
-        if goodput is not None:
-            told = "Tokens of steps that guessed, over those of plain steps in the same time."
-            yield self._gauge("spec_decode_gain", told, goodput.gain)
+        for extension in self._engine.extensions:
+            goodput = getattr(extension, "goodput", None)  # of the one that speculates
+            if goodput is None:
+                continue
+            meaning = "Tokens of steps with drafts, over those of plain steps in the same time."
+            yield self._gauge("spec_decode_gain", meaning, goodput.gain)
 
     def _cache_config(self, num_blocks: int) -> Metric:
-        """A gauge that is always 1: what it tells is in its labels."""
+        """Return a gauge that is always 1: its labels say what there is."""
         config = self._engine.config
         about = {
             "block_size": config.block_size,
@@ -229,18 +230,30 @@ class Metrics:
 
 
 def start_metrics(model_name: str, prefix: str, engine: GuardedEngine) -> None:
-    """From here on `engine` is measured."""
-    engine.observers.append(Metrics(engine, model_name, prefix))
+    """Measure `engine` from now on."""
+    metrics = Metrics(engine, model_name, prefix)
+    engine.observers.append(metrics)
+    engine.listeners.append(metrics)
+
+
+def metrics_of(engine: GuardedEngine) -> list[Metrics]:
+    """Return those that measure `engine`, in the order in which they were started."""
+    return [observer for observer in engine.observers if isinstance(observer, Metrics)]
 
 
 def exposition(engine: GuardedEngine) -> bytes:
-    """What Prometheus reads, of the measuring that was begun last."""
-    *_, metrics = (observer for observer in engine.observers if isinstance(observer, Metrics))
-    return generate_latest(metrics.registry)
+    """Return what Prometheus reads, of the metrics that were started last."""
+    return generate_latest(metrics_of(engine)[-1].registry)
+
+
+def _longest_completion(request: Request) -> int:
+    """Return the number of tokens of the longest one that came to its own end; 0 if none did."""
+    ended = [seq for seq in request.sequences if seq.finish_reason in ("stop", "length")]
+    return max((seq.num_output_tokens for seq in ended), default=0)
 
 
 def _one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to `most`."""
     bounds, power = [], 1
     while power <= most:
         bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.detokenizer import Detokenizer
+from nanoserve.engine.executor import StepResult
+from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -41,8 +43,12 @@ def can_follow(request: Request) -> bool:
     return is_delta and params.detokenize and not params.stop and not has_logprobs
 
 
-class TokenFeed:
-    """In the engine's thread: the new tokens of the requests that are followed."""
+class TokenFeed(RequestListener):
+    """Collects, in the engine's thread, the new tokens of the requests that are followed.
+
+    It is an observer of the steps, too. The last output of a request has all of its tokens, so it
+    does not matter which of the two is called first when it ends.
+    """
 
     def __init__(self) -> None:
         self._num_sent: dict[Sequence, int] = {}
@@ -55,7 +61,7 @@ class TokenFeed:
         self._sequences[request.request_id] = request.sequences
         self._num_sent.update(dict.fromkeys(request.sequences, 0))
 
-    def __call__(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """A step is over."""
         for row in plan.sampled:
             seq = row.seq
@@ -69,8 +75,7 @@ class TokenFeed:
             end = seq.finish_reason, seq.stop_reason
             self._new.append(NewTokens(seq.request_id, seq.index, new, *end))
 
-    def finished(self, output: RequestOutput) -> None:
-        """A request has ended, whole."""
+    def on_finish(self, output: RequestOutput) -> None:
         for seq in self._sequences.pop(output.request_id, ()):
             self._num_sent.pop(seq, None)
 

@@ -95,7 +95,7 @@ class DraftModelProposer:
 
     def begin(self, seq: Sequence) -> None:
         num_blocks = 0
-        while num_blocks < seq.num_registered_blocks and self._has(seq.block_table[num_blocks]):
+        while num_blocks < seq.num_cached_blocks and self._has(seq.block_table[num_blocks]):
             num_blocks += 1
         self._computed[seq] = (num_blocks * self._pool.block_size, [])
 
@@ -180,7 +180,7 @@ class DraftModelProposer:
     def _note_filled(self, seq: Sequence) -> None:
         """Blocks that others may find in the prefix cache, the last ones first."""
         computed = self._num_right(seq) // self._pool.block_size
-        for block in reversed(seq.block_table[: min(computed, seq.num_registered_blocks)]):
+        for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
                 break
             self._filled[block] = self._pool.content_id(block)

@@ -28,5 +28,6 @@ def start_trace(engine: "GuardedEngine") -> ExitStack:
         file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)
         engine.observers.append(recorder.observe)
+        engine.scheduler.block_manager.listeners.append(recorder.cache_changes)
         closing.callback(recorder.end)
         return closing.pop_all()

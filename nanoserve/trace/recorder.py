@@ -1,8 +1,8 @@
 """Every step of the engine as one line of JSON: who ran, on which KV blocks, and what gave way.
 
-The recorder is an observer (`GuardedEngine.observers`): it is called after each step with its plan and
-its batch, and the engine does not know of it. The first line of a trace is its header, the last one
-says when the engine was closed. A line in between is a step:
+The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan, its
+batch and its result, and the engine does not know of it. The first line of a trace is its header,
+the last one says when the engine was closed. A line in between is a step:
 
     step        number of its batch; a number that is missing is a step that raised and was undone
     time        seconds from the start of the trace to the start of the step
@@ -14,8 +14,8 @@ says when the engine was closed. A line in between is a step:
     admitted    sequences that began to run, for the first time or again
     batch       the header of the packed batch
     rows        its rows, in order; see `TraceRecorder._row`
-    evicted     published blocks that were taken for something else
-    published   blocks that entered the prefix cache
+    evicted     blocks that have left the prefix cache since the step before
+    published   blocks that have entered it since then, perhaps with other content than before
     finished    sequences that ended with this step
     waiting     the queue after this step, its head first
     running     the running sequences after this step, in order of admission
@@ -23,7 +23,8 @@ says when the engine was closed. A line in between is a step:
                 seconds of its own machine's clock from the start of the trace
 
 Where several steps are under way, those behind this one are planned already: `waiting` and
-`running` are without what they admit, and with what they preempt.
+`running` are without what they admit, and with what they preempt, and blocks that they evict and
+cache are among those of this one.
 
 A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
 row has the blocks that are new in it, after a (new) admission all of them.
@@ -38,11 +39,13 @@ from typing import Any
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.trace.cache_changes import CacheChanges
 from nanoserve.trace.reader import FORMAT, VERSION
 from nanoserve.trace.whole_lines import WholeLines
 
@@ -67,7 +70,7 @@ class TraceRecorder:
         self._block_size = engine.config.block_size
         self._texts: dict[Sequence, SequenceTexts] = {}  # of all sequences that have not ended
         self._tables: dict[Sequence, list[int]] = {}  # of those that run
-        self._cached: set[int] = set()
+        self.cache_changes = CacheChanges()
         self._file = file
         self._start = time.perf_counter()
         options = {name: getattr(engine.config, name) for name in _OPTIONS}
@@ -79,7 +82,7 @@ class TraceRecorder:
             | {"max_model_len": engine.executor.max_model_len}
         )
 
-    def observe(self, plan: Plan, batch: Batch, times: StepTimes) -> None:
+    def observe(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Write one step. It is over: what finished has given back its blocks already.
 
         Its results must not be lost to a trace: without memory for a line, the trace ends.
@@ -87,11 +90,13 @@ class TraceRecorder:
         if not self._file.is_complete:
             return
         try:
-            self._write(self._step(plan, batch, times))
+            self._write(self._step(plan, batch, result, times))
         except MemoryError as error:
             self._file.give_up(error)
 
-    def _step(self, plan: Plan, batch: Batch, times: StepTimes) -> dict[str, Any]:
+    def _step(
+        self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes
+    ) -> dict[str, Any]:
         parts = asdict(times)
         start = self._seconds(time.perf_counter() - sum(parts.values()))
         arrived = self._introduce(plan)
@@ -102,9 +107,13 @@ class TraceRecorder:
             self._tables.pop(seq, None)
         header = batch.header
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()
-        rows = [self._row(plan, row, table) for row, table in zip(plan.rows, tables, strict=True)]
-        evicted = self._evict(block for row in rows for block in row["blocks"][row["hits"] :])
-        self._cached.update(plan.registered_blocks)
+        sampled = (row.seq for row in plan.sampled)
+        new_ids = dict(zip(sampled, result.token_ids, strict=True))
+        rows = [
+            self._row(plan, row, new_ids.get(row.seq, []), table)
+            for row, table in zip(plan.rows, tables, strict=True)
+        ]
+        evicted, cached = self.cache_changes.take()
         return {
             "step": header.step,
             "time": start,
@@ -117,7 +126,7 @@ class TraceRecorder:
             "batch": header._asdict(),
             "rows": rows,
             "evicted": evicted,
-            "published": plan.registered_blocks,
+            "published": cached,
             "finished": self._ended(planned),
             "waiting": _numbers(filter(self._texts.__contains__, self._scheduler.waiting)),
             "running": _numbers(filter(self._texts.__contains__, self._scheduler.running)),
@@ -175,7 +184,7 @@ class TraceRecorder:
 
     def _undone(self, plan: Plan) -> list[Sequence]:
         """Sequences that no step preempted, and that wait, or had to be admitted once more."""
-        plans = [plan, *(step.plan for step in self._engine._in_flight)]
+        plans = [plan, *self._engine.plans_under_way]
         preempted = {seq for each in plans for seq in each.preempted}
         return [
             seq
@@ -184,8 +193,10 @@ class TraceRecorder:
             or seq in plan.admitted
         ]
 
-    def _row(self, plan: Plan, row: Row, packed_table: list[int]) -> dict[str, Any]:
-        """One sequence in a step.
+    def _row(
+        self, plan: Plan, row: Row, new_ids: list[int], packed_table: list[int]
+    ) -> dict[str, Any]:
+        """Describe one sequence in a step, in which `new_ids` were sampled for it.
 
         seq: its arrival number.
         kind: "decode" for a single token of the output, or else "prefill"; so a prompt is computed,
@@ -193,11 +204,12 @@ class TraceRecorder:
         computed, new: tokens whose K and V were in the cache before, and those of this step.
         hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
         blocks: what is new in its block table.
-        yields: whether it has got a token, which is then `token`, with its `text`.
-        guesses: what was guessed behind its last token, each with its text; only if anything was.
-            The first `right` of them were right and have joined, before `token`.
+        yields: whether it has got a token, which is then `token`, with its `text`; `token` is null
+            if that was an error.
+        guesses: the draft tokens behind its last token, each with its text; only if there are any.
+            The first `right` of them were accepted and have joined, before `token`.
         """
-        seq, computed, n, guesses = row.seq, row.start, row.n, plan.guesses.get(row.seq, [])
+        seq, computed, n, drafts = row.seq, row.start, row.n, plan.draft_tokens.get(row.seq, [])
         # A table reaches beyond a step that computes a chunk; one that has been given back does
         # not, because only a sequence that has caught up finishes.
         num_used = blocks_needed(computed + n, self._block_size)
@@ -205,7 +217,7 @@ class TraceRecorder:
         is_admitted = seq not in self._tables
         num_known = 0 if is_admitted else len(self._tables[seq])
         self._tables[seq] = table
-        is_decode = n - len(guesses) == 1 and computed >= seq.num_prompt_tokens
+        is_decode = n - len(drafts) == 1 and computed >= seq.num_prompt_tokens
         written = {
             "seq": seq.arrival,
             "kind": "decode" if is_decode else "prefill",
@@ -215,30 +227,19 @@ class TraceRecorder:
             "blocks": table[num_known:],
             "yields": bool(row.num_sampled),
         }
-        if guesses:
-            written |= self._guesses(row, guesses)
+        *accepted, token = _taken(seq, new_ids, computed + n - len(drafts)) or [None]
+        if drafts:
+            written |= self._drafts(seq, drafts, accepted)
         if row.num_sampled:
-            written["token"] = _yielded(seq, computed + n - len(guesses))
-            written["text"] = self._texts[seq].next(written["token"])
+            written["token"] = token
+            written["text"] = self._texts[seq].next(token)
         return written
 
-    def _guesses(self, row: Row, guesses: list[int]) -> dict[str, Any]:
-        seq, texts = row.seq, self._texts[row.seq]
-        joined = seq.token_ids[row.start + row.n - len(guesses) :]
-        right = joined if _ended_by_token(seq) else joined[:-1]
-        told = [[token_id, texts.next(token_id)] for token_id in right]
-        told += [[token_id, texts.alone(token_id)] for token_id in guesses[len(right) :]]
-        return {"guesses": told, "right": len(right)}
-
-    def _evict(self, taken: Iterable[int]) -> list[int]:
-        """The published blocks that were lost since the step before; `taken` are new in a table."""
-        # Some were perhaps taken for a sequence that was then preempted itself, or given up with a
-        # step that raised: no table shows them.
-        is_published = self._scheduler.block_manager.is_published
-        lost = {block for block in self._cached if not is_published(block)}
-        evicted = lost | self._cached.intersection(taken)
-        self._cached -= evicted
-        return sorted(evicted)
+    def _drafts(self, seq: Sequence, drafts: list[int], accepted: list[int]) -> dict[str, Any]:
+        texts = self._texts[seq]
+        shown = [[token_id, texts.next(token_id)] for token_id in accepted]
+        shown += [[token_id, texts.alone(token_id)] for token_id in drafts[len(accepted) :]]
+        return {"guesses": shown, "right": len(accepted)}
 
 
 class SequenceTexts:
@@ -262,23 +263,16 @@ class SequenceTexts:
         return "" if self._texts is None else self._texts.text_of_token(token_id)
 
 
-def _yielded(seq: Sequence, num_tokens: int) -> int | None:
-    """The last token that a sequence got in the step that is just over; it had `num_tokens`.
+def _taken(seq: Sequence, new_ids: list[int], num_tokens: int) -> list[int]:
+    """Return those of `new_ids` that count: `seq` had `num_tokens` before, and may have ended.
 
-    A token that ends a sequence does not join it. Then it is the stop token, or the model's EOS;
-    None if the model has several of these.
+    They are the tokens that joined it, and a stop token or EOS that ended it without joining.
     """
-    if len(seq.token_ids) > num_tokens and not _ended_by_token(seq):
-        return seq.token_ids[-1]
-    if isinstance(seq.stop_reason, int):
-        return seq.stop_reason
-    eos_token_ids = seq.stop_token_ids.difference(seq.params.stop_token_ids or ())
-    return next(iter(eos_token_ids)) if len(eos_token_ids) == 1 else None
-
-
-def _ended_by_token(seq: Sequence) -> bool:
-    """By EOS or a stop token, which has not joined."""
-    return seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    if seq.finish_reason is None:
+        return new_ids
+    num_joined = len(seq.token_ids) - num_tokens
+    is_ended_by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    return new_ids[: num_joined + is_ended_by_token]
 
 
 def _numbers(sequences: Iterable[Sequence]) -> list[int]:

@@ -115,7 +115,7 @@ def test_the_planned_steps_are_those_that_the_engine_takes(checkpoint: Path) -> 
     prompts, lens = [[5] * 40, [7] * 4, [5] * 37 + [8], [9, 9]], [3, 9, 2, 5]
     taken = []
 
-    def observe(_plan: object, batch: object, _times: object) -> None:
+    def observe(_plan: object, batch: object, _result: object, _times: object) -> None:
         rows = batch.header.num_rows
         query_lens = np.diff(batch.cu_seqlens_q[: rows + 1]).tolist()
         contexts = batch.context_lens[:rows].tolist()

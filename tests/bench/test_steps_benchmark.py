@@ -26,7 +26,7 @@ ARGS = Namespace(
 def test_the_parts_add_up_to_the_whole(checkpoint: Path) -> None:
     with LLM(checkpoint, skip_tokenizer_init=True) as llm:
         executes, timer = [], StepTimer(llm.engine)
-        llm.engine.observers.append(lambda plan, batch, times: executes.append(times))
+        llm.engine.observers.append(lambda plan, batch, result, times: executes.append(times))
         llm.generate([[5] * 9, [6]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(timer.steps) == len(executes) == 4
     assert [step.is_decode for step in timer.steps] == [False, True, True, True]

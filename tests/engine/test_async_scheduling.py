@@ -16,8 +16,7 @@ from late_executor import Corruption, LateExecutor, LatePipeline, expected_token
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.pipeline import PipelinedScheduler, share_out
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
@@ -59,7 +58,7 @@ class AheadRun:
         fits_alone = -(-self.max_model_len // block_size)
         eos = frozenset({97}) if rng.random() < 0.3 else frozenset()
         self.by_priority = rng.random() < 0.3
-        self.engine: LLMEngine = make_engine(
+        self.engine: GuardedEngine = make_engine(
             TOKENIZER,
             num_kv_blocks=fits_alone + rng.choice([0, 0, 1, 3, 20]),
             eos=eos,
@@ -147,7 +146,7 @@ class AheadRun:
         self.most_in_flight = max(self.most_in_flight, len(self.engine._in_flight))
         for output in outputs:
             self._take(output)
-        check_invariants(self.engine.scheduler)
+        self.engine.scheduler.check()
 
     def _on_call(self, name: str) -> None:
         """Each call of the executor: somebody aborts a request, or the device fails."""
@@ -216,7 +215,7 @@ class AheadRun:
         require(manager.num_free_blocks == manager.num_blocks, "blocks leaked")
         require(not self.engine.output_processor.requests, "a request was lost")
         require(not self.engine._in_flight, "a step was never collected")
-        check_invariants(scheduler)
+        scheduler.check()
         for asked in self.asked:
             require(asked.final is not None, f"{asked.request_id} was never handed out")
             if asked.params.prompt_logprobs is not None and not asked.aborted:
@@ -309,9 +308,9 @@ def test_bugs_planted_into_a_pipeline_are_seen(
 
 def pending_token_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is offered before its last token is known, as if that were an `a`."""
-    original = BlockManager.register
+    original = BlockManager.cache
 
-    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
         missing = num_tokens - len(seq.token_ids)
         seq.token_ids += [97] * missing
         published = original(self, seq, num_tokens)
@@ -319,7 +318,7 @@ def pending_token_published(monkeypatch: pytest.MonkeyPatch) -> None:
             del seq.token_ids[-missing:]
         return published
 
-    monkeypatch.setattr(BlockManager, "register", register)
+    monkeypatch.setattr(BlockManager, "cache", cache)
 
 
 def state_learns_its_token_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from nanoserve.engine.block_manager import BlockManager, chain_hash
-from nanoserve.engine.invariants import check_pool
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
@@ -19,7 +18,7 @@ def run(manager: BlockManager, seq: Sequence) -> Sequence:
     """Allocate and compute the whole of `seq`, with whatever the cache has."""
     hits = manager.lookup(seq)
     assert manager.allocate(seq, seq.num_tokens, hits)
-    manager.register(seq, seq.num_tokens)
+    manager.cache(seq, seq.num_tokens)
     seq.num_computed_tokens = seq.num_tokens
     return seq
 
@@ -108,7 +107,7 @@ def test_blocks_that_collide_under_every_root_are_not_mistaken() -> None:
         # One hash finds one block, the older one. What follows the other is not found behind it.
         assert manager.lookup(make_sequence([*prefix, *other, *range(20)])) == b.block_table[:known]
         assert manager.lookup(make_sequence([*prefix, *one, *range(20)])) == a.block_table[:-1]
-        check_pool(manager, [a, b])
+        manager.check([a, b])
 
 
 def test_a_parent_is_known_by_its_content_and_not_by_its_hash() -> None:
@@ -118,10 +117,10 @@ def test_a_parent_is_known_by_its_content_and_not_by_its_hash() -> None:
     first, twin = make_sequence(one), make_sequence([*one, *range(16)])
     for seq in (first, twin):  # side by side, so each has a block of its own for `one`
         assert manager.allocate(seq, seq.num_tokens)
-        manager.register(seq, seq.num_tokens)
+        manager.cache(seq, seq.num_tokens)
     parent, child = first.block_table[0], twin.block_table[1]
     assert manager.lookup(make_sequence([*one, *range(16), 1])) == [parent, child]
-    manager.forget(parent)
+    manager.evict(parent)
     usurper = run(manager, make_sequence(other))
     assert manager.lookup(make_sequence([*other, *range(16), 1])) == usurper.block_table
 
@@ -152,17 +151,17 @@ def test_check_sees_a_leak() -> None:
     manager = BlockManager(3, block_size=2)
     run(manager, make_sequence(range(4)))
     with pytest.raises(RuntimeError, match="reference counts"):
-        check_pool(manager, [])
+        manager.check([])
 
 
-def test_two_sequences_that_fill_the_same_block_at_once_publish_one() -> None:
+def test_two_sequences_that_fill_the_same_block_at_once_cache_one() -> None:
     manager = BlockManager(4, block_size=2)
     a, b = make_sequence([5, 5, 5]), make_sequence([5, 5, 5])
     for seq in (a, b):
         assert manager.allocate(seq, 3)
-    assert manager.register(a, 3) == [a.block_table[0]]
-    assert manager.register(b, 3) == []
-    check_pool(manager, [a, b])
+    assert manager.cache(a, 3) == [a.block_table[0]]
+    assert manager.cache(b, 3) == []
+    manager.check([a, b])
     manager.free(b)
     assert next(iter(manager._free)) not in a.block_table
     assert manager.lookup(make_sequence([5, 5, 5])) == [a.block_table[0]]
@@ -174,58 +173,58 @@ def test_no_prefix_cache_no_hits() -> None:
     assert manager.lookup(make_sequence([5, 5, 5])) == []
 
 
-# ---------------------------------------------------------------- what has been published
+# ---------------------------------------------------------------- what has been cached
 
 
-def test_each_full_block_is_published_once_as_the_sequence_grows() -> None:
+def test_each_full_block_is_cached_once_as_the_sequence_grows() -> None:
     manager = BlockManager(8, block_size=2)
     seq = make_sequence(range(7))
     assert manager.allocate(seq, 7)
     table = seq.block_table
-    assert manager.register(seq, 1) == []
-    assert manager.register(seq, 5) == table[:2]  # all tokens so far, not only those of this step
-    assert manager.register(seq, 5) == []
+    assert manager.cache(seq, 1) == []
+    assert manager.cache(seq, 5) == table[:2]  # all tokens so far, not only those of this step
+    assert manager.cache(seq, 5) == []
     seq.token_ids.append(7)
-    assert manager.register(seq, 7) == [table[2]]
-    assert manager.register(seq, 8) == [table[3]]
-    assert seq.num_registered_blocks == 4
-    check_pool(manager, [seq])
+    assert manager.cache(seq, 7) == [table[2]]
+    assert manager.cache(seq, 8) == [table[3]]
+    assert seq.num_cached_blocks == 4
+    manager.check([seq])
 
 
-def test_what_was_found_in_the_cache_is_not_published_again() -> None:
+def test_what_was_found_in_the_cache_is_not_cached_again() -> None:
     manager = BlockManager(8, block_size=2)
     run(manager, make_sequence(range(5)))
     seq = make_sequence(range(8))
     hits = manager.lookup(seq)
     assert manager.allocate(seq, 8, hits) and len(hits) == 2
-    assert seq.num_registered_blocks == 2
-    assert manager.register(seq, 8) == seq.block_table[2:]
+    assert seq.num_cached_blocks == 2
+    assert manager.cache(seq, 8) == seq.block_table[2:]
 
 
-def test_a_block_whose_last_token_is_pending_is_published_when_that_is_known() -> None:
+def test_a_block_whose_last_token_is_pending_is_cached_when_that_is_known() -> None:
     """A step may fill a block before anybody here knows with what."""
     manager = BlockManager(8, block_size=2)
     seq = make_sequence(range(3))
     assert manager.allocate(seq, 4)
     seq.num_pending = 1
-    assert manager.register(seq, 4) == [seq.block_table[0]]
+    assert manager.cache(seq, 4) == [seq.block_table[0]]
     seq.token_ids.append(9)
     seq.num_pending = 0
-    assert manager.register(seq, 4) == [seq.block_table[1]]
+    assert manager.cache(seq, 4) == [seq.block_table[1]]
     assert manager.lookup(make_sequence([0, 1, 2, 9, 5])) == seq.block_table
 
 
-def test_a_sequence_that_begins_again_publishes_again() -> None:
-    """What it had published may have been taken for something else in the meantime."""
+def test_a_sequence_that_begins_again_caches_again() -> None:
+    """What it had cached may have been taken for something else in the meantime."""
     manager = BlockManager(2, block_size=2)
     seq = run(manager, make_sequence(range(4)))
     manager.free(seq)
-    assert seq.num_registered_blocks == 0
+    assert seq.num_cached_blocks == 0
     manager.free(run(manager, make_sequence(range(50, 54))))
     assert manager.lookup(seq) == []
     run(manager, seq)
     assert manager.lookup(make_sequence(range(5))) == seq.block_table
-    check_pool(manager, [seq])
+    manager.check([seq])
 
 
 # ---------------------------------------------------------------- who shares with whom

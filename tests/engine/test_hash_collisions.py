@@ -10,7 +10,6 @@ from tiny_checkpoints import make_qwen3
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine import block_manager
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.invariants import check_pool
 from nanoserve.engine.sequence import Sequence
 
 # As in test_block_manager.py, of a vocabulary that a test's model has: one hash behind any parent.
@@ -61,7 +60,7 @@ class BirthdaySearch:
                 self.counts["wrong hits"] += self.prefix_in[block] != prefix
             else:
                 self.prefix_in[block] = prefix
-        manager.register(seq, seq.num_tokens)
+        manager.cache(seq, seq.num_tokens)
         for index, block_hash in enumerate(seq.block_hashes):
             same = self.of_hash.setdefault(block_hash, set())
             same.add(tuple(token_ids[: (index + 1) * size]))
@@ -75,7 +74,7 @@ class BirthdaySearch:
 def test_no_collision_is_a_hit(block_size: int, num_blocks: int, monkeypatch) -> None:
     search = BirthdaySearch(block_size, num_blocks, monkeypatch)
     search.run(3000)
-    check_pool(search.manager, [])
+    search.manager.check([])
     assert search.counts["collisions"] > 50 and search.counts["hits"] > 100
     assert search.counts["wrong hits"] == 0
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.text_limit import TextLimit
 
 MAX_MODEL_LEN = 512
@@ -298,7 +298,7 @@ def test_texts_of_a_class_of_ones_own_are_plain_texts_afterwards() -> None:
         SamplingParams(stop=[Shouting("x" * 16_385)])
 
 
-def to_the_end(engine: LLMEngine) -> tuple[list[int], str]:
+def to_the_end(engine: GuardedEngine) -> tuple[list[int], str]:
     (completion,) = run(engine)["r"].outputs
     return completion.token_ids, completion.text
 

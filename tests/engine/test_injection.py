@@ -19,14 +19,13 @@ from injector import Injector, Moment, Recorder, last_of_its_like, looks_for_sig
 
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
-from nanoserve.engine import interrupts, invariants
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine import interrupts
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.streams import Streams
 
 PACKAGE = Path(nanoserve.__file__).parent
 FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {str(PACKAGE / "streams.py")}
-FILES.remove(invariants.__file__)  # the tests call these
 NUM_BLOCKS = 7
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -91,10 +90,11 @@ class Scenario:
     def check_that_nothing_is_left(self) -> None:
         assert self.engine.executor.closed
         self._check()
-        assert not self.engine.output_processor.requests and not self.engine.mailboxes
+        assert not self.engine.output_processor.requests
+        assert not self.engine.loop.outputs and not self.engine.loop.outputs._queues
         assert not self.engine.output_processor._detokenizer._streams
         assert self.engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS
-        assert not self.engine._turns.is_inside and not self.engine._turns._due
+        assert not self.engine._lock.is_inside and not self.engine._lock._deferred
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def _stream(self) -> None:
@@ -162,7 +162,7 @@ class Scenario:
         """Uninterrupted: nothing that this calls is the engine's own doing."""
         trace = sys.gettrace()
         sys.settrace(None)
-        check_invariants(self.engine.scheduler)
+        self.engine.scheduler.check()
         scheduler, requests = self.engine.scheduler, self.engine.output_processor.requests
         queued = {*scheduler.running, *scheduler.waiting, *scheduler.held}
         unfinished = {s for r in requests.values() for s in r.sequences if not s.finished}
@@ -202,7 +202,8 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
 
 def is_delivering(frame: FrameType) -> bool:
     """A step's outputs are on their way to the caller, who alone has them: without a call."""
-    return frame.f_code is LLMEngine.step.__code__ and not looks_for_signals(frame)
+    deliveries = (GuardedEngine.step.__code__, OutputQueues.take.__code__)
+    return frame.f_code in deliveries and not looks_for_signals(frame)
 
 
 def fail(scenario: Scenario, frame: FrameType) -> None:

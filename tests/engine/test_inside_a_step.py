@@ -13,8 +13,7 @@ from counting_executor import CountingExecutor, Handle, byte_tokenizer, make_eng
 
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64, "max_num_seqs": 8}
@@ -66,7 +65,7 @@ def llm(opened: LLM) -> Iterator[LLM]:
     assert not engine.has_unfinished_requests() and not engine.output_processor.requests
     assert not engine.mailboxes
     assert engine.scheduler.block_manager.num_free_blocks == OPTIONS["num_kv_blocks"]
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +197,7 @@ def test_a_completion_that_ends_in_the_step_in_which_another_fails_is_handed_out
 class FailsFor(CountingExecutor):
     """One completion's own code raises where its token would get this position."""
 
-    def __init__(self, engine: LLMEngine, completion: int, at_position: int) -> None:
+    def __init__(self, engine: GuardedEngine, completion: int, at_position: int) -> None:
         super().__init__(engine.config)
         self.completion, self.at_position = completion, at_position
 
@@ -246,7 +245,7 @@ def test_a_processor_of_the_engine_that_raises_fails_the_step(checkpoint: Path, 
         engine.step()
         with pytest.raises(Mishap) as caught:
             engine.step()
-        check_invariants(engine.scheduler)
+        engine.scheduler.check()
         outputs = run(engine)
     assert caught.value.request_ids == ["a", "b", "c"]
     assert tokens([outputs[name] for name in "abc"]) == expected
@@ -268,7 +267,7 @@ def test_a_failing_step_says_whose_it_was(ahead: bool) -> None:
     assert caught.value.request_ids == ["a", "b"]  # once each, and c has not begun
     if hasattr(caught.value, "__notes__"):  # Python 3.11
         assert caught.value.__notes__ == ["in a step of the requests ['a', 'b']"]
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     outputs = run(engine)
     assert {name: len(output.outputs) for name, output in outputs.items()} == {
         "a": 1,
@@ -300,7 +299,7 @@ def test_a_request_may_abort_itself_and_others(llm: LLM, expected) -> None:
 def test_an_observer_may_abort_requests(llm: LLM, expected) -> None:
     engine = llm.engine
 
-    def abort_one(plan, batch, times) -> None:
+    def abort_one(plan, batch, result, times) -> None:
         requests = list(engine.output_processor.requests.values())
         if len(requests) == 3 and requests[1].sequences[0].num_output_tokens == 2:
             assert engine.abort_request(requests[1].request_id) is None
@@ -355,7 +354,7 @@ def test_an_abort_in_a_step_that_fails_is_done_all_the_same(monkeypatch) -> None
         with pytest.raises(Mishap):
             engine.step()
     assert set(engine.output_processor.requests) == {"b"}
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     outputs = run(engine)
     assert reasons([outputs["a"], outputs["b"]]) == ["abort", "length"]
     assert tokens([outputs["a"], outputs["b"]]) == [[4], [4, 5, 6, 7, 8]]

@@ -8,8 +8,7 @@ import pytest
 from counting_executor import Handle, byte_tokenizer, make_engine, run
 
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -117,7 +116,7 @@ def test_a_failing_step_is_undone_and_the_request_goes_on() -> None:
     engine.executor.fail_next = True
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     output = run(engine)["a"]
     assert output.outputs[0].token_ids == list(range(2, 32))
     assert output.metrics.num_preemptions == 1
@@ -173,7 +172,9 @@ def test_a_cached_prompt_is_not_computed_twice() -> None:
 def test_observers_see_every_step() -> None:
     engine = make_engine()
     seen = []
-    engine.observers.append(lambda plan, batch, times: seen.append((batch.header.step, times)))
+    engine.observers.append(
+        lambda plan, batch, result, times: seen.append((batch.header.step, times))
+    )
     engine.add_request("a", [1], SamplingParams(max_tokens=3))
     run(engine)
     assert [step for step, _ in seen] == [0, 1, 2]
@@ -218,7 +219,7 @@ def test_an_exception_anywhere_in_a_step_undoes_it(part: str, where: str, monkey
             engine.step()
     # Nobody is in a plan that has never come to be.
     assert caught.value.request_ids == ([] if where == "_admit_waiting" else ["a"])
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     assert not engine.scheduler.block_manager._block_of
     token_ids = run(engine)["a"].outputs[0].token_ids
     assert token_ids == [40, 41, 42]
@@ -284,7 +285,7 @@ class Clock:
         return self.now
 
 
-def make_timed_engine(clock: Clock, seconds_per_step: float, **options: Any) -> LLMEngine:
+def make_timed_engine(clock: Clock, seconds_per_step: float, **options: Any) -> GuardedEngine:
     engine = make_engine(clock=clock, **options)
     original = engine.executor.collect
 
@@ -362,7 +363,7 @@ def test_the_parts_of_a_step_make_up_its_time() -> None:
         return original()
 
     engine.scheduler.schedule = schedule
-    engine.observers.append(lambda plan, batch, times: seen.append(times))
+    engine.observers.append(lambda plan, batch, result, times: seen.append(times))
     engine.add_request("a", [1], SamplingParams(max_tokens=2))
     run(engine)
     assert seen == [StepTimes(schedule=3, pack=0, execute=2, update=0)] * 2
@@ -386,7 +387,7 @@ def test_a_request_is_aborted_with_all_of_its_completions(num_steps: int, texts:
     assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
     assert [c.text for c in output.outputs] == texts
     assert not engine.has_unfinished_requests() and not engine.scheduler.held
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
 
 

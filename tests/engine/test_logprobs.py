@@ -10,7 +10,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 from transformers import PreTrainedModel
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
@@ -241,7 +241,7 @@ def test_decoded_tokens_are_the_texts_of_single_tokens(reference) -> None:
     with open_llm(path) as llm:
         (blank,) = llm.generate([[65, 66]], greedy(3, logprobs=20), use_tqdm=False)
         engine = llm.engine
-        llm.engine = LLMEngine(
+        llm.engine = GuardedEngine(
             engine.config, engine.model_config, engine.executor, byte_tokenizer()
         )
         params = greedy(3, logprobs=20, prompt_logprobs=5)
@@ -361,7 +361,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_its_entries_again(
     interrupted = []
     with open_llm(path, max_num_seqs=3, enable_prefix_caching=caching, **options) as llm:
 
-        def watch(plan, batch, times) -> None:
+        def watch(plan, batch, result, times) -> None:
             interrupted.extend(seq.needs_prompt_outputs for seq in plan.preempted)
 
         llm.engine.observers.append(watch)

@@ -49,12 +49,12 @@ def test_blocks_that_are_published_before_they_are_computed_are_seen(
     path: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted bug: the rest of a prompt's chunks counts as computed with the first."""
-    register = BlockManager.register
+    cache = BlockManager.cache
 
-    def register_all(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
-        return register(self, seq, len(seq.token_ids))
+    def cache_all(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+        return cache(self, seq, len(seq.token_ids))
 
-    monkeypatch.setattr(BlockManager, "register", register_all)
+    monkeypatch.setattr(BlockManager, "cache", cache_all)
     with pytest.raises(Difference, match="alone"):
         for seed in range(7, 40):
             ModelRun(seed, path, reference).run()

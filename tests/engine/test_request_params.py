@@ -13,7 +13,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checks import shown
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 INT32_MAX = 2**31 - 1
 PENALTIES = [-2.01, 2.01, 3, math.nan, math.inf, -math.inf, "1", None, True, [1.0]]
@@ -77,7 +77,7 @@ BAD_VALUES = [
 
 
 @contextmanager
-def refuses(engine: LLMEngine, *told: object) -> Iterator[None]:
+def refuses(engine: GuardedEngine, *told: object) -> Iterator[None]:
     """The block raises a ValueError that contains all of `told`, and leaves no trace."""
     num_steps = engine.stats.num_steps
     with pytest.raises(ValueError) as caught:
@@ -93,7 +93,7 @@ def refuses(engine: LLMEngine, *told: object) -> Iterator[None]:
 
 
 @pytest.fixture
-def engine() -> LLMEngine:
+def engine() -> GuardedEngine:
     return make_engine(byte_tokenizer())
 
 
@@ -138,7 +138,7 @@ def test_more_listed_logprobs_than_vllm_allows_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES, ids=str)
 def test_a_value_spoilt_after_construction_is_refused(
-    engine: LLMEngine, name: str, value: Any, limit: str
+    engine: GuardedEngine, name: str, value: Any, limit: str
 ) -> None:
     with refuses(engine, f"{name}=", limit):
         engine.add_request("bad", "abc", spoilt(name, value))
@@ -155,7 +155,7 @@ def test_a_value_spoilt_after_construction_is_refused(
     ids=str,
 )
 def test_values_that_contradict_each_other_are_refused(
-    engine: LLMEngine, settings: dict[str, Any], told: list[str]
+    engine: GuardedEngine, settings: dict[str, Any], told: list[str]
 ) -> None:
     with pytest.raises(ValueError) as caught:
         SamplingParams(**settings)
@@ -180,13 +180,13 @@ OUT_OF_VOCABULARY = [
 
 @pytest.mark.parametrize(("name", "value", "token_id"), OUT_OF_VOCABULARY, ids=str)
 def test_a_token_outside_the_vocabulary_is_refused(
-    engine: LLMEngine, name: str, value: Any, token_id: int
+    engine: GuardedEngine, name: str, value: Any, token_id: int
 ) -> None:
     with refuses(engine, name, token_id, f"[0, {VOCAB_SIZE})"):
         engine.add_request("bad", "abc", SamplingParams(**{name: value}))
 
 
-def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(engine: LLMEngine) -> None:
+def test_the_first_and_the_last_token_of_the_vocabulary_are_accepted(engine: GuardedEngine) -> None:
     ends = [0, VOCAB_SIZE - 1]
     params = SamplingParams(allowed_token_ids=ends, logit_bias=dict.fromkeys(ends, 1.0))
     engine.add_request("good", "abc", params)
@@ -236,7 +236,7 @@ def test_texts_without_a_tokenizer_are_refused(llm: LLM, settings: dict[str, Any
         llm.generate([1, 2], SamplingParams(**settings), use_tqdm=False)
 
 
-def test_a_priority_needs_the_priority_policy(llm: LLM, engine: LLMEngine) -> None:
+def test_a_priority_needs_the_priority_policy(llm: LLM, engine: GuardedEngine) -> None:
     with refuses(llm.engine, "priority=1", "scheduling_policy='priority'"):
         llm.generate([[1], [2]], use_tqdm=False, priority=[0, 1])
     with refuses(engine, "priority=-3", "scheduling_policy='priority'"):
@@ -247,7 +247,7 @@ def test_a_priority_needs_the_priority_policy(llm: LLM, engine: LLMEngine) -> No
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, None, True])
-def test_a_priority_that_is_no_integer_is_refused(engine: LLMEngine, priority: Any) -> None:
+def test_a_priority_that_is_no_integer_is_refused(engine: GuardedEngine, priority: Any) -> None:
     with refuses(engine, f"priority={priority!r}", "integer"):
         engine.add_request("bad", "abc", SamplingParams(), priority)
 
@@ -281,7 +281,7 @@ def test_one_bad_request_in_a_list_queues_none_of_it(llm: LLM, params: SamplingP
         llm.generate([[1], [2], [3]], [SamplingParams(), params, SamplingParams()], use_tqdm=False)
 
 
-def test_values_at_the_limits_are_accepted(engine: LLMEngine) -> None:
+def test_values_at_the_limits_are_accepted(engine: GuardedEngine) -> None:
     for settings in (
         {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1e-3},
         {"presence_penalty": np.float32(-2), "repetition_penalty": np.float64(3)},

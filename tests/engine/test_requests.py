@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.trace.reader import read_trace
 
 
@@ -92,7 +92,7 @@ def test_a_processor_of_the_engine_sees_all_rows_at_once(tmp_path) -> None:
             LLM(tmp_path, skip_tokenizer_init=True, logits_processors=wrong)
 
 
-def cached(engine: LLMEngine, salt: str | None) -> int:
+def cached(engine: GuardedEngine, salt: str | None) -> int:
     """How much of a prompt that has been computed before is found."""
     prompt = {"prompt_token_ids": list(range(100))}
     if salt is not None:

@@ -3,7 +3,6 @@
 import pytest
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import SIBLING, Scheduler
@@ -47,9 +46,9 @@ class Requests:
 def end(scheduler: Scheduler, plan: Plan) -> list[int]:
     """What follows `schedule` if nothing goes wrong."""
     scheduler.commit(plan)
-    check_invariants(scheduler)
+    scheduler.check()
     joined = scheduler.update(plan, [[7] for _ in plan.sampled])
-    check_invariants(scheduler)
+    scheduler.check()
     return joined
 
 
@@ -132,7 +131,7 @@ def test_fcfs_preempts_the_last_of_running_and_puts_it_at_the_head() -> None:
     assert list(scheduler.waiting) == [c, waiting]  # and nothing is admitted in this step
     assert c.status is SequenceStatus.WAITING and c.num_computed_tokens == 0
     assert c.slot == -1 and c.num_tokens == 17  # its sampled token is kept
-    check_invariants(scheduler)
+    scheduler.check()
 
 
 def test_priority_preempts_the_least_urgent_even_if_it_was_planned_already() -> None:
@@ -255,7 +254,7 @@ def test_abort_in_any_state_frees_everything(state: str) -> None:
     scheduler.finish(seq, "abort")  # twice is once
     for other in others:
         scheduler.finish(other, "abort")
-    check_invariants(scheduler)
+    scheduler.check()
     assert not scheduler.has_unfinished()
     assert scheduler.block_manager.num_free_blocks == 6
     assert seq.finish_reason == ("length" if state == "finished" else "abort")
@@ -270,7 +269,7 @@ def test_a_step_that_raised_is_undone(is_on_its_way: bool) -> None:
     if is_on_its_way:
         scheduler.commit(plan)
     restart(scheduler, [a, b])
-    check_invariants(scheduler)
+    scheduler.check()
     assert list(scheduler.waiting) == [a, b] and not scheduler.running
     assert scheduler.block_manager.lookup(a) == []  # nothing was computed, nothing is offered
     assert step(scheduler) == {a: 40, b: 20}
@@ -289,7 +288,7 @@ def test_a_restart_keeps_the_order_and_what_was_held() -> None:
     step(scheduler)
     assert scheduler.running == [a, b]
     restart(scheduler, [c, held, ended, b, a, d])
-    check_invariants(scheduler)
+    scheduler.check()
     assert list(scheduler.waiting) == [a, b, c] and scheduler.held == {held}
     assert scheduler.num_preemptions == 2  # those that ran
     scheduler.release([held])
@@ -383,7 +382,7 @@ def test_a_step_ahead_goes_on_from_what_is_pending() -> None:
     assert last.finish_reason == "length" and goes_on.token_ids[20:] == [7]
     assert scheduler.update(second, [[9]]) == [1]
     assert goes_on.token_ids[20:] == [7, 9]
-    check_invariants(scheduler)
+    scheduler.check()
 
 
 def test_a_row_may_yield_no_token_or_several() -> None:
@@ -396,7 +395,7 @@ def test_a_row_may_yield_no_token_or_several() -> None:
     assert none.output_token_ids == [] and none.num_pending == 0
     assert two.output_token_ids == over.output_token_ids == [7, 8]  # max_tokens was two
     assert over.finished and not two.finished
-    check_invariants(scheduler)
+    scheduler.check()
     scheduler.finish(none, "error")  # as whoever gives it no token must do
     assert step(scheduler) == {two: 2}
 
@@ -456,7 +455,7 @@ def test_what_is_held_can_be_aborted(who: str) -> None:
         for seq in (first, gone, left):
             scheduler.finish(seq, "abort")
         assert not scheduler.held and not scheduler.has_unfinished()
-    check_invariants(scheduler)
+    scheduler.check()
     while scheduler.has_unfinished():
         step(scheduler)
     if who == "held":
@@ -475,7 +474,7 @@ def test_a_sequence_can_be_held_for_any_reason() -> None:
     later = [requests.add(2, max_tokens=1) for _ in range(2)]
     assert step(scheduler) == {later[0]: 2}
     scheduler.release([seq, later[1]])  # and who is not held is left alone
-    check_invariants(scheduler)
+    scheduler.check()
     assert list(scheduler.waiting) == [seq, later[1]] and seq.held_for is None
     scheduler.release([seq])
     assert step(scheduler) == {seq: 2}

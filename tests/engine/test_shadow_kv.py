@@ -90,22 +90,22 @@ def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = BlockManager.register
+    original = BlockManager.cache
 
-    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
         allocated = len(seq.block_table) * self.block_size
         return original(self, seq, max(min(len(seq.token_ids), allocated), num_tokens))
 
-    monkeypatch.setattr(BlockManager, "register", register)
+    monkeypatch.setattr(BlockManager, "cache", cache)
 
 
 def registered_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = BlockManager.register
+    original = BlockManager.cache
 
-    def register(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
         return original(self, seq, min(len(seq.token_ids), num_tokens + 1))
 
-    monkeypatch.setattr(BlockManager, "register", register)
+    monkeypatch.setattr(BlockManager, "cache", cache)
 
 
 def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
     def grow(self: Scheduler, seq: Sequence, n: int) -> bool:
         grown = original(self, seq, n)
         if grown:
-            self.block_manager.register(seq, seq.num_computed_tokens + n)
+            self.block_manager.cache(seq, seq.num_computed_tokens + n)
         return grown
 
     monkeypatch.setattr(Scheduler, "_grow", grow)

@@ -13,7 +13,6 @@ from smollm2 import IN_FLOATS, LENGTH, QUESTIONS, greedy, message, require_smoll
 require_smollm2()
 
 from nanoserve import LLM, RequestOutput, StructuredOutputsParams  # noqa: E402
-from nanoserve.engine.invariants import check_invariants  # noqa: E402
 
 pytestmark = pytest.mark.size("full")
 
@@ -123,7 +122,7 @@ def test_preempted_requests_answer_the_same(llm: LLM) -> None:
     with LLM("smollm2", **IN_FLOATS, **tight) as small:
         assert tokens(answer(small, ignore_eos=True)) == plain
         assert small.stats.num_preemptions > 0
-        check_invariants(small.engine.scheduler)
+        small.engine.scheduler.check()
 
 
 def test_an_aborted_request_gives_back_its_blocks_and_disturbs_nobody(llm: LLM) -> None:
@@ -143,4 +142,4 @@ def test_an_aborted_request_gives_back_its_blocks_and_disturbs_nobody(llm: LLM) 
     assert {output.request_id for output in kept} == {"kept"} and tokens(kept[-1:]) == [plain]
     pool = engine.scheduler.block_manager
     assert pool.num_free_blocks == pool.num_blocks
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()

@@ -14,8 +14,7 @@ from counting_executor import CountingExecutor, Handle, byte_tokenizer, make_eng
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.sampling_params import RequestOutputKind
 
@@ -68,7 +67,7 @@ class ScriptedExecutor(CountingExecutor):
         return StepResult(token_ids)
 
 
-def make_scripted_engine(scripts: dict[int, list[list[int]]], **options: int) -> LLMEngine:
+def make_scripted_engine(scripts: dict[int, list[list[int]]], **options: int) -> GuardedEngine:
     engine = make_engine(make_tokenizer(), num_kv_blocks=NUM_BLOCKS, block_size=4, **options)
     executor = ScriptedExecutor(engine.config, NUM_BLOCKS)
     executor.scripts = scripts
@@ -206,7 +205,7 @@ def random_case(rng: random.Random, seed: int) -> Case:
     return Case(params, scripts, broken, rng.randrange(30), rng.randrange(30) if aborted else None)
 
 
-def run_cases(engine: LLMEngine, cases: list[Case]) -> None:
+def run_cases(engine: GuardedEngine, cases: list[Case]) -> None:
     """Requests come, and some are aborted, between the steps of the others."""
     clock = 0
     while engine.has_unfinished_requests() or any(case.request is None for case in cases):
@@ -220,7 +219,7 @@ def run_cases(engine: LLMEngine, cases: list[Case]) -> None:
                     receive(cases, output)
         for output in engine.step():
             receive(cases, output)
-        check_invariants(engine.scheduler)
+        engine.scheduler.check()
         clock += 1
 
 
@@ -391,7 +390,7 @@ def read(stream: Iterator[RequestOutput]) -> tuple[str, list[int]]:
 
 
 def is_idle(llm: LLM) -> bool:
-    check_invariants(llm.engine.scheduler)
+    llm.engine.scheduler.check()
     no_requests = not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
     everything_free = llm.engine.scheduler.block_manager.num_free_blocks == POOL
     return no_requests and everything_free and not llm.engine.output_processor.requests

@@ -22,7 +22,7 @@ from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.tokenizer import Tokenizer
@@ -204,7 +204,7 @@ class Scripted(CountingExecutor):
         return StepResult(found, values if asked else None)
 
 
-def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> LLMEngine:
+def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> GuardedEngine:
     engine = make_engine(as_tokenizer(backend, None), num_kv_blocks=64)
     engine.input_processor.vocab_size = 1000
     executor = Scripted(engine.config, 64)
@@ -213,7 +213,7 @@ def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> LLMEngine:
     return engine
 
 
-def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+def run_all(engine: GuardedEngine) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -13,7 +13,6 @@ from tiny_checkpoints import make_qwen3
 
 import nanoserve
 from nanoserve import LLM, RequestOutput, SamplingParams
-from nanoserve.engine.invariants import check_invariants
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -26,7 +25,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path):
 
 
 def is_idle(llm: LLM) -> bool:
-    check_invariants(llm.engine.scheduler)
+    llm.engine.scheduler.check()
     manager = llm.engine.scheduler.block_manager
     return not llm.engine.has_unfinished_requests() and manager.num_free_blocks == 100
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nanoserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.outputs import Logprob
 
 QUESTIONS = [
@@ -89,7 +88,7 @@ class Pair(NamedTuple):
     def both(self, ask: Callable[[LLM], Any]) -> tuple[Any, Any]:
         answers = ask(self.in_turn), ask(self.ahead)
         for llm in self:
-            check_invariants(llm.engine.scheduler)
+            llm.engine.scheduler.check()
             assert not llm.engine.has_unfinished_requests() and not llm.engine.scheduler.held
             pool = llm.engine.scheduler.block_manager
             assert pool.num_free_blocks == pool.num_blocks

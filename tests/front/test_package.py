@@ -36,6 +36,7 @@ DISTRIBUTIONS = {
     "llguidance": "llguidance",
     "llvmlite": "llvmlite",
     "matplotlib": "matplotlib",
+    "msgspec": "msgspec",
     "numba": "numba",
     "numpy": "numpy",
     "prometheus_client": "prometheus-client",
@@ -52,6 +53,7 @@ DISTRIBUTIONS = {
     "xgrammar": "xgrammar",
     "xxhash": "xxhash",
     "yaml": "pyyaml",
+    "zmq": "pyzmq",
 }
 # Rooms and files that are no part of the core, and the extras that bring what they import.
 ROOMS = {
@@ -62,6 +64,7 @@ ROOMS = {
     "bench/serve/plot.py": {"bench"},
     "kernels/": {"test"},  # elsewhere Triton comes with torch's builds for CUDA
     "kernels_cpu/": {"cpu"},
+    "kv_events/": {"kv-events"},
     "replicas/": {"serve", "ray"},
     "server/": {"serve"},
     "structured/guidance.py": {"guided"},

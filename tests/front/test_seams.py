@@ -13,7 +13,7 @@ from toy_executor import SevenExecutor
 from toy_params import NoEchoParams
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.worker import heads
 from nanoserve.worker.heads import register_head
 
@@ -62,7 +62,7 @@ def test_a_sampling_parameter(checkpoint: Path) -> None:
 
 def test_an_executor() -> None:
     template = make_engine(max_num_seqs=4, max_num_batched_tokens=64)
-    engine = LLMEngine(template.config, template.model_config, SevenExecutor(), None)
+    engine = GuardedEngine(template.config, template.model_config, SevenExecutor(), None)
     for name in "abcde":
         engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=5))
     assert all(output.outputs[0].token_ids == [7] * 5 for output in run(engine).values())

@@ -19,7 +19,6 @@ import nanoserve
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.streams import Streams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -77,7 +76,7 @@ def test_each_thread_gets_its_own_answers(llm: LLM, by_size: Callable[..., int])
                 wrong.append(index)
 
     assert in_threads(*(lambda i=i: job(i) for i in range(len(PROMPTS)))) == [] == wrong
-    check_invariants(llm.engine.scheduler)
+    llm.engine.scheduler.check()
 
 
 def test_each_thread_reads_its_own_streams(llm: LLM) -> None:
@@ -133,7 +132,7 @@ def come_and_go() -> None:
         assert completion.token_ids == [8, 9, 10, 11, 12][: len(completion.token_ids)]
         may_be_aborted = int(name[1:]) % 3 == 0
         assert completion.finish_reason == "length" or may_be_aborted
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     assert engine.scheduler.block_manager.num_free_blocks == 24
 
 
@@ -183,7 +182,7 @@ def test_one_of_two_threads_gets_an_id_that_both_want() -> None:
     (error,) = in_threads(lambda: engine.add(first), lambda: engine.add(second))
     assert isinstance(error, ValueError) and "already in use" in str(error)
     assert list(run(engine)) == ["a"]
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
 
 
 def test_a_stream_that_another_threads_collector_ends_disturbs_no_step(
@@ -333,6 +332,6 @@ def test_the_next_generate_finds_nothing_of_an_interrupted_call(
             calls[how]()
         assert injector.acted
         assert tokens(llm.generate([[5, 6], [7]], GREEDY, use_tqdm=False)) == expected
-        check_invariants(llm.engine.scheduler)
+        llm.engine.scheduler.check()
         assert llm.engine.scheduler.block_manager.num_free_blocks == 16
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

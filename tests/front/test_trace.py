@@ -19,7 +19,8 @@ from counting_executor import byte_tokenizer, make_engine, run
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.incremental_decoder import TokenTexts
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.listeners import BlockListener
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.trace import start_trace
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace, phases, step_end
@@ -100,9 +101,9 @@ def test_the_token_that_ends_a_sequence_is_recorded_although_it_does_not_join_it
     assert tokens == {1: [3, 4], 2: [9, 10, 11]}
 
 
-def test_one_of_several_ends_of_sequence_is_not_known(tmp_path: Path) -> None:
+def test_one_of_several_ends_of_sequence_is_recorded(tmp_path: Path) -> None:
     trace = record(tmp_path / "run.jsonl", ask([1, 2]), eos=frozenset({3, 5}))
-    assert trace.steps[0]["rows"][0]["token"] is None
+    assert trace.steps[0]["rows"][0]["token"] == 3
     assert trace.steps[0]["finished"][0]["reason"] == "stop"
 
 
@@ -262,7 +263,7 @@ class TracedRun:
     def __init__(self, seed: int, path: Path) -> None:
         self.rng = rng = random.Random(seed)
         max_num_seqs = rng.randint(1, 6)
-        self.engine: LLMEngine = make_engine(
+        self.engine: GuardedEngine = make_engine(
             trace=path,
             num_kv_blocks=rng.randint(8, 20),
             block_size=rng.randint(1, 4),
@@ -285,15 +286,10 @@ class TracedRun:
         self._watch_evictions()
 
     def _watch_evictions(self) -> None:
-        manager = self.engine.scheduler.block_manager
-        forget = manager.forget
+        class Watcher(BlockListener):
+            on_removed = staticmethod(lambda block, block_hash: self.lost.add(block))
 
-        def watched(block: int) -> None:
-            if manager.is_published(block):
-                self.lost.add(block)
-            forget(block)
-
-        manager.forget = watched
+        self.engine.scheduler.block_manager.listeners.append(Watcher())
 
     def run(self) -> None:
         to_arrive, num_arrived = self.rng.randint(2, 14), 0

@@ -616,7 +616,7 @@ def test_tokens_are_those_of_a_cpu(name: str, model, cpu_tokens: Prompts) -> Non
     with open_float32(path, device="cuda", **options) as llm:
         pending: list[int] = []
         llm.engine.observers.append(
-            lambda plan, batch, times: pending.append(batch.header.num_pending)
+            lambda plan, batch, result, times: pending.append(batch.header.num_pending)
         )
         assert tokens(llm, prompts) == cpu_tokens
         assert (llm.stats.num_preemptions > 0) == (options["num_kv_blocks"] == 40)

@@ -1,6 +1,7 @@
 """What an engine tells of its prefix cache adds up to its prefix cache, whatever happens in it."""
 
 import random
+import threading
 
 import pytest
 from counting_executor import make_engine, run
@@ -22,14 +23,17 @@ class Copy:
         self.known: set[bytes] = set()
         self.num_stored = self.num_removed = 0
 
-    def check(self) -> None:
+    def take(self) -> None:
         stored, removed = self.events.take()
         assert len({*stored, *removed}) == len(stored) + len(removed), "told twice"
         assert self.known.isdisjoint(stored) and self.known.issuperset(removed), "no news"
         self.known = (self.known | set(stored)) - set(removed)
         self.num_stored += len(stored)
         self.num_removed += len(removed)
-        assert self.known == set(self.manager._block_of)
+
+    def check(self) -> None:
+        self.take()
+        assert self.known == set(self.manager.cached_hashes())
 
 
 class MirroredRun(ShadowRun):
@@ -43,9 +47,8 @@ class MirroredRun(ShadowRun):
     def _abort(self) -> None:
         super()._abort()
         self.copy.check()
-        if self.rng.random() < 0.02:  # as `nanoserve.engine.prefix_reset` does
-            for block in range(1, self.scheduler.block_manager.num_blocks + 1):
-                self.scheduler.block_manager.forget(block)
+        if self.rng.random() < 0.02:  # as `reset_prefix_cache` does
+            self.scheduler.block_manager.evict_all()
             self.copy.check()
 
     def _step(self) -> None:
@@ -109,8 +112,8 @@ def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
     events = BlockEvents(manager)
     seq = Sequence("a", list(range(12)), SamplingParams(), 100)
     assert manager.allocate(seq, 12)
-    published = manager.register(seq, 12)
-    manager.forget(published[2])
+    cached = manager.cache(seq, 12)
+    manager.evict(cached[2])
     stored, removed = events.take()
     assert set(stored) == set(seq.block_hashes[:2]) and not removed
     manager.clear()
@@ -119,11 +122,36 @@ def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
     assert events.take() == ([], [])
 
 
-def test_an_engine_that_nobody_asks_is_as_it_was() -> None:
+def test_no_method_of_a_manager_is_replaced() -> None:
     watched, other = BlockManager(8, 4), BlockManager(8, 4)
-    BlockEvents(watched)
-    assert "register" in vars(watched)
-    assert not {"register", "forget", "clear"} & vars(other).keys()
+    events = BlockEvents(watched)
+    assert watched.listeners == [events] and other.listeners == []
+    assert vars(watched).keys() == vars(other).keys()
+
+
+def test_events_that_are_taken_in_another_thread_add_up() -> None:
+    """One thread caches and evicts as fast as it can, another one takes."""
+    manager = BlockManager(6, block_size=2)
+    copy, is_over = Copy(manager), threading.Event()
+
+    def change() -> None:
+        rng = random.Random(0)
+        for number in range(3000):
+            seq = Sequence(str(number), [rng.randrange(3) for _ in range(8)], SamplingParams(), 99)
+            assert manager.allocate(seq, 8, manager.lookup(seq))
+            manager.cache(seq, 8)
+            manager.free(seq)
+            if rng.random() < 0.01:
+                manager.evict_all()
+        is_over.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    while not is_over.is_set():
+        copy.take()
+    thread.join()
+    copy.check()
+    assert min(copy.num_stored, copy.num_removed) > 100
 
 
 def test_the_router_knows_what_the_engine_will_find() -> None:

@@ -22,8 +22,7 @@ from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling import prompt_logprobs
 from nanoserve.sampling.fused_sampler import FusedSampler
@@ -119,7 +118,7 @@ def test_what_a_mask_hides_harms_nobody_but_those_who_ask_for_log_probabilities(
 # ---------------------------------------------------------------- requests
 
 
-def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any) -> LLMEngine:
+def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any) -> GuardedEngine:
     """With the CPU's sampler, or with a GPU's, whose kernels are interpreted."""
     options = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 64} | options
     config = EngineConfig.from_options(path, async_scheduling=async_scheduling, **options)
@@ -132,17 +131,17 @@ def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any)
         context = LayerContext(attention=TorchAttention())
         cuda_device = CudaDevice(config, FakeCuda(), is_capturable=True)
         runner = ModelRunner(config, model_config, path, context, cuda_device)
-    return LLMEngine(config, model_config, runner, byte_tokenizer())
+    return GuardedEngine(config, model_config, runner, byte_tokenizer())
 
 
-def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+def run(engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """All of them together; afterwards everything is given back."""
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
     done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
     assert not engine.output_processor.requests
     return [done[str(i)] for i in range(len(requests))]
@@ -175,7 +174,7 @@ AHEAD = pytest.mark.parametrize("async_scheduling", [False, True])
 
 
 def assert_ends_alone(
-    engine: LLMEngine, prompt: list[int], params: SamplingParams, num_tokens: int
+    engine: GuardedEngine, prompt: list[int], params: SamplingParams, num_tokens: int
 ) -> Exception:
     """With this error, and so many tokens; in the midst of neighbours that get their own."""
     alone = run(engine, NEIGHBOURS)

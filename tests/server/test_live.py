@@ -16,7 +16,7 @@ from counting_executor import byte_tokenizer, make_engine, run
 from serving import served, wait_until
 
 from nanoserve import SamplingParams
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.server.async_llm import AsyncLLM
 
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
@@ -49,10 +49,10 @@ class Replay:
         assert removed <= self.cached and not added & self.cached
         self.cached = self.cached - removed | added
 
-    def check(self, engine: LLMEngine) -> None:
+    def check(self, engine: GuardedEngine) -> None:
         """It is what the block manager itself has."""
         manager = engine.scheduler.block_manager
-        assert self.cached == set(filter(manager.is_published, range(1, manager.num_blocks + 1)))
+        assert self.cached == set(filter(manager.is_cached, range(1, manager.num_blocks + 1)))
         held = [0] * (manager.num_blocks + 1)
         for table in self.tables.values():
             for block in table:
@@ -260,7 +260,7 @@ class Server:
         self.engine = make_engine(block_size=4, **options)
         self.is_dead = False
 
-    async def call_in_engine(self, function: Callable[[LLMEngine], Any]) -> Any:
+    async def call_in_engine(self, function: Callable[[GuardedEngine], Any]) -> Any:
         await asyncio.sleep(0)
         if self.is_dead:
             raise RuntimeError("the engine is not running")

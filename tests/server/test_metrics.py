@@ -7,14 +7,14 @@ from bisect import bisect_left
 import pytest
 from serving import wait_until
 
-from nanoserve import AsyncLLM, RequestOutputKind, SamplingParams
+from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 
 pytest.importorskip("prometheus_client", reason="metrics need pip install 'nanoserve[serve]'")
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoserve.server.histogram import Histogram
-from nanoserve.server.metrics import Metrics
+from nanoserve.server.metrics import Metrics, metrics_of
 
 # What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -46,6 +46,7 @@ def measured():
     llm = AsyncLLM("tiny-qwen3", dtype="float32", num_kv_blocks=30, max_num_seqs=8, block_size=4)
     metrics = Metrics(llm.engine, "tiny")
     llm.engine.observers.append(metrics)
+    llm.engine.listeners.append(metrics)
     yield llm, metrics
     llm.shutdown()
 
@@ -123,8 +124,21 @@ def test_counts_are_those_of_the_requests(measured) -> None:
     assert one("iteration_tokens_total_sum") == stats.num_computed_tokens
     assert one("iteration_tokens_total_count") == stats.num_steps
     assert one("kv_cache_usage_perc") == one("num_requests_running") == 0
-    assert not metrics._params and not metrics._longest
+    assert not metrics._requests
     assert all(seq.finished for seq in metrics._progress)
+
+
+def test_the_longest_completion_of_a_request_is_counted() -> None:
+    """Also if the request ends before the step that it ends in is observed."""
+    with LLM("tiny-qwen3", num_kv_blocks=60, disable_log_stats=False) as llm:
+        for max_tokens in (3, 5):
+            params = SamplingParams(n=2, max_tokens=max_tokens, ignore_eos=True)
+            llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        (metrics,) = metrics_of(llm.engine)
+    values = read(metrics)
+    assert values["vllm:request_max_num_generation_tokens_sum"] == {(): 8}
+    assert values["vllm:request_generation_tokens_sum"] == {(): 16}
+    assert values["vllm:request_success_total"][("length",)] == 4
 
 
 def test_a_histogram_is_prometheus_own() -> None:
@@ -161,6 +175,7 @@ def test_guesses_are_counted_under_vllms_names() -> None:
     llm = AsyncLLM("tiny-qwen3", dtype="float32", speculative_config=guesses)
     metrics = Metrics(llm.engine, "tiny")
     llm.engine.observers.append(metrics)
+    llm.engine.listeners.append(metrics)
     try:
         asyncio.run(ask_twice(llm))
         values, stats = read(metrics), llm.engine.stats

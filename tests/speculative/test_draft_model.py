@@ -14,7 +14,6 @@ import pytest
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.draft_model import DraftModelProposer
@@ -65,7 +64,7 @@ def life(path: Path, seed: int) -> dict[str, int]:
             engine.add_request(str(number), prompt, params)
             for _ in range(rng.randint(0, 6)):
                 engine.step()
-                check_invariants(engine.scheduler)
+                engine.scheduler.check()
             if rng.random() < 0.1:
                 engine.abort_request(str(rng.randint(0, number)))
             # Now and then nobody guesses for a while, and the draft falls behind.

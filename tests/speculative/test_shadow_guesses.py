@@ -54,7 +54,7 @@ class GuessingRun(ShadowRun):
             super()._update(plan)
             return
         cached, pool = self._cached_slots(), self.scheduler.block_manager
-        require(not any(pool.is_published(slot // self.block_size) for slot in cached), "evicted")
+        require(not any(pool.is_cached(slot // self.block_size) for slot in cached), "evicted")
         new_ids = [self._sampled(plan.guesses.get(row.seq, [])) for row in plan.sampled]
         self.scheduler.update(plan, new_ids)
         self.scheduler.settle(plan, new_ids)
@@ -110,7 +110,7 @@ def guesses_published(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = schedule(self)
         for seq, guesses in plan.guesses.items():
             seq.token_ids += guesses
-            self.block_manager.register(seq, len(seq.token_ids))
+            self.block_manager.cache(seq, len(seq.token_ids))
             del seq.token_ids[-len(guesses) :]
         return plan
 

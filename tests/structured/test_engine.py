@@ -11,8 +11,7 @@ import pytest
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from nanoserve.structured import engine as structured_engine
@@ -41,7 +40,7 @@ def llm(path: Path) -> Iterator[LLM]:
         yield llm
         assert not llm.engine.output_processor.requests
         assert not getattr(llm.engine.scheduler, "guided", None)
-        check_invariants(llm.engine.scheduler)
+        llm.engine.scheduler.check()
 
 
 def guided(max_tokens: int = 60, **given: Any) -> SamplingParams:
@@ -53,7 +52,7 @@ def guided(max_tokens: int = 60, **given: Any) -> SamplingParams:
     )
 
 
-def step(engine: LLMEngine) -> dict[str, Any]:
+def step(engine: GuardedEngine) -> dict[str, Any]:
     """What has finished in it."""
     return {output.request_id: output for output in engine.step() if output.finished}
 
@@ -66,7 +65,7 @@ def answer(llm: LLM, params: SamplingParams) -> Any:
 
 def test_an_engine_changes_with_its_first_grammar_and_not_before(llm: LLM) -> None:
     llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert type(llm.engine) is LLMEngine
+    assert type(llm.engine) is GuardedEngine
     answer(llm, guided(choice=["yes"]))
     assert type(llm.engine) is structured_engine.GuidedEngine
     plain = llm.generate([PROMPT], SamplingParams(max_tokens=9, temperature=0), use_tqdm=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from serving import Served
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 
 TIMEOUT = 60_000  # milliseconds that something may take
 
@@ -31,7 +31,7 @@ class Tab:
         page.goto(server.url)
 
     @property
-    def engine(self) -> LLMEngine:
+    def engine(self) -> GuardedEngine:
         return self.server.api.llm.engine
 
     @property

@@ -15,8 +15,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 
 VOCAB_SIZE = 256
@@ -50,14 +50,14 @@ class CountingExecutor:
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Handle:
-        self.sampling += changes
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
+        self.sampling += inputs.slot_updates
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
         return Handle(batch)
 
-    def sample(self, handle: Handle) -> None:
+    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         batch = handle.batch
         num_sampled = batch.header.num_sampled
         slots = batch.output_slots[:num_sampled]
@@ -67,6 +67,9 @@ class CountingExecutor:
 
     def collect(self, handle: Handle) -> StepResult:
         return StepResult([[token_id] for token_id in handle.token_ids.tolist()])
+
+    def cancel(self, handles: list[Handle]) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True
@@ -102,7 +105,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
-) -> LLMEngine:
+) -> GuardedEngine:
     config = EngineConfig.from_options("none", **{"max_num_seqs": 8, **options})
     config = config.for_device("cpu")
     model_config = ModelConfig(
@@ -128,10 +131,10 @@ def make_engine(
         eos_token_ids=eos,
     )
     executor = CountingExecutor(config, num_kv_blocks)
-    return LLMEngine(config, model_config, executor, tokenizer, clock)
+    return GuardedEngine(config, model_config, executor, tokenizer, clock)
 
 
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+def run(engine: GuardedEngine) -> dict[str, RequestOutput]:
     """Step the engine to its end; the final output of every request."""
     finished = {}
     while engine.has_unfinished_requests():

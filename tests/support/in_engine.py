@@ -3,33 +3,33 @@
 import os
 import time
 
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.worker import heartbeat
 
 
-def num_free_blocks(engine: LLMEngine) -> int:
+def num_free_blocks(engine: GuardedEngine) -> int:
     return engine.scheduler.block_manager.num_free_blocks
 
 
-def process_id(engine: LLMEngine) -> int:
+def process_id(engine: GuardedEngine) -> int:
     return os.getpid()
 
 
-def fail(engine: LLMEngine) -> None:
+def fail(engine: GuardedEngine) -> None:
     raise ZeroDivisionError("as asked")
 
 
-def hang(engine: LLMEngine) -> None:
+def hang(engine: GuardedEngine) -> None:
     """The next step does not end, and one second of that is enough to be taken for it."""
     heartbeat.IDLE_LIMIT = 1.0
     engine.executor.forward = lambda *args: time.sleep(1000)
 
 
-def sleep_long(engine: LLMEngine) -> None:
+def sleep_long(engine: GuardedEngine) -> None:
     time.sleep(1000)
 
 
-def fail_for_good(engine: LLMEngine) -> None:
+def fail_for_good(engine: GuardedEngine) -> None:
     """Every step from here on."""
 
     def forward(*args: object) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotUpdate, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 
 POISON = -7
 _MASK = 2**61 - 1
@@ -119,8 +119,8 @@ class LateExecutor:
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> LateHandle:
-        for change in changes:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
+        for change in inputs.slot_updates:
             self.states[change.slot] = State(change, list(change.output_token_ids))
         handle = LateHandle(batch, batch.step)
         header = batch.header
@@ -129,7 +129,7 @@ class LateExecutor:
         self.on_call("forward")
         return handle
 
-    def sample(self, handle: LateHandle) -> None:
+    def sample(self, handle: LateHandle, inputs: SampleInputs) -> None:
         self.on_call("sample")
         handle.states = [self.states[slot] for slot in handle.slots]
         # What the host knows now is what takes part in the choice.
@@ -143,6 +143,9 @@ class LateExecutor:
         for slot, state, token in zip(handle.slots, handle.states, token_ids, strict=True):
             (self.states[slot] if self.records_by_slot else state).seen.append(token)
         return StepResult([[token] for token in token_ids], of_heads=handle.of_heads)
+
+    def cancel(self, handles: list[LateHandle]) -> None:
+        pass
 
     def close(self) -> None:
         self.closed = True

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
@@ -267,7 +266,7 @@ class ModelRun:
             return self._step(fetch)
         finally:
             self.counts["steps"] += 1
-            check_invariants(self.engine.scheduler)
+            self.engine.scheduler.check()
 
     def _forward_or_fail(self, *args: Any) -> Any:
         if self.device_fails and self.rng.random() < 0.01:

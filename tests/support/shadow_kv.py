@@ -15,7 +15,6 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.invariants import check_invariants
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
@@ -147,7 +146,7 @@ class ShadowRun:
                 self.scheduler.finish(seq, "stop", "a stop string")
             else:
                 self._end_request(seq, "abort")
-            check_invariants(self.scheduler)
+            self.scheduler.check()
 
     def _end_request(self, seq: Sequence, reason: str) -> None:
         for other in self.live:
@@ -169,7 +168,7 @@ class ShadowRun:
             restart(scheduler, self.live)
         else:
             self._update(plan)
-        check_invariants(scheduler)
+        scheduler.check()
 
     def _update(self, plan: Plan) -> None:
         """Mostly one token for each row, sometimes two, or none because its request has failed."""

@@ -14,8 +14,7 @@ from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.captured_sampling import CapturingRunner
 from nanoserve.worker.cuda_device import CudaDevice
@@ -47,20 +46,20 @@ def make_runner(
     return make_cuda_runner(config, ModelConfig.from_checkpoint(path), path, context, cuda)
 
 
-def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[LLMEngine, list[int]]:
+def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[GuardedEngine, list[int]]:
     """And a list that gets the size of each graph of choices that is replayed."""
     runner = make_runner(path, FakeCuda(), async_scheduling=ahead, **options)
     sizes = count_replays(runner.device.graphs.choices)
-    return LLMEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
+    return GuardedEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
 
 
-def run(engine: LLMEngine, requests: Requests) -> list[list[int]]:
+def run(engine: GuardedEngine, requests: Requests) -> list[list[int]]:
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     return [c.token_ids for i in range(len(requests)) for c in done[str(i)].outputs]
 
 
@@ -91,7 +90,7 @@ def test_plain_steps_are_chosen_in_graphs_with_the_tokens_of_a_cpu(
     """Also with rows that fill a graph up, and with more requests than slots."""
     engine, sizes = make_engine(checkpoint, ahead)
     headers = []
-    engine.observers.append(lambda plan, batch, times: headers.append(batch.header))
+    engine.observers.append(lambda plan, batch, result, times: headers.append(batch.header))
     requests = plain(num_requests)
     assert run(engine, requests) == on_cpu(checkpoint, requests)
     decoding = [header for header in headers if header.max_query_len == 1]
@@ -123,7 +122,7 @@ def test_as_long_as_one_row_asks_for_more_none_is_chosen_in_a_graph(
     num_tokens = by_size(2, 5)
     requests = [*plain(2, by_size(5, 12)), ([9, 8], asks(num_tokens, **settings))]
     counts = []
-    engine.observers.append(lambda plan, batch, times: counts.append(batch.header.num_rows))
+    engine.observers.append(lambda plan, batch, result, times: counts.append(batch.header.num_rows))
     assert run(engine, requests) == on_cpu(checkpoint, requests)
     assert counts.count(3) >= num_tokens and sizes == [1 if n == 1 else 2 for n in counts if n < 3]
 
@@ -146,11 +145,11 @@ def test_settings_arrive_before_a_graph_that_goes_by_them(checkpoint: Path) -> N
     assert len(sizes) == 16 == engine.stats.num_steps
 
 
-def keeps_for_nobody_in_slot_0(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def keeps_for_nobody_in_slot_0(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.executor.config, "max_num_seqs", 0)
 
 
-def brings_settings_too_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def brings_settings_too_late(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.executor.sampler, "update_settings", lambda: None)
 
 
@@ -158,7 +157,7 @@ def brings_settings_too_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch)
 def test_a_planted_fault_is_another_token(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[[LLMEngine, pytest.MonkeyPatch], None],
+    plant: Callable[[GuardedEngine, pytest.MonkeyPatch], None],
 ) -> None:
     engine, _ = make_engine(checkpoint)
     requests = plain(3)

@@ -27,8 +27,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -72,12 +71,12 @@ def make_runner(
     return runner_class(config, model_config, path, context, device)
 
 
-def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> LLMEngine:
+def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> GuardedEngine:
     runner = make_runner(path, cuda, **options)
-    return LLMEngine(runner.config, runner.model_config, runner, tokenizer=None)
+    return GuardedEngine(runner.config, runner.model_config, runner, tokenizer=None)
 
 
-def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
+def run(engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[Any]:
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)
     done = {}
@@ -149,10 +148,12 @@ def poison_what_is_stale(runner: ModelRunner) -> None:
     runner.next_batch, device._copy_in = poisoned_batch, poisoned_copy
 
 
-def watch_pending(engine: LLMEngine) -> list[int]:
+def watch_pending(engine: GuardedEngine) -> list[int]:
     """How many tokens of each step only the device knows, once the engine has run."""
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     return pending
 
 
@@ -197,7 +198,7 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     replayed = {event for event in cuda.events if event.startswith("replay")}
     assert bool(replayed) is not options.get("enforce_eager", False)
     assert bool(engine.stats.num_preemptions) is ("num_kv_blocks" in options)
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
 
 
 def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
@@ -232,7 +233,7 @@ def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps
     assert cuda.events == ["release", *captures]
     cuda.events.clear()
     rows = []
-    engine.observers.append(lambda plan, batch, times: rows.append(batch.header.num_rows))
+    engine.observers.append(lambda plan, batch, result, times: rows.append(batch.header.num_rows))
     lengths = [3, 5, 9, 9, 12]
     run(
         engine,
@@ -628,7 +629,7 @@ def test_guessing_requests_get_what_the_cpu_answers(
         cuda.events.clear()
         assert tokens(run(engine, asked)) == expected
         assert not is_triton or runner.context.attention.longest_cut == 4
-        check_invariants(engine.scheduler)
+        engine.scheduler.check()
         stats = engine.stats
         engine.close()
     assert stats.num_accepted_tokens > 10 and stats.num_draft_tokens > stats.num_accepted_tokens

@@ -24,7 +24,7 @@ from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -117,7 +117,7 @@ def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(
     assert cuda.seen() == MODEL | SAMPLER | {"page_lock", "capture"}
     runner.use_memory(np.zeros(2 * runner.layout.num_bytes, dtype=np.uint8))
     assert cuda.seen() == {"page_lock"}
-    engine = LLMEngine(config, runner.model_config, runner, tokenizer=None)
+    engine = GuardedEngine(config, runner.model_config, runner, tokenizer=None)
     engine.add_request("r", [1, 2, 3], SamplingParams(top_k=5, max_tokens=3, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()

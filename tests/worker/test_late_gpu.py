@@ -17,7 +17,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.make_engine import _guide
 from nanoserve.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ OPTIONS |= {"max_num_batched_tokens": 30}
 Requests = list[tuple[list[int], SamplingParams]]
 
 
-def answers(engine: LLMEngine, asked: Requests) -> list[list[int]]:
+def answers(engine: GuardedEngine, asked: Requests) -> list[list[int]]:
     for i, (prompt, params) in enumerate(asked):
         engine.add_request(str(i), prompt, params)
     done = {}
@@ -66,7 +66,7 @@ def expected(checkpoint: Path, asked: Requests) -> list[list[int]]:
 
 def make_engine(
     path: Path, cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> LLMEngine:
+) -> GuardedEngine:
     """Late from its first step on. What it packs goes over what lay there."""
     attention = TorchAttention()
     attention.attend = cuda.kernel(attention.attend, lambda layer, q, *rest: q)
@@ -92,7 +92,7 @@ def make_engine(
 
     runner.next_batch = overwritten_batch
     cuda.is_late = True
-    return LLMEngine(config, model_config, runner, tokenizer=None)
+    return GuardedEngine(config, model_config, runner, tokenizer=None)
 
 
 @pytest.mark.small(ahead=[True], graphs=[{"capture_sampling": True}])  # of some steps
@@ -111,7 +111,9 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     choosing = "capture_sampling" in graphs
     chosen = count_replays(engine.executor.device.graphs.choices) if choosing else []
     assert answers(engine, asked) == expected
@@ -182,7 +184,7 @@ def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
     ]
     asked[2:2] = [SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)] * 2
 
-    def answers(engine: LLMEngine) -> list[str]:
+    def answers(engine: GuardedEngine) -> list[str]:
         for i, params in enumerate(asked):
             engine.add_request(str(i), [3 + i, 4], params)
         done: dict[str, Any] = {}
@@ -197,7 +199,7 @@ def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
     cuda = LateCuda()
     made = make_engine(tmp_path, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     tokenizer = Tokenizer(bundled_checkpoint("tiny-qwen3"))
-    engine = LLMEngine(made.config, made.model_config, made.executor, tokenizer)
+    engine = GuardedEngine(made.config, made.model_config, made.executor, tokenizer)
     engine.guide = _guide
     assert answers(engine) == expected
     assert engine.stats.num_draft_tokens == 0  # runs are not forced where nobody has tried it

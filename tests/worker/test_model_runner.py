@@ -139,7 +139,9 @@ def test_a_cpu_one_step_ahead_answers_as_one_that_waits(checkpoint: Path, backen
         ) as llm:
             counts: list[int] = []
             llm.engine.observers.append(
-                lambda plan, batch, times, counts=counts: counts.append(batch.header.num_pending)
+                lambda plan, batch, result, times, counts=counts: counts.append(
+                    batch.header.num_pending
+                )
             )
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm.stats.num_preemptions > 0

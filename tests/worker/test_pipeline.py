@@ -95,7 +95,7 @@ def test_stages_answer_mixed_requests_as_one_process_does(
         assert llm.stats.num_preemptions > 5
     llm = three_stages() if sizes == (3, 1) else make_llm(path, *sizes, **pool)
     before, rows = llm.stats.num_preemptions, []
-    llm.engine.observers.append(lambda plan, batch, times: rows.append(len(plan.rows)))
+    llm.engine.observers.append(lambda plan, batch, result, times: rows.append(len(plan.rows)))
     found = mixed_life(llm, num_requests)
     num_preemptions = llm.stats.num_preemptions - before
     assert num_preemptions > 5
@@ -285,7 +285,7 @@ def test_steps_are_shared_out(path: Path, three_stages: Callable[[], LLM]) -> No
     llm = three_stages()
     engine, rows = llm.engine, []
 
-    def observe(plan: Any, batch: Any, times: Any) -> None:
+    def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         assert batch.header.num_pending == 0
         under_way = [row.seq for step in engine._in_flight for row in step.plan.sampled]
         assert len(under_way) == len(set(under_way))

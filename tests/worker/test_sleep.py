@@ -15,7 +15,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.cuda_runner import make_cuda_runner
@@ -239,7 +239,7 @@ def test_graphs_are_recorded_again_for_what_lies_elsewhere(
     config, model_config = config.for_device("cuda"), ModelConfig.from_checkpoint(checkpoint)
     context = LayerContext(attention=attention)
     runner = make_cuda_runner(config, model_config, checkpoint, context, cuda)
-    engine = LLMEngine(config, model_config, runner, None)
+    engine = GuardedEngine(config, model_config, runner, None)
 
     def tokens() -> list[list[int]]:
         for number, prompt in enumerate(PROMPTS):

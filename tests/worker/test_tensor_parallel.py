@@ -152,7 +152,9 @@ def test_one_step_ahead_two_ranks_answer_as_they_do_without(
         llm = make(path, 2, device, **ahead, **options)
         before, pending = llm.stats.num_preemptions, []
         llm.engine.observers.append(
-            lambda plan, batch, times, pending=pending: pending.append(batch.header.num_pending)
+            lambda plan, batch, result, times, pending=pending: pending.append(
+                batch.header.num_pending
+            )
         )
         answers[async_scheduling] = llm.generate(asked, params, use_tqdm=False)
         assert any(pending) is async_scheduling

@@ -1,0 +1,95 @@
+"""`kv_events_config={...}`, under vLLM's names."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import Any
+
+from nanoserve.checks import check_bool, check_int, is_text, require, shown
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}  # modules, and what pip calls them
+
+
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """Where KV events go. Fields and defaults are vLLM's.
+
+    enable_kv_cache_events: without it nothing is published, whatever else is given.
+    publisher: "zmq" (ZeroMQ: `pip install 'nanoserve[kv-events]'`), "null" (nowhere), or a function
+        that is called with the `KVEventBatch` of each step. None: "zmq" if there are events.
+    endpoint: an address of ZeroMQ. As in vLLM it is bound if it has a `*` or `::` in it, or is of
+        ipc:// or inproc://; another one is connected to, and subscribers have to bind it.
+    topic: the first frame of each message, which subscribers choose by.
+    hwm: messages that wait for a slow subscriber. What is beyond that is lost to it, and it sees a
+        gap in the sequence numbers.
+    buffer_steps, max_queue_size: accepted, and without effect: messages are sent when their step is
+        over, and are not kept.
+    replay_endpoint: unsupported; a subscriber that has missed something begins anew.
+
+    Raises `ValueError` for unknown names and values.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | Callable[[Any], Any] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    @classmethod
+    def of(cls, options: "Mapping[str, Any] | KVEventsConfig") -> "KVEventsConfig":
+        """Make one of what `EngineConfig` was given."""
+        if isinstance(options, cls):
+            return options
+        require(
+            isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
+            f"kv_events_config={shown(options)} must be a dictionary such as "
+            f"{{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}}",
+        )
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        require(not unknown, f"unknown option(s) {unknown} in kv_events_config; known are {known}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        check_bool("enable_kv_cache_events", self.enable_kv_cache_events)
+        require(
+            self.publisher in (None, "null", "zmq") or callable(self.publisher),
+            f"publisher={shown(self.publisher)} must be 'zmq', 'null' or a function",
+        )
+        require(is_text(self.endpoint), f"endpoint={shown(self.endpoint)} must be a text")
+        require(isinstance(self.topic, str), f"topic={shown(self.topic)} must be a text")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            check_int(name, getattr(self, name), 0)
+        require(
+            self.replay_endpoint is None,
+            f"replay_endpoint={shown(self.replay_endpoint)}: messages are not kept for a replay; "
+            f"leave it out",
+        )
+        if self.publisher not in (None, "null") and not self.enable_kv_cache_events:
+            logger.warning(
+                "kv_events_config has publisher=%s, but nothing is published without "
+                "enable_kv_cache_events=True",
+                shown(self.publisher),
+            )
+        if self.uses_zmq:
+            missing = [pip for module, pip in _PACKAGES.items() if find_spec(module) is None]
+            require(
+                not missing,
+                f"kv_events_config with ZeroMQ needs {', '.join(missing)}: "
+                f"pip install 'nanoserve[kv-events]'",
+            )
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether events go anywhere."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @property
+    def uses_zmq(self) -> bool:
+        return self.is_active and not callable(self.publisher)
