@@ -34,6 +34,8 @@ class LLMMethods:
 
         def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]: ...
 
+        def _complete(self, *args: Any, **kwargs: Any) -> list[RequestOutput]: ...
+
         def close(self) -> None: ...
 
     def chat(
@@ -81,11 +83,16 @@ class LLMMethods:
         """
         from nanoserve.beam_search import BeamSearchParams, search_all
 
+        def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+            """Complete beams. `max_logprobs` of the engine bounds clients, not a search."""
+            size = len(beams)
+            return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
+
         self._refuse(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
-        return search_all(self.engine, self.generate, listed, params, use_tqdm, concurrency_limit)
+        return search_all(self.engine, complete, listed, params, use_tqdm, concurrency_limit)
 
     def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""

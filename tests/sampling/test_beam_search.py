@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -267,6 +269,24 @@ def test_max_logprobs_bounds_those_who_send_requests_and_no_beams(small: LLM) ->
     with pytest.raises(ValueError, match=r"logprobs=21.*max_logprobs=20"):
         small.generate([[1, 2]], SamplingParams(logprobs=21), use_tqdm=False)
     assert not small.engine.has_unfinished_requests()
+
+
+def test_two_searches_in_two_threads_change_nothing_of_each_other(small: LLM) -> None:
+    """The first one is the shorter one, and is over while the second still needs its width."""
+    params = [BeamSearchParams(11, 2), BeamSearchParams(15, 12)]
+    expected = [small.beam_search([[1, 2]], each) for each in params]
+    limit, both_run = small.engine.input_processor.max_logprobs, Barrier(2)
+
+    def search(each: beam_search.BeamSearchParams) -> list[BeamSearchOutput]:
+        both_run.wait()
+        return small.beam_search([[1, 2]], each)
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            assert [*threads.map(search, params)] == expected
+            assert small.engine.input_processor.max_logprobs == limit
+    with pytest.raises(ValueError, match=r"logprobs=21.*max_logprobs=20"):
+        small.generate([[1, 2]], SamplingParams(logprobs=21), use_tqdm=False)
 
 
 @pytest.mark.parametrize("concurrency_limit", [1, 2, 9])
