@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from nanoserve.progress import UseTqdm
 
 
+# (token ids of beams, parameters of all of them) -> outputs, in this order. A search needs twice as
+# many log-probabilities as beams, or more: `max_logprobs` does not limit them.
+Complete = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+
+
 @dataclass(frozen=True)
 class BeamSearchParams:
     """beam_width: continuations kept per prompt. length_penalty: a finished beam's score is its
@@ -144,7 +149,7 @@ class _Search:
 
 def search_all(
     engine: GuardedEngine,
-    generate: Callable[..., list[RequestOutput]],
+    complete: Complete,
     prompts: AbstractSequence[Prompt],
     params: BeamSearchParams,
     use_tqdm: "UseTqdm" = False,
@@ -152,17 +157,17 @@ def search_all(
 ) -> list[BeamSearchOutput]:
     """Search prompts side by side, at most `concurrency_limit` of them, with a bar of those done.
 
-    `generate` is `LLM.generate`, of the LLM that has this engine. Raises `ValueError` for a prompt
-    that leaves no room for `max_tokens`; and what a beam's request has ended with, if the model's
-    logits are not finite.
+    `complete` runs requests for one token in this engine. Raises `ValueError` for a prompt that
+    leaves no room for `max_tokens`; and what a beam's request has ended with, if the model's logits
+    are not finite.
     """
     if concurrency_limit is not None:
         check_int("concurrency_limit", concurrency_limit, 1)
     searches = [_begin(engine, prompt, params) for prompt in prompts]
     size = concurrency_limit or max(1, len(searches))
-    with _wide_enough(engine, searches), _bar(len(searches), use_tqdm) as note_done:
+    with _bar(len(searches), use_tqdm) as note_done:
         for first in range(0, len(searches), size):
-            _run(engine, generate, searches[first : first + size], note_done)
+            _run(engine, complete, searches[first : first + size], note_done)
     return [
         BeamSearchOutput([_sequence(engine, beam, params) for beam in search.finished])
         for search in searches
@@ -185,20 +190,6 @@ def _begin(engine: GuardedEngine, prompt: Prompt, params: BeamSearchParams) -> _
 
 
 @contextmanager
-def _wide_enough(engine: GuardedEngine, searches: list[_Search]) -> Iterator[None]:
-    """A search needs twice as many log-probabilities as beams, or more: `max_logprobs` bounds what
-    those who send requests may ask for, and this is not one of them."""
-    processor = engine.input_processor
-    needed = max((search.num_candidates for search in searches), default=0)
-    before = processor.max_logprobs
-    processor.max_logprobs = max(before, min(needed, processor.vocab_size))
-    try:
-        yield
-    finally:
-        processor.max_logprobs = before
-
-
-@contextmanager
 def _bar(total: int, use_tqdm: "UseTqdm") -> Iterator[Callable[[], Any]]:
     if not use_tqdm:
         yield lambda: None
@@ -212,7 +203,7 @@ def _bar(total: int, use_tqdm: "UseTqdm") -> Iterator[Callable[[], Any]]:
 
 def _run(
     engine: GuardedEngine,
-    generate: Callable[..., list[RequestOutput]],
+    complete: Complete,
     searches: list[_Search],
     note_done: Callable[[], Any],
 ) -> None:
@@ -226,7 +217,7 @@ def _run(
     )
     while running := [search for search in searches if search.running]:
         beams = [beam.tokens for search in running for beam in search.running]
-        outputs = generate(beams, one_token, use_tqdm=False)
+        outputs = complete(beams, one_token)
         for output in outputs:
             if output.error is not None:
                 raise output.error

@@ -87,18 +87,7 @@ class LLM(LLMMethods):
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
-        process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
-        with self._lock:
-            self._drop_interrupted()
-            if self.engine.has_unfinished_requests():
-                raise ValueError(
-                    "requests are unfinished: step to their end, close() or abort them"
-                )
-            ready = [
-                process(next(self._request_ids), prompt, p, value or 0, only_final)
-                for prompt, p, value in zip(prompts, params, priorities, strict=True)
-            ]
-            return self._run(ready, use_tqdm)
+        return self._complete(prompts, params, priorities, use_tqdm)
 
     def stream(
         self,
@@ -131,6 +120,31 @@ class LLM(LLMMethods):
         """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
         with self._trace:
             self.engine.close()
+
+    def _complete(
+        self,
+        prompts: AbstractSequence[Prompt],
+        params: AbstractSequence[SamplingParams | None],
+        priorities: AbstractSequence[int | None],
+        use_tqdm: "UseTqdm",
+        max_logprobs: int | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt, alone in the engine.
+
+        `max_logprobs`: see `InputProcessor.process`.
+        """
+        process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
+        with self._lock:
+            self._drop_interrupted()
+            if self.engine.has_unfinished_requests():
+                raise ValueError(
+                    "requests are unfinished: step to their end, close() or abort them"
+                )
+            ready = [
+                process(next(self._request_ids), prompt, p, value or 0, only_final, max_logprobs)
+                for prompt, p, value in zip(prompts, params, priorities, strict=True)
+            ]
+            return self._run(ready, use_tqdm)
 
     def _run(self, ready: list[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
         outputs = self._outputs()

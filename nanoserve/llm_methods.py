@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from nanoserve.drop_in.metrics import Metric
     from nanoserve.inputs import ChatOptions, Conversation, Conversations
     from nanoserve.progress import UseTqdm
+    from nanoserve.worker.sleep import Sleeper
 
 
 class LLMMethods:
     """The base of `LLM`, which has the rest."""
 
     engine: GuardedEngine
+    _sleeper: "Sleeper | None" = None  # made by the first sleep()
 
     if TYPE_CHECKING:
 
         def generate(self, *args: Any, **kwargs: Any) -> list[RequestOutput]: ...
+
+        def _complete(self, *args: Any, **kwargs: Any) -> list[RequestOutput]: ...
 
         def close(self) -> None: ...
 
@@ -81,11 +85,16 @@ class LLMMethods:
         """
         from nanoserve.beam_search import BeamSearchParams, search_all
 
+        def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+            """Complete beams. `max_logprobs` of the engine bounds clients, not a search."""
+            size = len(beams)
+            return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
+
         self._refuse(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
-        return search_all(self.engine, self.generate, listed, params, use_tqdm, concurrency_limit)
+        return search_all(self.engine, complete, listed, params, use_tqdm, concurrency_limit)
 
     def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
@@ -129,9 +138,7 @@ class LLMMethods:
         again from the checkpoint. Cached prefixes are forgotten. Raises `ValueError` while requests
         are unfinished, and for level 1 of several ranks.
         """
-        from nanoserve.worker.sleep import put_to_sleep
-
-        put_to_sleep(self.engine, level)
+        self._get_sleeper().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Go on after `sleep`, with the same weights; what was asked before is answered the same.
@@ -140,9 +147,14 @@ class LLMMethods:
         order; None is both. Requests are refused until both are there. Raises `ValueError` for
         other tags, and for one alone of several ranks, which wake as a whole.
         """
-        from nanoserve.worker.sleep import wake_up
+        self._get_sleeper().wake_up(tags)
 
-        wake_up(self.engine, tags)
+    def _get_sleeper(self) -> "Sleeper":
+        if self._sleeper is None:
+            from nanoserve.worker.sleep import Sleeper
+
+            self._sleeper = Sleeper(self.engine)
+        return self._sleeper
 
     @classmethod
     def from_engine_args(cls, engine_args: "EngineArgs") -> "Self":

@@ -2,9 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
+
+
+class RequestOutputKind(Enum):
+    """What `LLMEngine.step` returns of an unfinished request."""
+
+    CUMULATIVE = "cumulative"  # after every token, all text so far
+    DELTA = "delta"  # after every token, only what is new
+    FINAL_ONLY = "final_only"  # nothing before the end
 
 
 @dataclass

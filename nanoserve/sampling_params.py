@@ -2,59 +2,43 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.checks import check_bool, check_int, check_number, require
+from nanoserve.checks import require
+from nanoserve.outputs import RequestOutputKind as RequestOutputKind
+from nanoserve.parameter_table import PARAMETERS, Stage, names_of
 
 if TYPE_CHECKING:
     from nanoserve.structured.params import StructuredOutputsParams
 
 # (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
-
-_INT32_MAX = 2**31 - 1
-# The smallest and the largest value.
-_INTEGERS = {"n": (1, 16_384), "top_k": (-1, _INT32_MAX), "min_tokens": (0, _INT32_MAX)}
-_INTEGERS_IF_GIVEN = {
-    "seed": (-1, 2**64 - 1),
-    "max_tokens": (1, _INT32_MAX),
-    "logprobs": (-1, _INT32_MAX),
-    "num_speculative_tokens": (0, _INT32_MAX),
-    "prompt_logprobs": (-1, _INT32_MAX),
-}
-_NUMBERS = {
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, None),
-    "temperature": (0, None),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-}
-_ABOVE_THE_SMALLEST = ("repetition_penalty", "top_p")  # which they may not be
-_LISTS = (
-    *("stop", "stop_token_ids", "bad_words"),
-    *("logit_bias", "allowed_token_ids", "logits_processors"),
-    *("logprob_token_ids", "extra_args"),
-)
-_SWITCHES = (
-    "detokenize",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
+T = TypeVar("T")
 
 
-class RequestOutputKind(Enum):
-    """What `LLMEngine.step` returns of an unfinished request."""
+def with_foreign_names(cls: type[T]) -> type[T]:
+    """Decorate a dataclass: keywords that are none of its fields are explained.
 
-    CUMULATIVE = "cumulative"  # after every token, all text so far
-    DELTA = "delta"  # after every token, only what is new
-    FINAL_ONLY = "final_only"  # nothing before the end
+    vLLM's others, at values that ask for nothing, are left out, so that its scripts run. Raises
+    `ValueError` for the rest, with what to use instead.
+    """
+    init: Any = cls.__init__
+    fields = frozenset(vars(cls)["__dataclass_fields__"])
+
+    @wraps(init)
+    def __init__(self: T, *args: Any, **given: Any) -> None:
+        if not given.keys() <= fields:
+            from nanoserve.drop_in.sampling import without_foreign
+
+            given = without_foreign(given, fields)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
+@with_foreign_names
 @dataclass
 class SamplingParams:
     """How to choose a request's tokens and when to stop.
@@ -147,31 +131,16 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Called on construction, and again when a request is made: fields can be assigned to.
+        """Check all parameters.
 
+        Called on construction, and again when a request is made: fields can be assigned to.
         Numbers are Python's afterwards, so that sums of them cannot overflow; lists and
         dictionaries are this object's own.
         """
-        for name, (low, high) in (_INTEGERS | _INTEGERS_IF_GIVEN).items():
+        for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
-            if value is not None or name in _INTEGERS:
-                setattr(self, name, check_int(name, value, low, high))
-        for name, (low, high) in _NUMBERS.items():
-            value, is_open = getattr(self, name), name in _ABOVE_THE_SMALLEST
-            setattr(self, name, check_number(name, value, low, high, excludes_low=is_open))
-        for name in _SWITCHES:
-            check_bool(name, getattr(self, name))
-        is_kind = isinstance(self.output_kind, RequestOutputKind)
-        require(is_kind, f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        given = {name: getattr(self, name) for name in _LISTS if getattr(self, name) is not None}
-        if given:
-            from nanoserve.request_lists import checked_lists
-
-            vars(self).update(checked_lists(given))
-        if self.structured_outputs is not None:
-            from nanoserve.structured.params import StructuredOutputsParams
-
-            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            if value is not None or not parameter.optional:
+                setattr(self, name, parameter.check(name, value))
         self._check_pairs()
 
     @classmethod
@@ -199,20 +168,22 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1)
+        return self.acts_in("penalty")
 
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters stands between the model and the choice."""
-        asked = (self.allowed_token_ids, self.bad_words, self.logit_bias, self.logits_processors)
         if self.structured_outputs is not None and self.filters_logits:
             return True  # what a grammar forbids is forbidden before anything is filtered
-        return self.has_penalties or self.min_tokens > 0 or any(asked)
+        return self.acts_in("mask", "bias", "penalty", "processor")
 
     @property
     def filters_logits(self) -> bool:
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not self.is_greedy and self.acts_in("filter")
+
+    def acts_in(self, *stages: Stage) -> bool:
+        """Return whether a parameter of one of these stages of the sampler is set."""
+        return any(PARAMETERS[name].is_set(getattr(self, name)) for name in names_of(*stages))
 
     def _check_pairs(self) -> None:
         """What two parameters must agree on."""
@@ -230,20 +201,10 @@ class SamplingParams:
         )
 
 
-if not TYPE_CHECKING:  # which knows the fields, and need know no more
-    _init, _FIELDS = SamplingParams.__init__, frozenset(SamplingParams.__dataclass_fields__)
-
-    @wraps(_init)
-    def _init_by_name(self: SamplingParams, *args: Any, **given: Any) -> None:
-        if not given.keys() <= _FIELDS:  # vLLM's others, or somebody else's
-            from nanoserve.drop_in.sampling import without_foreign
-
-            given = without_foreign(given, _FIELDS)
-        _init(self, *args, **given)
-
-    SamplingParams.__init__ = _init_by_name
+if not TYPE_CHECKING:  # or every name would be a good one to a type checker
 
     def __getattr__(name: str) -> Any:
+        """Find the names that vLLM's module of this name has, too (PEP 562)."""
         if name.startswith("__"):  # as an import looks for __path__
             raise AttributeError(name)
         import nanoserve

@@ -13,6 +13,7 @@ from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_j
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
+from nanoserve.parameter_table import PARAMETERS
 
 if TYPE_CHECKING:
     from nanoserve.checkpoint.moe_config import MoEConfig
@@ -197,13 +198,16 @@ def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a model's makers recommend.
+    """Return the fields of `SamplingParams` that a model's makers recommend.
 
     `do_sample: false`, where a file says it outright, means greedy.
     """
-    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-    chosen = {ours: generation[hf] for hf, ours in names.items() if generation.get(hf) is not None}
+    chosen = {
+        name: generation[parameter.recommended_as]
+        for name, parameter in PARAMETERS.items()
+        if parameter.recommended_as is not None
+        and generation.get(parameter.recommended_as) is not None
+    }
     check_choice("do_sample", generation.get("do_sample"), (None, True, False))
     if generation.get("do_sample") is False:
         chosen["temperature"] = 0.0

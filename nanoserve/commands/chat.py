@@ -12,12 +12,13 @@ from typing import Any
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
 from nanoserve.commands.parser import Parser, add_model, model_of
+from nanoserve.parameter_table import PARAMETERS
 
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], Iterator[str]]  # the pieces of an answer, as they come
 
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
-_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int}
+_FLAGS = {name: row.flag for name, row in PARAMETERS.items() if row.flag is not None}
 
 
 def main(arguments: list[str]) -> int:
@@ -119,7 +120,7 @@ def _remote(args: Namespace) -> Answer:
 
 
 def _given(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in _SAMPLING if name in args}
+    return {name: getattr(args, name) for name in _FLAGS if name in args}
 
 
 def _parser() -> ArgumentParser:
@@ -130,7 +131,7 @@ def _parser() -> ArgumentParser:
     add("--url", help="a server that speaks OpenAI's protocol, instead of a model here")
     add("--api-key", metavar="KEY", help="of that server (OPENAI_API_KEY)")
     add("--system", metavar="TEXT", help="the system prompt")
-    for name, kind in _SAMPLING.items():
+    for name, kind in _FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=kind, default=SUPPRESS, metavar="X", help="as the checkpoint recommends")
     add_engine_flags(parser, but=("seed",))

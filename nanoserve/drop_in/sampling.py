@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from nanoserve.parameter_table import PARAMETERS
 from nanoserve.server import request_names
 
 # Names that only HTTP requests have, and the parameters that these become.
@@ -17,7 +18,7 @@ _OVER_HTTP = {
 }
 LIKE = {name: one.ours for name, one in request_names.FOREIGN.items() if one.ours} | _OVER_HTTP
 # Refused over HTTP alone.
-_OF_PROGRAMS = ("logits_processors", "logprob_token_ids", "prompt")
+_OF_PROGRAMS = {"prompt", *PARAMETERS}
 # By name: what to do instead, and the values that ask for nothing.
 FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     name: (one.in_python or one.instead, one.neutral)

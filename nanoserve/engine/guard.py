@@ -178,9 +178,13 @@ class GuardedEngine(EngineMethods):
         """Refuse requests from now on: "this engine is {state}"."""
         self.loop.suspend(state)
 
-    def resume(self, executor: Executor | None = None) -> None:
-        """Take requests again; `executor`, if given, replaces one that was closed meanwhile."""
-        self.loop.resume(executor)
+    def resume(self) -> None:
+        """Take requests again."""
+        self.loop.resume()
+
+    def replace_executor(self, executor: Executor) -> None:
+        """Use another executor, of the same pool, in the place of one that was closed."""
+        self.loop.replace_executor(executor)
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory; inside a step, at its end."""

@@ -97,10 +97,12 @@ class InputProcessor:
         params: SamplingParams | None = None,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
+        max_logprobs: int | None = None,
     ) -> Request:
-        """Check a request and make its sequences, which nobody has queued yet.
+        """Check a request and make its sequences, which are not queued yet.
 
-        `output_kind` goes before what the parameters say.
+        `output_kind` goes before what the parameters say, and `max_logprobs` before the engine's
+        limit, which is for clients and not for requests of the engine's own features.
         """
         metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
         if not isinstance(request_id, str):
@@ -123,7 +125,7 @@ class InputProcessor:
         self._check_prompt_length(len(token_ids), params.max_tokens)
         told = "" if text is None else "the tokenizer has more tokens than the model: "
         self._check_token_ids(token_ids, f"{told}token id")
-        self._check_params(params)
+        self._check_params(params, self.max_logprobs if max_logprobs is None else max_logprobs)
         token_ids = [int(token_id) for token_id in token_ids]
         bad_words = self._bad_words.sequences(params.bad_words) if params.bad_words else []
         for word in bad_words:
@@ -190,7 +192,7 @@ class InputProcessor:
 
         return BadWords(self._tokenizer)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise ValueError(
                 "stop and bad_words are texts: they need a tokenizer, and there is none"
@@ -200,10 +202,11 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)
             if number == -1:  # all
-                setattr(params, name, number := self.vocab_size)
-            if (number or 0) > self.max_logprobs:
+                number = self.vocab_size
+                setattr(params, name, number)
+            if (number or 0) > max_logprobs:
                 raise ValueError(
-                    f"{name}={number} exceeds max_logprobs={self.max_logprobs}, an option of the "
+                    f"{name}={number} exceeds max_logprobs={max_logprobs}, an option of the "
                     f"engine (-1: the whole vocabulary)"
                 )
         if params.logprob_token_ids is not None:  # found among all of them

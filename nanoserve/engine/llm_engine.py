@@ -305,11 +305,16 @@ class LLMEngine:
         """Refuse requests from now on: "this engine is {state}"."""
         self.refusal = state
 
-    def resume(self, executor: Executor | None = None) -> None:
-        """Take requests again; `executor`, if given, replaces one that was closed meanwhile."""
-        if executor is not None:
-            self.executor = executor
+    def resume(self) -> None:
+        """Take requests again."""
         self.refusal = None
+
+    def replace_executor(self, executor: Executor) -> None:
+        """Use another executor, of the same pool, in the place of one that was closed."""
+        expected, found = self.executor.num_kv_blocks, executor.num_kv_blocks
+        if found != expected:
+            raise ValueError(f"the executor has {found} KV blocks, and the scheduler {expected}")
+        self.executor = executor
 
     def close(self) -> None:
         """Abort what is left and release the executor's memory."""

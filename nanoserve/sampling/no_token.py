@@ -11,6 +11,7 @@ import torch
 
 from nanoserve.checks import shown
 from nanoserve.config import EngineConfig
+from nanoserve.parameter_table import names_of, stages_before
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,17 +19,7 @@ if TYPE_CHECKING:
     from nanoserve.sampling.sampler import Sampled
 
 # Whatever may stand between finite logits of the model and a row that is not.
-_CHANGES = (
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "logit_bias",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "logits_processors",
-    "structured_outputs",
-)
+_CHANGES = names_of(*stages_before("temperature"))
 _UNCHANGED = SamplingParams(temperature=0)
 
 

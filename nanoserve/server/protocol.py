@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from nanoserve.chat import text_of
+from nanoserve.parameter_table import PARAMETERS
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.first_error import stops_at_first_error
@@ -31,14 +32,8 @@ from nanoserve.server.tools.asked import (
 )
 from nanoserve.structured.params import StructuredOutputsParams
 
-# Fields of `SamplingParams` that have the same name here.
-_SAME = (
-    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature"),
-    *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "bad_words", "ignore_eos"),
-    *("include_stop_str_in_output", "max_tokens", "min_tokens", "prompt_logprobs"),
-    *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
-    "num_speculative_tokens",
-)
+# Fields of `GenerationBody` that `SamplingParams` takes as they are.
+_SAME = tuple(name for name, parameter in PARAMETERS.items() if parameter.is_http)
 # OpenAI's hints to a model, and vLLM's and llama.cpp's further values.
 _HINTS = {
     "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),

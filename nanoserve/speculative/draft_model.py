@@ -26,6 +26,7 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.models.registry import supported_architectures
+from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import num_right
 
@@ -187,10 +188,6 @@ class DraftModelProposer:
 
 
 def _simplified(params: SamplingParams) -> SamplingParams:
-    """Temperature and filters. What depends on the tokens before is the target's to know."""
-    return SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-    )
+    """Return temperature and filters: what depends on the tokens before is left to the target."""
+    kept = names_of("temperature", "filter")
+    return SamplingParams(**{name: getattr(params, name) for name in kept})

@@ -1,75 +1,126 @@
-"""Memory is given back while nobody asks, and taken again.
+"""Sleep: an engine that has no requests gives its memory back, and takes it again to go on.
 
 Level 1 keeps the weights in the host's memory and drops the KV cache; level 2 drops both, and reads
-the weights again from the checkpoint. Cached prefixes are forgotten in either case. The pool has as
-many blocks afterwards as before, so what was answered is answered the same.
+the weights again from the checkpoint. Cached prefixes are forgotten in either case. The KV cache
+has as many blocks afterwards as before, so what was answered is answered the same.
 
 Weights and KV cache can be woken one after the other, as reinforcement learning does it: weights
 come back, are written anew, and only when the trainer has given its memory back, the KV cache does.
-Requests are refused until both are there.
+Requests are refused until both are there: the engine is suspended.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nanoserve.checks import require
-from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor
-from nanoserve.engine.guard import GuardedEngine
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import allocate_pool, load_model
+
+if TYPE_CHECKING:
+    from nanoserve.engine.guard import GuardedEngine
 
 TAGS = ("weights", "kv_cache")  # in the order in which they are woken
 
 
-class _Kept(Protocol):
-    """What is left of an executor."""
-
-    def wake(self, tags: list[str]) -> Executor | None:
-        """Wake what `tags` name; the executor, if nothing is missing any more."""
+class _Asleep(Protocol):
+    """What is left of an executor while it sleeps."""
 
     @property
     def missing(self) -> list[str]:
         """Tags that have not been woken."""
 
-    def close(self) -> None: ...
+    def sleep(self, level: int) -> None:
+        """Drop what has been woken since, and with level 2 the weights."""
+
+    def wake(self, tags: list[str]) -> None:
+        """Wake what `tags` name."""
 
 
-class Asleep:
-    """An executor that computes nothing."""
+class Sleeper:
+    """Puts one engine to sleep and wakes it. It holds what is left of its executor meanwhile."""
 
-    def __init__(self, executor: Executor, kept: _Kept) -> None:
-        self.num_kv_blocks, self.max_model_len = executor.num_kv_blocks, executor.max_model_len
-        self.kept = kept
+    def __init__(self, engine: "GuardedEngine") -> None:
+        self._engine = engine
+        self._asleep: _Asleep | None = None  # None: the engine is awake
 
-    def next_batch(self) -> Batch:
-        self._refuse()
+    def sleep(self, level: int) -> None:
+        """Raises `ValueError` while requests are unfinished, and for an unsupported level."""
+        engine = self._engine
+        require(level in (1, 2) and level is not True, f"level={level!r} must be 1 or 2")
+        require(
+            not engine.has_unfinished_requests(),
+            "requests are unfinished: step the engine or streams to the end before sleep()",
+        )
+        self._check_refusal()
+        if self._asleep is None:
+            self._check_supported(level)
+            engine.reset_prefix_cache()
+            self._asleep = self._put_to_sleep(level)
+        else:
+            self._asleep.sleep(level)
+        self._suspend_or_resume(self._asleep)
 
-    def forward(self, batch: Batch, changes: list[Any]) -> Any:
-        self._refuse()
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Wake the weights, the KV cache, or both (None); what is awake stays so.
 
-    def expect(self, guesses: dict[int, list[int]], limits: dict[int, Any]) -> None:
-        self._refuse()
+        In any order. Raises `ValueError` for other tags, and for one alone of an engine of several
+        ranks. If anything raises, what was woken before it stays awake, and the engine asleep.
+        """
+        wanted = list(TAGS) if tags is None else tags
+        is_list = isinstance(wanted, (list, tuple, set, frozenset))
+        require(
+            is_list and all(tag in TAGS for tag in wanted),
+            f"tags={tags!r} must be a list of {list(TAGS)}, or None for all",
+        )
+        asleep = self._asleep
+        if asleep is None:
+            return
+        self._check_refusal()
+        try:
+            asleep.wake([tag for tag in TAGS if tag in wanted])
+        finally:
+            self._suspend_or_resume(asleep)
 
-    def sample(self, handle: Any) -> None:
-        self._refuse()
+    def _suspend_or_resume(self, asleep: _Asleep) -> None:
+        if asleep.missing:
+            self._engine.suspend(_refusal(asleep))
+        else:
+            self._asleep = None
+            self._engine.resume()
 
-    def collect(self, handle: Any) -> Any:
-        self._refuse()
+    def _put_to_sleep(self, level: int) -> _Asleep:
+        executor = self._engine.executor
+        if isinstance(executor, ModelRunner):
+            return _SleepingRunner(executor, level)
+        return _DroppedRanks(self._engine)
 
-    def close(self) -> None:
-        self.kept.close()
+    def _check_refusal(self) -> None:
+        """Raise `ValueError` if the engine takes no requests for a reason of its own: closed."""
+        own = None if self._asleep is None else _refusal(self._asleep)
+        refusal = self._engine.refusal
+        require(refusal in (None, own), f"this engine is {refusal}")
 
-    @property
-    def refusal(self) -> str:
-        """Return the state of the engine, for the message of a refusal."""
-        return f"asleep: wake_up() first; missing: {', '.join(self.kept.missing)}"
+    def _check_supported(self, level: int) -> None:
+        config = self._engine.config
+        drafts = config.speculative_config
+        require(
+            drafts is None or drafts.method in ("ngram", "suffix"),
+            f"an engine whose draft tokens come from a {getattr(drafts, 'method', None)} cannot "
+            f"sleep: its weights would stay",
+        )
+        require(
+            level == 2 or isinstance(self._engine.executor, ModelRunner),
+            f"level=1 keeps the weights of one process; with tensor_parallel_size="
+            f"{config.tensor_parallel_size} and pipeline_parallel_size="
+            f"{config.pipeline_parallel_size} take level=2",
+        )
 
-    def _refuse(self) -> NoReturn:
-        raise ValueError(f"this engine is {self.refusal}")
+
+def _refusal(asleep: _Asleep) -> str:
+    return f"asleep: wake_up() first; missing: {', '.join(asleep.missing)}"
 
 
 class _SleepingRunner:
@@ -103,20 +154,19 @@ class _SleepingRunner:
         }
         return [tag for tag in TAGS if not is_there[tag]]
 
-    def wake(self, tags: list[str]) -> Executor | None:
+    def wake(self, tags: list[str]) -> None:
         runner = self._runner
         with runner.device.guard():
             for tag in self.missing:
                 if tag in tags:
                     self._wake_weights() if tag == "weights" else allocate_pool(runner)
             if self.missing:
-                return None
+                return
             try:
                 runner.device.warm_up(runner)
             except BaseException:
                 runner.kv_cache = None  # it sleeps on
                 raise
-        return runner
 
     def _wake_weights(self) -> None:
         runner = self._runner
@@ -130,91 +180,33 @@ class _SleepingRunner:
                 raise
         self._are_weights_awake = True
 
-    def close(self) -> None:
-        self._runner.close()
-
 
 class _DroppedRanks:
-    """Level 2 of several ranks: nothing but the size of the pool. They are started anew."""
+    """Level 2 of several ranks: the processes have ended, and are started anew as a whole."""
 
-    def __init__(self, engine: GuardedEngine, executor: Executor) -> None:
-        self._engine, self._num_kv_blocks = engine, executor.num_kv_blocks
-        executor.close()
+    def __init__(self, engine: "GuardedEngine") -> None:
+        self._engine = engine
+        self._are_awake = False
+        engine.executor.close()
 
     @property
     def missing(self) -> list[str]:
-        return list(TAGS)
+        return [] if self._are_awake else list(TAGS)
 
-    def wake(self, tags: list[str]) -> Executor | None:
+    def sleep(self, level: int) -> None:
+        """Nothing is left to drop."""
+
+    def wake(self, tags: list[str]) -> None:
         if not tags:
-            return None
+            return
         require(
             set(tags) == set(TAGS),
             f"tags={tags!r}: an engine of several ranks wakes as a whole: wake_up() without tags",
         )
-        same_pool = {"num_kv_blocks": self._num_kv_blocks, "kv_cache_memory_bytes": None}
-        return self._engine.make_executor(replace(self._engine.config, **same_pool))
-
-    def close(self) -> None:
-        pass
-
-
-def put_to_sleep(engine: GuardedEngine, level: int) -> None:
-    """Raises `ValueError` while requests are unfinished, and for a level that cannot be had."""
-    require(level in (1, 2) and level is not True, f"level={level!r} must be 1 or 2")
-    require(
-        not engine.has_unfinished_requests(),
-        "requests are unfinished: step the engine or streams to the end before sleep()",
-    )
-    executor, guesses = engine.executor, engine.config.speculative_config
-    if isinstance(executor, Asleep):
-        _check_not_closed(engine, executor)
-        if isinstance(executor.kept, _SleepingRunner):
-            executor.kept.sleep(level)
-            engine.refusal = executor.refusal
-        return
-    require(engine.refusal is None, f"this engine is {engine.refusal}")
-    require(
-        guesses is None or guesses.method in ("ngram", "suffix"),
-        f"an engine that guesses with a {getattr(guesses, 'method', None)} cannot sleep: its "
-        f"weights would stay",
-    )
-    require(
-        level == 2 or isinstance(executor, ModelRunner),
-        f"level=1 keeps the weights of one process; with tensor_parallel_size="
-        f"{engine.config.tensor_parallel_size} and pipeline_parallel_size="
-        f"{engine.config.pipeline_parallel_size} take level=2",
-    )
-    engine.reset_prefix_cache()
-    is_runner = isinstance(executor, ModelRunner)
-    kept = _SleepingRunner(executor, level) if is_runner else _DroppedRanks(engine, executor)
-    engine.executor = asleep = Asleep(executor, kept)
-    engine.refusal = asleep.refusal
-
-
-def wake_up(engine: GuardedEngine, tags: Iterable[str] | None = None) -> None:
-    """Wake the weights, the KV cache, or both (None); what is awake stays so.
-
-    In any order. Raises `ValueError` for other tags, and for one alone of an engine of several
-    ranks. If anything raises, what was woken before it stays awake, and the engine asleep.
-    """
-    wanted = list(TAGS) if tags is None else tags
-    is_list = isinstance(wanted, (list, tuple, set, frozenset))
-    require(
-        is_list and all(tag in TAGS for tag in wanted),
-        f"tags={tags!r} must be a list of {list(TAGS)}, or None for all",
-    )
-    asleep = engine.executor
-    if not isinstance(asleep, Asleep):
-        return
-    _check_not_closed(engine, asleep)
-    try:
-        awake = asleep.kept.wake([tag for tag in TAGS if tag in wanted])
-    finally:
-        engine.refusal = asleep.refusal
-    if awake is not None:
-        engine.executor, engine.refusal = awake, None
-
-
-def _check_not_closed(engine: GuardedEngine, asleep: Asleep) -> None:
-    require(engine.refusal == asleep.refusal, f"this engine is {engine.refusal}")
+        engine = self._engine
+        same_pool = {
+            "num_kv_blocks": engine.executor.num_kv_blocks,
+            "kv_cache_memory_bytes": None,
+        }
+        engine.replace_executor(engine.make_executor(replace(engine.config, **same_pool)))
+        self._are_awake = True

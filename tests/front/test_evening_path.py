@@ -38,6 +38,8 @@ SUPPORT = {
     "nanoserve/make_engine.py",
     "nanoserve/models/registry.py",
     "nanoserve/outputs.py",
+    "nanoserve/parameter_table.py",
+    "nanoserve/request_lists.py",
     "nanoserve/sampling/greedy.py",
     "nanoserve/sampling/rows.py",
     "nanoserve/sampling/settings.py",

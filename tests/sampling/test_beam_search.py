@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -267,6 +269,36 @@ def test_max_logprobs_bounds_those_who_send_requests_and_no_beams(small: LLM) ->
     with pytest.raises(ValueError, match=r"logprobs=21.*max_logprobs=20"):
         small.generate([[1, 2]], SamplingParams(logprobs=21), use_tqdm=False)
     assert not small.engine.has_unfinished_requests()
+
+
+def test_two_searches_in_two_threads_change_nothing_of_each_other(small: LLM) -> None:
+    """The narrow one begins first and is over before the wide one has made its first step."""
+    narrow, wide = BeamSearchParams(11, 2), BeamSearchParams(15, 3)
+    expected = [small.beam_search([[1, 2]], params) for params in (narrow, wide)]
+    limit = small.engine.input_processor.max_logprobs
+    has_begun, may_go_on = (Event(), Event()), (Event(), Event())
+
+    def search(number: int, params: beam_search.BeamSearchParams) -> list[BeamSearchOutput]:
+        def make_bar(**options: Any) -> tqdm:
+            has_begun[number].set()
+            assert may_go_on[number].wait(60)
+            return tqdm(**options, disable=True)
+
+        return small.beam_search([[1, 2]], params, use_tqdm=make_bar)
+
+    with ThreadPoolExecutor(2) as threads:
+        searches = []
+        for number, params in enumerate((narrow, wide)):
+            searches.append(threads.submit(search, number, params))
+            assert has_begun[number].wait(60)
+        found = []
+        for number in range(2):
+            may_go_on[number].set()
+            found.append(searches[number].result(60))
+    assert found == expected
+    assert small.engine.input_processor.max_logprobs == limit
+    with pytest.raises(ValueError, match=r"logprobs=21.*max_logprobs=20"):
+        small.generate([[1, 2]], SamplingParams(logprobs=21), use_tqdm=False)
 
 
 @pytest.mark.parametrize("concurrency_limit", [1, 2, 9])

@@ -19,7 +19,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.cuda_runner import make_cuda_runner
-from nanoserve.worker.sleep import put_to_sleep, wake_up
+from nanoserve.worker.sleep import Sleeper
 
 PROMPTS = [[5, 6, 7], [*range(40)], [9] * 33]
 PARAMS = [
@@ -113,7 +113,7 @@ def test_weights_are_written_between_the_two(checkpoint: Path) -> None:
         expected = answers(llm)
         llm.sleep(1)
         llm.wake_up(["weights"])
-        norm = llm.engine.executor.kept._runner.model.model.norm.weight
+        norm = llm.engine.executor.model.model.norm.weight
         norm.data.mul_(-1)
         llm.wake_up(["kv_cache"])
         assert answers(llm) != expected
@@ -133,7 +133,8 @@ def test_who_sleeps_takes_no_requests_and_keeps_none(checkpoint: Path) -> None:
             with pytest.raises(ValueError, match="asleep: wake_up"):
                 ask()
             assert not llm.engine.has_unfinished_requests()
-        assert llm.engine.step() == []
+        with pytest.raises(ValueError, match="asleep: wake_up"):
+            llm.engine.step()
         assert "asleep" not in repr(llm) and "30 KV blocks" in repr(llm)
         llm.wake_up()
         assert len(answers(llm)) == len(PROMPTS)
@@ -251,10 +252,11 @@ def test_graphs_are_recorded_again_for_what_lies_elsewhere(
 
     expected = tokens()
     before = cuda.events.count("capture 4")
-    put_to_sleep(engine, 1)
+    sleeper = Sleeper(engine)
+    sleeper.sleep(1)
     for parameter in runner.model.parameters():  # what was recorded must not be read again
         parameter.data = torch.empty_like(parameter).copy_(parameter)
-    wake_up(engine)
+    sleeper.wake_up()
     assert cuda.events.count("capture 4") > before
     replays = sum(event.startswith("replay") for event in cuda.events)
     assert tokens() == expected
