@@ -7,32 +7,65 @@ before it were all sampled.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from nanoserve.engine.executor import StepResult
-from nanoserve.outputs import TokenLogprobs
+
+class AcceptedRows(NamedTuple):
+    """The outputs of a step, by row.
+
+    token_ids: the tokens that each row gets. first_outputs: the index of its first output.
+    last_outputs: the output that its last token was sampled at; its first one if it has none.
+    """
+
+    token_ids: list[list[int]]
+    first_outputs: Sequence[int]
+    last_outputs: list[int]
+
+    def errors(self, errors: Mapping[int, Exception]) -> dict[int, Exception]:
+        """Return by row what is known by output: why a row has no token."""
+        firsts = enumerate(self.first_outputs)
+        return {row: errors[first] for row, first in firsts if first in errors}
+
+    def places(self, outputs: Sequence[int]) -> list[tuple[int, int] | None]:
+        """Return where the tokens of these outputs are: (row, index among its tokens).
+
+        None is for an output without a token, and for one behind a rejected draft token.
+        """
+        accepted = {
+            first + index: (row, index)
+            for row, (first, ids) in enumerate(zip(self.first_outputs, self.token_ids, strict=True))
+            for index in range(len(ids))
+        }
+        return [accepted.get(output) for output in outputs]
 
 
 def accept_draft_tokens(
     sampled: list[list[int]], output_slots: Sequence[int], draft_tokens: Mapping[int, list[int]]
-) -> tuple[list[list[int]], list[int]]:
-    """Return, by row, the tokens that count and the index of the row's first output.
+) -> AcceptedRows:
+    """Return what each row gets of the tokens that were sampled at its outputs.
 
     sampled: by output, the token that was sampled there, or none ([]) if none could be. A row takes
     tokens up to the first one that differs from its draft token. An output without a token ends
     what its row gets; if that is nothing, its request fails. Otherwise the next step comes to the
     same point again, without a draft token before it.
-    output_slots: by output, the slot of its sequence.
+    output_slots: by output, the slot of its sequence. draft_tokens: by slot.
     """
+    if not draft_tokens:
+        outputs = range(len(sampled))
+        return AcceptedRows(sampled, outputs, list(outputs))
     token_ids: list[list[int]] = []
     first_outputs: list[int] = []
+    last_outputs: list[int] = []
     output = 0
     while output < len(sampled):
-        drafts, accepted = draft_tokens.get(output_slots[output], ()), []
+        drafts = draft_tokens.get(output_slots[output], [])
+        accepted: list[int] = []
         for index, new_ids in enumerate(sampled[output : output + len(drafts) + 1]):
             accepted += new_ids
             if index == len(drafts) or new_ids != [drafts[index]]:
                 break
         token_ids.append(accepted)
         first_outputs.append(output)
+        last_outputs.append(output + max(len(accepted) - 1, 0))
         output += len(drafts) + 1
-    return token_ids, first_outputs
+    return AcceptedRows(token_ids, first_outputs, last_outputs)

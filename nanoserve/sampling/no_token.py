@@ -59,7 +59,7 @@ def _error(logits: torch.Tensor, state: "SlotState | None", config: EngineConfig
             f"{num_bad} are NaN or infinite. Either weights of the checkpoint are, or its numbers "
             f"grow too large for this dtype"
         )
-    asked = [] if state is None else _asked(state.params)
+    asked = [] if state is None else _asked(state)
     asked += ["logits_processors of the engine"] if config.logits_processors else []
     if not asked:
         return FloatingPointError(
@@ -72,6 +72,8 @@ def _error(logits: torch.Tensor, state: "SlotState | None", config: EngineConfig
     )
 
 
-def _asked(params: SamplingParams) -> list[str]:
+def _asked(state: "SlotState") -> list[str]:
+    params = state.params
     changed = [name for name in _CHANGES if getattr(params, name) != getattr(_UNCHANGED, name)]
-    return [f"{name}={shown(getattr(params, name))}" for name in changed]
+    asked = [f"{name}={shown(getattr(params, name))}" for name in changed]
+    return asked + [f"the stage {name!r}" for name in state.own_stages]

@@ -1,60 +1,45 @@
 """The sampler of a CPU with numba: what is drawn is drawn in one pass, without a copy."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels_cpu.choose_tokens import FEW, choose_tokens
 from nanoserve.sampling.greedy import best_tokens
-from nanoserve.sampling.rows import tensor_of
+from nanoserve.sampling.rows import Rows, tensor_of
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.settings import Program
+from nanoserve.sampling.stages import apply_stages
 
 
 class NumbaSampler(Sampler):
     """Draws as `Sampler` does, with the same noise, but for the last bit of its logarithms."""
 
-    def set_slot(self, change: SlotUpdate) -> None:
-        super().set_slot(change)
-        is_filtered = self._settings["is_filtered"][change.slot]
-        self._is_plain[change.slot] = self._states[change.slot] is None and not is_filtered
+    direct = Program.RACE
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile for logits of this dtype, before anybody waits for it."""
         for num_rows in (1, FEW // self._vocab_size + 2):
             logits = torch.zeros(num_rows, self._vocab_size, dtype=dtype)
-            rows = np.zeros(num_rows, dtype=np.int64)
-            self._race(logits, self._settings[rows], np.ones(num_rows, dtype=np.float32), rows)
+            slots = np.zeros(num_rows, dtype=np.int64)
+            rows = Rows(self._settings[slots], slots, slots, tensors=None, errors={})
+            _race(logits, rows, np.ones(num_rows, dtype=np.float32))
 
-    def _choose_plain(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
-    ) -> torch.Tensor:
-        settings = self._settings[slots]
-        temperatures = settings["temperature"].copy()
-        if not temperatures.any():
+    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        last = rows.settings["draw"].max()
+        if last == Program.GREEDY:
             return best_tokens(logits)
-        return self._race(logits, settings, temperatures, positions)
-
-    def _choose(
-        self, logits: torch.Tensor, settings: np.ndarray, slots: np.ndarray, positions: np.ndarray
-    ) -> torch.Tensor:
-        temperatures = settings["temperature"].copy()
-        if settings["is_filtered"].any():
+        temperatures = rows.settings["temperature"].copy()
+        if last == Program.FILTERED:
+            # Filters are of logits that are divided already; the kernel then divides by 1.
             is_greedy = temperatures == 0
             logits /= tensor_of(np.where(is_greedy, 1, temperatures), logits).unsqueeze(1)
             temperatures[~is_greedy] = 1
-            self._filter(logits, settings)
-        return self._race(logits, settings, temperatures, positions)
+            apply_stages([stage for stage in self._draws if stage.name == "filters"], logits, rows)
+        return _race(logits, rows, temperatures)
 
-    def _race(
-        self,
-        logits: torch.Tensor,
-        settings: np.ndarray,
-        temperatures: np.ndarray,
-        positions: np.ndarray,
-    ) -> torch.Tensor:
-        logits = logits.contiguous()  # of ranks with unequal shares, rows lie apart
-        seeds, completions = settings["seed"].copy(), settings["completion"].copy()
-        places = positions.astype(np.int64)
-        return torch.from_numpy(choose_tokens(logits, temperatures, seeds, places, completions))
+
+def _race(logits: torch.Tensor, rows: Rows, temperatures: np.ndarray) -> torch.Tensor:
+    logits = logits.contiguous()  # of ranks with unequal shares, rows lie apart
+    seeds, completions = rows.settings["seed"].copy(), rows.settings["completion"].copy()
+    positions = rows.positions.astype(np.int64)
+    return torch.from_numpy(choose_tokens(logits, temperatures, seeds, positions, completions))

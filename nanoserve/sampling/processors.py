@@ -10,8 +10,10 @@ In vLLM's order, each on what the one before has left:
 6. the request's own `logits_processors`, then those of the engine;
 7. `structured_outputs`: what its grammar does not allow becomes -inf.
 
-Rows that ask for none of it never come here. Each function below works on all rows of a step at
-once, by (row, token) pairs: a row's cost is the tokens it names, not the vocabulary.
+Rows that ask for none of it never come here. Each of 1 to 6 is a function below, or in
+`nanoserve.sampling.stages`, which has them in this order; temperature, filters and race follow
+there. It gets the rows that ask for it at once and works by (row, token) pairs: a row's cost is the
+tokens it names, not the vocabulary.
 
 Two seams for your own. `SamplingParams(logits_processors=[f])` calls f(output_token_ids, logits)
 with one row [vocab_size] and takes what it returns, which has the same shape; it runs once per row.
@@ -26,13 +28,13 @@ them in place:
 """
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
-from nanoserve.engine.executor import TokenMask, SlotUpdate
+from nanoserve.engine.executor import SlotUpdate
+from nanoserve.sampling.rows import Rows, tensor_of
 
 
 class TokenCounts:
@@ -75,38 +77,34 @@ class TokenCounts:
 
 
 class SlotState:
-    """What the transforms know of the sequence in a slot.
+    """What the stages know of the sequence in a slot.
 
     It is made on admission, from the prompt and from what was generated before a preemption.
+    own_stages: names of the registered stages that its rows go through.
     """
 
-    def __init__(self, change: SlotUpdate) -> None:
-        self.params = params = change.params
-        self.prompt_token_ids = change.prompt_token_ids
-        self.output_token_ids = list(change.output_token_ids)
+    def __init__(self, update: SlotUpdate, own_stages: Sequence[str] = ()) -> None:
+        self.params = params = update.params
+        self.prompt_token_ids = update.prompt_token_ids
+        self.output_token_ids = list(update.output_token_ids)
+        self.own_stages = own_stages
         self.allowed = _ids(params.allowed_token_ids)
-        self.stops = _ids(change.stop_token_ids)
-        self.bad_words = change.bad_words_token_ids
+        self.stops = _ids(update.stop_token_ids)
+        self.bad_words = update.bad_words_token_ids
         self.bias_ids = _ids(params.logit_bias)
         self.bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)
         self.counts: TokenCounts | None = None
         if params.has_penalties:
-            self.counts = TokenCounts(change.prompt_token_ids, change.output_token_ids)
-        self.limit: TokenMask | None = None  # what a grammar allows in the step under way
-        self._draft_tokens: list[int] = []  # of that step
+            self.counts = TokenCounts(update.prompt_token_ids, update.output_token_ids)
 
-    def prepare(self, draft_tokens: list[int], mask: TokenMask | None) -> None:
-        """Set what the step at hand has for this sequence: draft tokens, and a token mask."""
-        self._draft_tokens, self.limit = draft_tokens, mask
-
-    def after(self, num_drafts: int) -> "SlotState":
-        """Return the state as it will be if so many draft tokens are accepted."""
-        if not num_drafts:
+    def after(self, token_ids: list[int]) -> "SlotState":
+        """Return the state as it will be behind these tokens; this one stays as it is."""
+        if not token_ids:
             return self
         state = copy.copy(self)
         state.output_token_ids = list(self.output_token_ids)
         state.counts = self.counts and self.counts.copy()
-        state.extend(self._draft_tokens[:num_drafts])
+        state.extend(token_ids)
         return state
 
     def extend(self, token_ids: list[int]) -> None:
@@ -117,7 +115,7 @@ class SlotState:
                 self.counts.append(token_id)
 
     def forbidden(self) -> np.ndarray:
-        """The tokens that would complete a bad word now."""
+        """Return the tokens that would complete a bad word now."""
         output = self.output_token_ids
         return _ids(
             word[-1]
@@ -129,40 +127,68 @@ class SlotState:
 BatchProcessor = Callable[[torch.Tensor, list[SlotState]], None]
 
 
-def apply_processors(
-    logits: torch.Tensor, states: list[SlotState], of_engine: Sequence[BatchProcessor] = ()
-) -> dict[int, Exception]:
-    """Change float32 `logits` [num_rows, vocab_size] in place; `states` has one entry per row.
+def keep_allowed(logits: torch.Tensor, rows: Rows) -> None:
+    pairs = _pairs(logits, rows, [state.allowed for state in rows.states])
+    kept = logits[pairs]
+    logits[tensor_of(rows.places, logits)] = -torch.inf
+    logits[pairs] = kept
 
-    Rows of one state, which guesses, are those of its last token and of each guess.
 
-    Returns what requests' own processors raised, by row: no other request need suffer from that.
+def forbid_bad_words(logits: torch.Tensor, rows: Rows) -> None:
+    logits[_pairs(logits, rows, [state.forbidden() for state in rows.states])] = -torch.inf
+
+
+def hold_back_stops(logits: torch.Tensor, rows: Rows) -> None:
+    vocab_size = logits.shape[1]  # some checkpoints name an EOS beyond it
+    held_back = [
+        state.stops[state.stops < vocab_size]
+        if len(state.output_token_ids) < state.params.min_tokens
+        else _NO_IDS
+        for state in rows.states
+    ]
+    if any(map(len, held_back)):
+        logits[_pairs(logits, rows, held_back)] = -torch.inf
+
+
+def add_bias(logits: torch.Tensor, rows: Rows) -> None:
+    pairs = _pairs(logits, rows, [state.bias_ids for state in rows.states])
+    logits[pairs] += _tensor(logits, [state.bias for state in rows.states])
+
+
+def penalise(logits: torch.Tensor, rows: Rows) -> None:
+    """Repetition (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones.
+
+    With 1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 takes 1.5 from what was said three
+    times, presence 0.5 takes 0.5 from it.
     """
-    given = states
-    if len(set(states)) < len(states):
-        seen: Counter[SlotState] = Counter()
-        states = []  # the caller's own stay as they are
-        for state in given:
-            states.append(state.after(seen[state]))
-            seen[state] += 1
-    for transform in (keep_allowed, forbid_bad_words, hold_back_stops, add_bias, penalise):
-        transform(logits, states)
-    errors: dict[int, Exception] = {}
-    for row, state in enumerate(states):
-        try:
-            for processor in state.params.logits_processors or ():
-                changed = processor(state.output_token_ids, logits[row])
-                logits[row] = _checked(changed, logits.shape[1])
-        except Exception as error:
-            errors[row] = error
-    for batch_processor in of_engine:
-        batch_processor(logits, states)
-    limits = [state.limit for state in given]
-    if any(limits):
-        from nanoserve.sampling.masks import apply_limits
+    counted = [(state.params, state.counts) for state in rows.states]
 
-        errors |= apply_limits(logits, limits)
-    return errors
+    def settings(name: str) -> torch.Tensor:
+        per_row = [
+            np.full(len(counts.ids), getattr(params, name), dtype=np.float32)
+            for params, counts in counted
+        ]
+        return _tensor(logits, per_row)
+
+    pairs = _pairs(logits, rows, [counts.ids for _, counts in counted])
+    counts = _tensor(logits, [counts.counts for _, counts in counted])
+    repetition = settings("repetition_penalty")
+    values = logits[pairs]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= settings("frequency_penalty") * counts
+    values -= settings("presence_penalty") * (counts > 0)
+    logits[pairs] = values
+
+
+def run_own_processors(logits: torch.Tensor, rows: Rows) -> None:
+    """Call each request's own; what one raises ends its request, and no other."""
+    for row, (place, state) in enumerate(zip(rows.places.tolist(), rows.states, strict=True)):
+        try:
+            for processor in state.params.logits_processors:
+                changed = processor(state.output_token_ids, logits[place])
+                logits[place] = _checked(changed, logits.shape[1])
+        except Exception as error:
+            rows.fail(row, error)
 
 
 def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -180,70 +206,12 @@ def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits
 
 
-def keep_allowed(logits: torch.Tensor, states: list[SlotState]) -> None:
-    limited = [row for row, state in enumerate(states) if len(state.allowed)]
-    if limited:
-        pairs = _pairs(logits, states, lambda state: state.allowed)
-        kept = logits[pairs]
-        logits[torch.tensor(limited, device=logits.device)] = -torch.inf
-        logits[pairs] = kept
-
-
-def forbid_bad_words(logits: torch.Tensor, states: list[SlotState]) -> None:
-    if any(state.bad_words for state in states):
-        logits[_pairs(logits, states, SlotState.forbidden)] = -torch.inf
-
-
-def hold_back_stops(logits: torch.Tensor, states: list[SlotState]) -> None:
-    vocab_size = logits.shape[1]  # some checkpoints name an EOS beyond it
-
-    def held_back(state: SlotState) -> np.ndarray:
-        is_short = len(state.output_token_ids) < state.params.min_tokens
-        return state.stops[state.stops < vocab_size] if is_short else _ids(())
-
-    if any(len(held_back(state)) for state in states):
-        logits[_pairs(logits, states, held_back)] = -torch.inf
-
-
-def add_bias(logits: torch.Tensor, states: list[SlotState]) -> None:
-    if any(len(state.bias) for state in states):
-        pairs = _pairs(logits, states, lambda state: state.bias_ids)
-        logits[pairs] += _tensor(logits, [state.bias for state in states])
-
-
-def penalise(logits: torch.Tensor, states: list[SlotState]) -> None:
-    """Repetition (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones.
-
-    With 1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 takes 1.5 from what was said three
-    times, presence 0.5 takes 0.5 from it.
-    """
-    rows = [(row, state) for row, state in enumerate(states) if state.counts is not None]
-    if not rows:
-        return
-
-    def settings(name: str) -> torch.Tensor:
-        per_row = [
-            np.full(len(s.counts.ids), getattr(s.params, name), dtype=np.float32) for _, s in rows
-        ]
-        return _tensor(logits, per_row)
-
-    pairs = _pairs(logits, states, lambda state: state.counts.ids if state.counts else _ids(()))
-    counts = _tensor(logits, [state.counts.counts for _, state in rows])
-    repetition = settings("repetition_penalty")
-    values = logits[pairs]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= settings("frequency_penalty") * counts
-    values -= settings("presence_penalty") * (counts > 0)
-    logits[pairs] = values
-
-
 def _pairs(
-    logits: torch.Tensor, states: list[SlotState], ids_of: Callable[[SlotState], np.ndarray]
+    logits: torch.Tensor, rows: Rows, ids: list[np.ndarray]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of `logits`: each row with each of its token ids."""
-    ids = [ids_of(state) for state in states]
-    rows = np.repeat(np.arange(len(states)), [len(row_ids) for row_ids in ids])
-    return torch.from_numpy(rows).to(logits.device), _tensor(logits, ids)
+    """Return an index of `logits`: each row with each of its token ids."""
+    places = np.repeat(rows.places, [len(row_ids) for row_ids in ids])
+    return torch.from_numpy(places).to(logits.device), _tensor(logits, ids)
 
 
 def _tensor(logits: torch.Tensor, arrays: list[np.ndarray]) -> torch.Tensor:
@@ -252,3 +220,6 @@ def _tensor(logits: torch.Tensor, arrays: list[np.ndarray]) -> torch.Tensor:
 
 def _ids(token_ids: Iterable[int] | None) -> np.ndarray:
     return np.array(list(token_ids or ()), dtype=np.int64)
+
+
+_NO_IDS = _ids(())

@@ -1,10 +1,69 @@
 """Some rows of a step: settings and indices of the host beside logits of the device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+from nanoserve.engine.executor import TokenMask
+
+if TYPE_CHECKING:
+    from nanoserve.sampling.processors import SlotState
+
+
+class Rows(NamedTuple):
+    """Rows of a step, on the way from logits to tokens.
+
+    settings: [num_rows] of `SETTINGS`. slots, positions: [num_rows], the row's slot and the
+        position that its new token will have.
+    tensors: the batch on the device, if these are all rows of the step.
+    errors: by row of the step, why it has no token: see `fail`.
+    outputs: [num_rows], the row of the step that each one is; None if these are all.
+    places: [num_rows], the row of a stage's logits that each one is; None if these are all.
+    states: by row, what stages know of its sequence; None where no stage needs to know any.
+    masks: by row, its token mask and the row's index in that mask, or None.
+    """
+
+    settings: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    tensors: Any
+    errors: dict[int, Exception]
+    outputs: np.ndarray | None = None
+    places: np.ndarray | None = None
+    states: "Sequence[SlotState | None]" = ()
+    masks: Sequence[tuple[TokenMask, int] | None] = ()
+
+    def take(self, index: np.ndarray) -> "Rows":
+        """Return some of the rows; their logits are a matrix of their own."""
+        return Rows(
+            self.settings[index],
+            self.slots[index],
+            self.positions[index],
+            tensors=None,
+            errors=self.errors,
+            outputs=index if self.outputs is None else self.outputs[index],
+            states=[self.states[i] for i in index] if self.states else (),
+            masks=[self.masks[i] for i in index] if self.masks else (),
+        )
+
+    def among(self, index: np.ndarray) -> "Rows":
+        """Return some of the rows; their logits stay where they are, beside those of the others."""
+        places = index if self.places is None else self.places[index]
+        return self.take(index)._replace(places=places)
+
+    @contextmanager
+    def part(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Give the logits of these rows, [num_rows, vocab_size], to be changed in place."""
+        places = np.arange(len(self.settings)) if self.places is None else self.places
+        with rows_of(logits, places) as part:
+            yield part
+
+    def fail(self, row: int, error: Exception) -> None:
+        """End the request of one of these rows with `error`."""
+        self.errors[row if self.outputs is None else int(self.outputs[row])] = error
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """One token for each row of logits, each row under its own request's settings.
 
-A row goes through at most five stages, in one pass:
+A row goes through the stages that its request wants, of those in `nanoserve.sampling.stages`:
 
     logits -> changed (masks, biases, penalties) -> / temperature -> filtered -> - log E -> argmax
 
-What a stage does is in a module of its own, which is loaded when the first request asks for it.
+Most want few of them, and take their logits as the model left them: see `Program`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,9 @@ import torch
 
 from nanoserve.engine.executor import SlotUpdate, TokenMask
 from nanoserve.sampling.greedy import best_tokens
-from nanoserve.sampling.rows import rows_of, tensor_of
-from nanoserve.sampling.settings import SETTINGS, settings_of
+from nanoserve.sampling.rows import Rows, rows_of, tensor_of
+from nanoserve.sampling.settings import SETTINGS, Program, settings_of
+from nanoserve.sampling.stages import apply_stages, make_stages
 
 if TYPE_CHECKING:
     from nanoserve.sampling.logprobs import LogprobTensors
@@ -32,8 +33,8 @@ class Sampled(NamedTuple):
 
     token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.no_token`.
     logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries].
-    states: of the rows that must learn their token, by row. errors: what requests' own processors
-    raised, by row; such a row's token means nothing.
+    states: of the rows that must learn their token, by row. errors: by row, why it has no token:
+    what the request's own processors raised, say. Such a row's token means nothing.
     """
 
     token_ids: torch.Tensor
@@ -46,9 +47,17 @@ class Sampled(NamedTuple):
 class Sampler:
     """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
 
-    A greedy row costs an argmax. All others are copied once, in float32, and worked on together;
-    each stage takes those of them that want it, so nobody pays for what only a neighbour wants.
+    A greedy row costs an argmax. All others are copied once, in float32, and worked on together.
+    Samplers of other devices override how a row is drawn from its logits (`_choose`), and say how
+    far that goes:
+
+    direct: the last program that takes logits as the model left them, without a copy.
+    masks_directly: whether `_choose` applies token masks to such rows. Otherwise they are sampled
+        as if there were none, and again where that is not allowed.
     """
+
+    direct = Program.GREEDY
+    masks_directly = False
 
     def __init__(
         self,
@@ -58,22 +67,26 @@ class Sampler:
         processors: "Sequence[BatchProcessor]" = (),
     ) -> None:
         self._settings = np.zeros(num_slots, SETTINGS)
-        self._is_plain = np.ones(num_slots, dtype=bool)  # its logits are used as they are
         self._states: list[SlotState | None] = [None] * num_slots
-        self._processors = processors  # the engine's own; they see every row
         self._vocab_size = vocab_size
-        self._noise: Any = None  # made when the first row samples
+        self.stages = make_stages(processors)
+        names = [stage.name for stage in self.stages]
+        first_draw = names.index("temperature")
+        self._changes, self._draws = self.stages[:first_draw], self.stages[first_draw:]
+        self._mask_bit = np.uint64(self.stages[names.index("token_mask")].bit)
 
-    def set_slot(self, change: SlotUpdate) -> None:
-        """The sequence in a slot is a new one."""
+    def set_slot(self, update: SlotUpdate) -> None:
+        """Take the settings of the sequence that is new in a slot."""
+        changes = [stage for stage in self._changes if stage.wants(update)]
+        wanted = changes + [stage for stage in self._draws if stage.wants(update)]
+        stages = sum(stage.bit for stage in wanted)
+        self._settings[update.slot] = settings_of(update, stages, is_changed=bool(changes))
         state = None
-        if change.params.changes_logits or self._processors:
+        if changes:
             from nanoserve.sampling.processors import SlotState
 
-            state = SlotState(change)
-        self._states[change.slot] = state
-        self._settings[change.slot] = settings = settings_of(change, state is not None)
-        self._is_plain[change.slot] = state is None and settings.temperature == 0
+            state = SlotState(update, [stage.name for stage in changes if stage.is_registered])
+        self._states[update.slot] = state
 
     def sample(
         self,
@@ -90,81 +103,85 @@ class Sampler:
         positions: [num_rows], the row's slot and the position that its new token will have.
         tensors: the batch on the device, for a sampler that reads these there.
         draft_tokens: by slot; such a slot has a row for its last token and one for each of these.
-        token_masks: by slot, what its rows may take.
+        token_masks: by slot, the tokens that its rows may take.
         """
-        for slot in {*draft_tokens, *token_masks}:
+        rows = Rows(self._settings[slots], slots, positions, tensors, errors={})
+        if token_masks:
+            rows = self._with_masks(rows, token_masks)
+        is_direct = rows.settings["program"] <= self.direct
+        states: list[tuple[int, SlotState]] = []
+        if is_direct.all():
+            token_ids = self._choose(logits, rows)
+        else:
+            token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+            direct, others = np.flatnonzero(is_direct), np.flatnonzero(~is_direct)
+            if len(direct):
+                index = tensor_of(direct, logits)
+                token_ids[index] = self._choose(logits[index], rows.take(direct))
+            index = tensor_of(others, logits)
+            own = logits[index].float()
+            part = rows.take(others)._replace(states=self._states_of(slots[others], draft_tokens))
+            apply_stages(self._changes, own, part)
+            token_ids[index] = self._choose(own, part._replace(masks=()))
+            states = [(int(row), self._states[slots[row]]) for row in others]
+            states = [(row, state) for row, state in states if state is not None]
+        if token_masks and not self.masks_directly:
+            token_ids = self._replace_illegal(token_ids, logits, rows)
+        logprobs, logprob_rows = self._logprobs(logits, token_ids, rows.settings)
+        return Sampled(token_ids, logprobs, logprob_rows, states, rows.errors)
+
+    def _with_masks(self, rows: Rows, token_masks: Mapping[int, TokenMask]) -> Rows:
+        from nanoserve.sampling.token_masks import masks_of_rows
+
+        masks = masks_of_rows(rows.slots, token_masks)
+        settings = rows.settings  # a copy of the table's
+        is_masked = np.array([mask is not None for mask in masks])
+        # What is forbidden must not take part when the most likely tokens are counted.
+        settings["program"][is_masked & (settings["program"] == Program.FILTERED)] = Program.GENERAL
+        by_stage = is_masked & (settings["program"] == Program.GENERAL)
+        settings["stages"][by_stage] |= self._mask_bit
+        return rows._replace(masks=masks)
+
+    def _states_of(
+        self, slots: np.ndarray, draft_tokens: Mapping[int, list[int]]
+    ) -> "list[SlotState | None]":
+        """Return the state of each row: its slot's, behind the draft tokens that it follows."""
+        num_seen = dict.fromkeys(draft_tokens, 0)
+        states = []
+        for slot in slots.tolist():
             state = self._states[slot]
-            if state is not None:
-                state.prepare(draft_tokens.get(slot, []), token_masks.get(slot))
-        masks = {slot: m for slot, m in token_masks.items() if self._states[slot] is None}
-        if masks:
-            from nanoserve.sampling.limits import sample_within
+            if state is not None and slot in num_seen:
+                state = state.after(draft_tokens[slot][: num_seen[slot]])
+                num_seen[slot] += 1
+            states.append(state)
+        return states
 
-            return sample_within(self, logits, slots, positions, tensors, masks)
-        return self.sample_freely(logits, slots, positions, tensors)
-
-    def sample_freely(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
-    ) -> Sampled:
-        """Choose tokens that no mask restricts, but those of rows with a `SlotState`."""
-        settings, is_plain = self._settings[slots], self._is_plain[slots]
-        plain, rest = np.flatnonzero(is_plain), np.flatnonzero(~is_plain)
-        if not len(rest):
-            token_ids = self._choose_plain(logits, slots, positions, tensors)
-            return Sampled(token_ids, *self._logprobs(logits, token_ids, settings), [], {})
-        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        if len(plain):
-            index = tensor_of(plain, logits)
-            token_ids[index] = self._choose_plain(logits[index], slots[plain], positions[plain])
-        index = tensor_of(rest, logits)
-        own = logits[index].float()
-        states = [(row, self._states[slots[row]]) for row in rest if settings["is_changed"][row]]
-        errors: dict[int, Exception] = {}
-        if states:
-            from nanoserve.sampling.processors import apply_processors
-
-            with rows_of(own, np.flatnonzero(settings["is_changed"][rest])) as part:
-                errors = apply_processors(part, [s for _, s in states], self._processors)
-        token_ids[index] = self._choose(own, settings[rest], slots[rest], positions[rest])
-        errors = {int(states[i][0]): error for i, error in errors.items()}
-        return Sampled(token_ids, *self._logprobs(logits, token_ids, settings), states, errors)
-
-    # The next two are one kernel on a GPU: see FusedSampler.
-
-    def _choose_plain(
-        self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, tensors: Any = None
+    def _replace_illegal(
+        self, token_ids: torch.Tensor, logits: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
-        return best_tokens(logits)
+        """Return the tokens of rows that took their logits as they are, within their masks."""
+        from nanoserve.sampling.token_masks import bits_of, replace_illegal
 
-    def _choose(
-        self, logits: torch.Tensor, settings: np.ndarray, slots: np.ndarray, positions: np.ndarray
-    ) -> torch.Tensor:
-        """logits: float32 [num_rows, vocab_size], the rows' own, which are overwritten."""
-        at_random = np.flatnonzero(settings["temperature"] > 0)
+        def choose_within(some: np.ndarray, words: np.ndarray) -> list[int]:
+            own = logits[tensor_of(some, logits)].float()
+            own.masked_fill_(~bits_of(words, own), -torch.inf)
+            return self._choose(own, rows.take(some)).tolist()
+
+        legal = token_ids.tolist()
+        if replace_illegal(legal, rows, self._vocab_size, choose_within):
+            return torch.tensor(legal, device=logits.device)
+        return token_ids
+
+    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Choose by what is left of the rows' programs: temperature, filters, race and argmax.
+
+        logits: [num_rows, vocab_size]. Beyond `direct` they are float32, and overwritten.
+        """
+        at_random = np.flatnonzero(rows.settings["draw"])  # which is not Program.GREEDY
         if len(at_random):
-            from nanoserve.sampling.noise import Noise, row_keys
-
-            self._noise = self._noise or Noise(self._vocab_size, logits.device)
-            settings, positions = settings[at_random], positions[at_random]
             with rows_of(logits, at_random) as part:
-                part /= tensor_of(settings["temperature"], logits).unsqueeze(1)
-                self._filter(part, settings)
-                # An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1)
-                # for each, and the first one wins. That is t with probability p(t). In logarithms
-                # the winner is argmax(logit - log E), and no softmax is needed.
-                keys = row_keys(settings["seed"], positions, settings["completion"])
-                self._noise.subtract_log_exponential(part, keys)
+                apply_stages(self._draws, part, rows.take(at_random))
         return best_tokens(logits)
-
-    def _filter(self, logits: torch.Tensor, settings: np.ndarray) -> None:
-        filtered = np.flatnonzero(settings["is_filtered"])
-        if len(filtered):
-            from nanoserve.sampling.filters import apply_filters
-
-            names = ("top_k", "top_p", "min_p")
-            values = (tensor_of(settings[name][filtered], logits) for name in names)
-            with rows_of(logits, filtered) as part:
-                apply_filters(part, *values)
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray

@@ -1,10 +1,25 @@
 """How each slot is sampled, as one row of a table, so that a step takes its rows with one index."""
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.sampling_params import SamplingParams
+
+
+class Program(IntEnum):
+    """What has to be done with a row's logits until its token is known.
+
+    Each program does what those before it do, and more. A sampler works on logits as the model left
+    them up to its own `Sampler.direct`; rows beyond that are copied first, in float32.
+    """
+
+    GREEDY = 0  # argmax
+    RACE = 1  # divided by the temperature, minus noise, argmax
+    FILTERED = 2  # min_p, top_k and top_p between the two
+    GENERAL = 3  # stages change the logits first: see `nanoserve.sampling.stages`
 
 
 class Settings(NamedTuple):
@@ -12,27 +27,40 @@ class Settings(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
-    is_filtered: bool  # whether one of these three leaves something out
     seed: int
     completion: int
-    num_logprobs: int  # -1: none asked for
-    is_changed: bool  # whether it has a `SlotState`
+    num_logprobs: int  # -1: no log-probabilities
+    stages: int  # which stages its logits go through, a bit for each: see `Stage.bit`
+    program: int  # the `Program` of its rows
+    draw: int  # what is left of that once stages have changed its logits: at most FILTERED
+    has_grammar: bool  # whether a step may bring a token mask for it
 
 
-_TYPES = ("f4", "i8", "f4", "f4", "?", "u8", "u4", "i8", "?")
+_TYPES = ("f4", "i8", "f4", "f4", "u8", "u4", "i8", "u8", "u1", "u1", "?")
 SETTINGS = np.dtype(list(zip(Settings._fields, _TYPES, strict=True)))
 
 
-def settings_of(change: SlotUpdate, is_changed: bool) -> Settings:
-    params = change.params
+def draw_of(params: SamplingParams) -> Program:
+    """Return the program of a row whose logits nothing changes."""
+    if params.is_greedy:
+        return Program.GREEDY
+    return Program.FILTERED if params.filters_logits else Program.RACE
+
+
+def settings_of(update: SlotUpdate, stages: int, is_changed: bool) -> Settings:
+    """Return a slot's row. is_changed: whether one of its `stages` comes before the temperature."""
+    params = update.params
+    draw = draw_of(params)
     return Settings(
         temperature=0.0 if params.is_greedy else params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        is_filtered=params.filters_logits,
-        seed=change.seed % 2**64,
-        completion=change.completion,
+        seed=update.seed % 2**64,
+        completion=update.completion,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        is_changed=is_changed,
+        stages=stages,
+        program=Program.GENERAL if is_changed else draw,
+        draw=draw,
+        has_grammar=params.structured_outputs is not None,
     )

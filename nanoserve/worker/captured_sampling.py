@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from nanoserve.checks import require
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import ForwardInputs, SampleInputs
@@ -24,7 +25,6 @@ from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.cuda_graphs import DecodeGraphs
 from nanoserve.worker.host_device import Forward
 from nanoserve.worker.model_runner import Handle, ModelRunner
-
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -75,24 +75,24 @@ class CapturingDevice(CudaDevice):
 
 
 class CapturingRunner(ModelRunner):
-    """Leaves the choice to a graph in steps that `_is_plain` finds fit for it."""
+    """Leaves the choice to a graph in the steps that such a graph covers."""
 
     device: CapturingDevice
 
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         self.fill_slots(inputs.slot_updates)
         header = batch.header
-        if not self._is_plain(batch, header):
+        if not self._can_replay(batch, header):
             return super().forward(batch, replace(inputs, slot_updates=[]))
         return self._replay(batch, header)
 
-    def _is_plain(self, batch: Batch, header: BatchHeader) -> bool:
+    def _can_replay(self, batch: Batch, header: BatchHeader) -> bool:
         if not self.device.graphs.covers(header):
             return False
         # A row may be a token in the middle of a prompt, or a head may want it.
         if not header.num_rows == header.num_outputs == header.num_sampled:
             return False
-        return self.sampler.are_plain(batch.row_slots[: header.num_rows])
+        return self.sampler.can_capture(batch.row_slots[: header.num_rows])
 
     @torch.inference_mode()
     def _replay(self, batch: Batch, header: BatchHeader) -> Handle:
@@ -111,5 +111,11 @@ class CapturingRunner(ModelRunner):
         if handle.sampled is None:
             super().sample(handle, inputs)
             return
+        require(
+            not inputs.token_masks,
+            f"capture_sampling=True has chosen the tokens of this step before the token masks of "
+            f"slots {sorted(inputs.token_masks)} were there: only requests with "
+            f"structured_outputs can have one",
+        )
         with self.device.guard():
             handle.fetched = self.device.fetch(handle.sampled.token_ids)

@@ -11,9 +11,10 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
-from nanoserve.engine.draft_tokens import accept_draft_tokens
+from nanoserve.engine.draft_tokens import AcceptedRows, accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.layers.context import LayerContext
+from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampled
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.heads import Heads
@@ -76,12 +77,12 @@ class ModelRunner:
         batch.step, self._num_batches = self._num_batches, (self._num_batches + 1) % 2**31
         return batch
 
-    def fill_slots(self, changes: list[SlotUpdate]) -> None:
-        """How to sample for the sequences that are new in their slots. Ranks above 0 do not."""
-        for change in changes:
-            self.sampler.set_slot(change)
-            if change.prompt_head is not None:
-                self.heads[change.prompt_head].set_slot(change)
+    def fill_slots(self, updates: list[SlotUpdate]) -> None:
+        """Take how to sample for sequences that are new in their slots; on rank 0 only."""
+        for update in updates:
+            self.sampler.set_slot(update)
+            if update.prompt_head is not None:
+                self.heads[update.prompt_head].set_slot(update)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
@@ -133,11 +134,12 @@ class ModelRunner:
         self.last_token[slots] = token_ids.clamp(min=0).int()
 
     def collect(self, handle: Handle) -> StepResult:
-        """Wait for a step's tokens."""
+        """Wait for a step's tokens, and say which of them each row gets."""
         of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
         token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
         if sampled is None:
             return StepResult([], of_heads=of_heads)
+        # 1) By output: its token, or why it has none.
         new_ids, errors = [[token_id] for token_id in token_ids], sampled.errors
         if -1 in token_ids:
             from nanoserve.sampling.no_token import errors_of_rows
@@ -145,40 +147,29 @@ class ModelRunner:
             errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
         for output in errors:
             new_ids[output] = []
-        # Up to here by output; a row with draft tokens has several.
-        slots = handle.batch.output_slots[: len(new_ids)].tolist()
-        rows, first_outputs = new_ids, range(len(new_ids))
-        if handle.draft_tokens:
-            rows, first_outputs = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
-        states = dict(sampled.states)
-        for row, first in enumerate(first_outputs):
-            if first in states:
-                states[first].extend(rows[row])
+        # 2) By row: the draft tokens that are accepted, and the token after them.
+        slots = handle.batch.output_slots[: len(new_ids)]
+        rows = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
+        if sampled.states:
+            states = dict(sampled.states)
+            for first, accepted in zip(rows.first_outputs, rows.token_ids, strict=True):
+                if first in states:
+                    states[first].extend(accepted)
         logprobs, places = None, []
         if sampled.logprobs is not None:
-            accepted = {
-                first + index: (row, index)
-                for row, first in enumerate(first_outputs)
-                for index in range(len(rows[row]))
-            }
-            outputs = sampled.logprob_rows.tolist()
-            kept = [entry for entry, output in enumerate(outputs) if output in accepted]
-            places = [accepted[outputs[entry]] for entry in kept]
-            logprobs = sampled.logprobs.to_host()
-            if len(kept) < len(outputs):
-                logprobs = logprobs.take(kept)
+            logprobs, places = _logprobs_by_row(sampled, rows)
         return StepResult(
-            rows,
-            logprobs,
-            places,
-            {row: errors[first] for row, first in enumerate(first_outputs) if first in errors},
-            of_heads,
-            handle.hidden,
-            [first + max(0, len(ids) - 1) for first, ids in zip(first_outputs, rows, strict=True)],
+            token_ids=rows.token_ids,
+            logprobs=logprobs,
+            logprob_places=places,
+            errors=rows.errors(errors) if errors else {},
+            of_heads=of_heads,
+            hidden=handle.hidden,
+            hidden_rows=rows.last_outputs,
         )
 
     def cancel(self, handles: list[Handle]) -> None:
-        """What runs on the device runs to its end, and nobody waits for it."""
+        """Do nothing: what runs on the device runs to its end without being waited for."""
 
     def close(self) -> None:
         """Release weights and cache, even if somebody still holds the runner."""
@@ -191,3 +182,15 @@ class ModelRunner:
     ) -> torch.Tensor:
         metadata = tensors.attention_metadata(header, block_tables)
         return self.model(tensors.input_ids[: header.num_tokens], self.kv_cache, metadata)
+
+
+def _logprobs_by_row(
+    sampled: Sampled, rows: AcceptedRows
+) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
+    """Return the entries of tokens that a row gets, and for each (row, index among its tokens)."""
+    logprobs = sampled.logprobs.to_host()
+    places = rows.places(sampled.logprob_rows.tolist())
+    kept = [entry for entry, place in enumerate(places) if place is not None]
+    if len(kept) < len(places):
+        logprobs = logprobs.take(kept)
+    return logprobs, [places[entry] for entry in kept]

@@ -1,0 +1,201 @@
+"""The stages between a row's logits and its token, in their order, which is vLLM's.
+
+A stage says which slots want it, and changes the logits of their rows in place. A step calls each
+stage once, for those of its rows that want it, so a row never pays for what only a neighbour wants.
+What a stage does is in a module of its own, which is loaded when the first row needs it.
+
+A stage of your own is a class that is made without arguments:
+
+    class TopNSigma:  # Tang et al. 2024: keep what is within n standard deviations of the best
+        def wants(self, update: SlotUpdate) -> bool:
+            return "top_n_sigma" in (update.params.extra_args or {})
+
+        def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+            n = [state.params.extra_args["top_n_sigma"] for state in rows.states]
+            with rows.part(logits) as part:  # float32 [len(n), vocab_size]
+                ...
+
+    register_stage("top_n_sigma", "my_package.my_module:TopNSigma")
+
+Engines that are made afterwards have it, and `SamplingParams(extra_args={"top_n_sigma": 1.0})` asks
+for it. It sees `rows.states` (see `SlotState`), and may end a request with `rows.fail(i, error)`.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from nanoserve.checks import require
+from nanoserve.engine.executor import SlotUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoserve.sampling.processors import BatchProcessor
+    from nanoserve.sampling.rows import Rows
+
+Apply = Callable[["torch.Tensor", "Rows"], None]
+
+
+class Stage(NamedTuple):
+    """One change of logits on their way to a token.
+
+    wants: whether the rows of a slot go through it.
+    apply: changes float32 logits in place, of which the rows that it gets are `Rows.places`.
+    is_registered: whether it came by `register_stage`. bit: its bit in `Settings.stages`.
+    """
+
+    name: str
+    wants: Callable[[SlotUpdate], bool]
+    apply: Apply
+    is_registered: bool = False
+    bit: int = 0
+
+
+def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
+    """Return all stages, in order. processors: those of the engine, which see every row."""
+    of_processors = "nanoserve.sampling.processors:"
+    stages = [
+        Stage(
+            "allowed_token_ids",
+            lambda update: bool(update.params.allowed_token_ids),
+            _loaded_late(of_processors + "keep_allowed"),
+        ),
+        Stage(
+            "bad_words",
+            lambda update: bool(update.params.bad_words or update.bad_words_token_ids),
+            _loaded_late(of_processors + "forbid_bad_words"),
+        ),
+        Stage(
+            "min_tokens",
+            lambda update: update.params.min_tokens > 0,
+            _loaded_late(of_processors + "hold_back_stops"),
+        ),
+        Stage(
+            "logit_bias",
+            lambda update: bool(update.params.logit_bias),
+            _loaded_late(of_processors + "add_bias"),
+        ),
+        Stage(
+            "penalties",
+            lambda update: update.params.has_penalties,
+            _loaded_late(of_processors + "penalise"),
+        ),
+        Stage(
+            "logits_processors",
+            lambda update: bool(update.params.logits_processors),
+            _loaded_late(of_processors + "run_own_processors"),
+        ),
+        Stage("engine_processors", lambda update: bool(processors), BatchProcessors(processors)),
+        Stage(
+            "token_mask",
+            # What a grammar forbids is forbidden before anything is filtered. Rows that are not
+            # filtered take their logits as they are: see `nanoserve.sampling.token_masks`.
+            lambda update: (
+                update.params.structured_outputs is not None and update.params.filters_logits
+            ),
+            _loaded_late("nanoserve.sampling.token_masks:apply_token_masks"),
+        ),
+        Stage("temperature", _samples, divide_by_temperature),
+        Stage("filters", lambda update: update.params.filters_logits, filter_logits),
+        Stage("race", _samples, Race()),
+    ]
+    for name, (location, before) in _REGISTERED.items():
+        own = _load(location)()
+        place = next(i for i, stage in enumerate(stages) if stage.name == before)
+        stages.insert(place, Stage(name, own.wants, own.apply, is_registered=True))
+    return [stage._replace(bit=1 << number) for number, stage in enumerate(stages)]
+
+
+_REGISTERED: dict[str, tuple[str, str]] = {}  # by name, where it is and what it comes before
+
+
+def register_stage(name: str, location: str, before: str = "temperature") -> None:
+    """Add a stage of your own, a class as "module:Class", to engines that are made from now on.
+
+    before: the stage that it comes directly before. Raises `ValueError` for a name that another
+    stage has, and for a place behind the temperature: what follows is one kernel on a GPU.
+    """
+    known = [stage.name for stage in make_stages()]
+    require(
+        name not in known or _REGISTERED.get(name, ("",))[0] == location,
+        f"stage {name!r} exists already: the stages are {known}",
+    )
+    places = known[: known.index("temperature") + 1]
+    require(before in places, f"before={before!r} must be one of {places}")
+    _REGISTERED[name] = (location, before)
+
+
+def apply_stages(stages: Sequence[Stage], logits: "torch.Tensor", rows: "Rows") -> None:
+    """Change logits in place, float32 [num_rows, vocab_size]: each stage those that want it."""
+    wanted = rows.settings["stages"]
+    wanted_by_any = int(np.bitwise_or.reduce(wanted))
+    for stage in stages:
+        if wanted_by_any & stage.bit:
+            index = np.flatnonzero(wanted & np.uint64(stage.bit))
+            stage.apply(logits, rows.among(index))
+
+
+class BatchProcessors:
+    """The engine's own `logits_processors`: each gets all rows at once, and their states."""
+
+    def __init__(self, processors: "Sequence[BatchProcessor]") -> None:
+        self._processors = processors
+
+    def __call__(self, logits: "torch.Tensor", rows: "Rows") -> None:
+        states: Any = list(rows.states)
+        with rows.part(logits) as part:
+            for processor in self._processors:
+                processor(part, states)
+
+
+def divide_by_temperature(logits: "torch.Tensor", rows: "Rows") -> None:
+    from nanoserve.sampling.rows import tensor_of
+
+    with rows.part(logits) as part:
+        part /= tensor_of(rows.settings["temperature"], logits).unsqueeze(1)
+
+
+def filter_logits(logits: "torch.Tensor", rows: "Rows") -> None:
+    from nanoserve.sampling.filters import apply_filters
+    from nanoserve.sampling.rows import tensor_of
+
+    values = (tensor_of(rows.settings[name], logits) for name in ("top_k", "top_p", "min_p"))
+    with rows.part(logits) as part:
+        apply_filters(part, *values)
+
+
+class Race:
+    """An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1) for each, and
+    the first one wins. That is t with probability p(t). In logarithms the winner is
+    argmax(logit - log E), and no softmax is needed.
+    """
+
+    def __init__(self) -> None:
+        self._noise: Any = None  # made when the first row samples
+
+    def __call__(self, logits: "torch.Tensor", rows: "Rows") -> None:
+        from nanoserve.sampling.noise import Noise, row_keys
+
+        if self._noise is None:
+            self._noise = Noise(logits.shape[1], logits.device)
+        settings = rows.settings
+        keys = row_keys(settings["seed"], rows.positions, settings["completion"])
+        with rows.part(logits) as part:
+            self._noise.subtract_log_exponential(part, keys)
+
+
+def _samples(update: SlotUpdate) -> bool:
+    return not update.params.is_greedy
+
+
+def _loaded_late(location: str) -> Apply:
+    """Return a function that loads the one at `location`, "module:function", when it is called."""
+    return lambda logits, rows: _load(location)(logits, rows)
+
+
+def _load(location: str) -> Any:
+    module, _, attribute = location.partition(":")
+    return getattr(import_module(module), attribute)
