@@ -131,9 +131,8 @@ class TensorParallelExecutor:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         self._workers.check()
         with self._recovery():
-            self.runner.fill_slots(
-                inputs.slot_updates
-            )  # before any other rank starts: this may raise
+            # Before any other rank starts: this may raise.
+            self.runner.fill_slots(inputs.slot_updates)
             self._is_amid_collectives = True
             self._workers.announce(batch)
             self._uncollected.add(batch)
