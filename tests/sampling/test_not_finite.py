@@ -17,13 +17,11 @@ from fake_cuda import FakeCuda
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoserve import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.sampling import prompt_logprobs
 from nanoserve.sampling.fused_sampler import FusedSampler
@@ -142,7 +140,7 @@ def run(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> 
     done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks
     assert not engine.output_processor.requests
     return [done[str(i)] for i in range(len(requests))]

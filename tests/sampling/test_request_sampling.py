@@ -10,11 +10,9 @@ import pytest
 import torch
 from counting_executor import make_engine
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate, StepResult
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -130,7 +128,7 @@ def test_a_seeded_request_that_is_preempted_gives_the_same_tokens(
     with LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, **options) as llm:
         engine = llm.engine
         engine.observers.append(
-            lambda plan, batch, times: lost.extend(
+            lambda plan, batch, result, times: lost.extend(
                 seq.num_output_tokens for seq in plan.preempted if seq.request_id == "watched"
             )
         )
@@ -301,7 +299,7 @@ def step(scheduler: Scheduler, token_of: dict[Sequence, int] | None = None) -> d
     plan = scheduler.schedule()
     scheduler.commit(plan)
     scheduler.update(plan, [[(token_of or {}).get(row.seq, 100)] for row in plan.sampled])
-    check_invariants(scheduler)
+    scheduler.check()
     return {row.seq: row.n for row in plan.rows}
 
 
@@ -315,7 +313,7 @@ def finish_all(scheduler: Scheduler) -> None:
 
 
 def assert_nothing_leaked(scheduler: Scheduler) -> None:
-    check_invariants(scheduler)
+    scheduler.check()
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
     assert not scheduler.held
 
@@ -389,7 +387,7 @@ def test_a_first_that_is_preempted_holds_its_siblings_only_if_they_lack_the_prom
     if then == "abort":
         for seq in group.sequences:
             scheduler.finish(seq, "abort")
-            check_invariants(scheduler)
+            scheduler.check()
     while in_prompt and then == "go on" and not first.output_token_ids:
         assert group.are(SequenceStatus.HELD)
         step(scheduler)
@@ -452,7 +450,7 @@ def test_abort_in_any_state_frees_what_a_group_holds(
     group, others = bring_into(scheduler, state, prompt_logprobs)
     for seq in [*group.sequences, *others]:
         scheduler.finish(seq, "abort")
-        check_invariants(scheduler)
+        scheduler.check()
     assert not scheduler.has_unfinished()
     assert_nothing_leaked(scheduler)
     assert all(seq.finished for seq in group.sequences)
@@ -465,7 +463,7 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
     finished = {}
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
-        check_invariants(engine.scheduler)
+        engine.scheduler.check()
     return finished
 
 
@@ -531,7 +529,7 @@ def test_a_step_that_raises_costs_a_group_nothing_but_time(
     engine.executor.fail_next = True
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     output = run(engine)["a"]
     assert tokens_of(output) == [[40, 41, 42, 43, 44]] * 3
     assert output.metrics.num_preemptions == (1 if num_steps < 3 else 3)

@@ -20,7 +20,7 @@ class LogitsRecorder:
     def _keep(self, model: torch.nn.Module, args: tuple, hidden: torch.Tensor) -> None:
         self._hidden = hidden
 
-    def _observe(self, plan: Plan, batch: Batch, times: object) -> None:
+    def _observe(self, plan: Plan, batch: Batch, result: object, times: object) -> None:
         logits = self._model.compute_logits(self._hidden)
         token = 0
         for row in plan.rows:

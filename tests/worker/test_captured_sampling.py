@@ -9,13 +9,11 @@ import torch
 from count_replays import count_replays
 from fake_cuda import GIB, FakeCuda
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.captured_sampling import CapturingRunner
 from nanoserve.worker.cuda_device import CudaDevice
@@ -60,7 +58,7 @@ def run(engine: LLMEngine, requests: Requests) -> list[list[int]]:
     done = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
     return [c.token_ids for i in range(len(requests)) for c in done[str(i)].outputs]
 
 
@@ -91,7 +89,7 @@ def test_plain_steps_are_chosen_in_graphs_with_the_tokens_of_a_cpu(
     """Also with rows that fill a graph up, and with more requests than slots."""
     engine, sizes = make_engine(checkpoint, ahead)
     headers = []
-    engine.observers.append(lambda plan, batch, times: headers.append(batch.header))
+    engine.observers.append(lambda plan, batch, result, times: headers.append(batch.header))
     requests = plain(num_requests)
     assert run(engine, requests) == on_cpu(checkpoint, requests)
     decoding = [header for header in headers if header.max_query_len == 1]
@@ -123,7 +121,7 @@ def test_as_long_as_one_row_asks_for_more_none_is_chosen_in_a_graph(
     num_tokens = by_size(2, 5)
     requests = [*plain(2, by_size(5, 12)), ([9, 8], asks(num_tokens, **settings))]
     counts = []
-    engine.observers.append(lambda plan, batch, times: counts.append(batch.header.num_rows))
+    engine.observers.append(lambda plan, batch, result, times: counts.append(batch.header.num_rows))
     assert run(engine, requests) == on_cpu(checkpoint, requests)
     assert counts.count(3) >= num_tokens and sizes == [1 if n == 1 else 2 for n in counts if n < 3]
 

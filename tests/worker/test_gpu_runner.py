@@ -20,15 +20,14 @@ from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.invariants import check_invariants
-from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -152,7 +151,9 @@ def poison_what_is_stale(runner: ModelRunner) -> None:
 def watch_pending(engine: LLMEngine) -> list[int]:
     """How many tokens of each step only the device knows, once the engine has run."""
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     return pending
 
 
@@ -197,7 +198,7 @@ def test_every_kind_of_request_gets_what_the_cpu_gives(
     replayed = {event for event in cuda.events if event.startswith("replay")}
     assert bool(replayed) is not options.get("enforce_eager", False)
     assert bool(engine.stats.num_preemptions) is ("num_kv_blocks" in options)
-    check_invariants(engine.scheduler)
+    engine.scheduler.check()
 
 
 def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
@@ -232,7 +233,7 @@ def test_graphs_are_replayed_at_the_next_captured_size_and_only_for_decode_steps
     assert cuda.events == ["release", *captures]
     cuda.events.clear()
     rows = []
-    engine.observers.append(lambda plan, batch, times: rows.append(batch.header.num_rows))
+    engine.observers.append(lambda plan, batch, result, times: rows.append(batch.header.num_rows))
     lengths = [3, 5, 9, 9, 12]
     run(
         engine,
@@ -313,7 +314,7 @@ def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path
         assert all(copied[b].is_over is (b is batch) for b in copied)
         batch.pack(plan, np.ones((4, 8), np.int32), block_size=16)
         assert batch.header.step == step
-        runner.forward(batch, [])
+        runner.forward(batch, ForwardInputs())
         copied[batch] = runner.device._copied[batch.memory.ctypes.data]
     assert copied[first] is not copied[second]
 
@@ -628,7 +629,7 @@ def test_guessing_requests_get_what_the_cpu_answers(
         cuda.events.clear()
         assert tokens(run(engine, asked)) == expected
         assert not is_triton or runner.context.attention.longest_cut == 4
-        check_invariants(engine.scheduler)
+        engine.scheduler.check()
         stats = engine.stats
         engine.close()
     assert stats.num_accepted_tokens > 10 and stats.num_draft_tokens > stats.num_accepted_tokens

@@ -11,13 +11,12 @@ from late_cuda import LateCuda
 from tiny_checkpoints import make_qwen3
 
 import nanoserve.sampling.fused_sampler as fused_sampler
-from nanoserve import LLM, SamplingParams, StructuredOutputsParams
+from nanoserve import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.make_engine import _guide
 from nanoserve.tokenizer import Tokenizer
@@ -111,7 +110,9 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     pending: list[int] = []
-    engine.observers.append(lambda plan, batch, times: pending.append(batch.header.num_pending))
+    engine.observers.append(
+        lambda plan, batch, result, times: pending.append(batch.header.num_pending)
+    )
     choosing = "capture_sampling" in graphs
     chosen = count_replays(engine.executor.device.graphs.choices) if choosing else []
     assert answers(engine, asked) == expected
