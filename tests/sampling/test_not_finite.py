@@ -17,7 +17,7 @@ from fake_cuda import FakeCuda
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoserve import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig

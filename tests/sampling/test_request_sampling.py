@@ -10,7 +10,7 @@ import pytest
 import torch
 from counting_executor import make_engine
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.guard import GuardedEngine

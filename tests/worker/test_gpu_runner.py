@@ -20,7 +20,7 @@ from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -28,6 +28,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -314,7 +315,7 @@ def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path
         assert all(copied[b].is_over is (b is batch) for b in copied)
         batch.pack(plan, np.ones((4, 8), np.int32), block_size=16)
         assert batch.header.step == step
-        runner.forward(batch, [])
+        runner.forward(batch, ForwardInputs())
         copied[batch] = runner.device._copied[batch.memory.ctypes.data]
     assert copied[first] is not copied[second]
 
