@@ -67,4 +67,3 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> GuardedEngine:
 
         announce(engine)
     return engine
-

@@ -1,4 +1,4 @@
-"""Outputs on their way to whoever reads them: one queue per subscribed request, one for the rest."""
+"""Outputs until they are read: a queue for each subscribed request, and one for the others."""
 
 from collections import deque
 from collections.abc import Collection, Iterable

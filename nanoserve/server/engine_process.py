@@ -32,8 +32,8 @@ from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput

@@ -17,8 +17,8 @@ from prometheus_client.core import (
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes

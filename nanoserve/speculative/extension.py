@@ -205,9 +205,7 @@ class Speculation(Extension):
                 self.goodput.note_guesses(record, len(drafts), max(0, len(token_ids) - 1))
                 self._ask_at = min(self._ask_at, record.ask_at)
 
-    def _record_time(
-        self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes
-    ) -> None:
+    def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Learn what a step that only decodes takes. An observer."""
         if id(plan) in self._foreign:
             self._foreign.discard(id(plan))  # their cost says nothing about this proposer's

@@ -105,10 +105,11 @@ class StructuredOutputs(Extension):
         if not self._forced:
             return
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
-            drafts = plan.draft_tokens.get(row.seq)
-            if drafts is not None and self._forced.get(row.seq) is drafts:
-                if row.seq in self._guided:  # else it has ended, perhaps amid these
-                    self._guided[row.seq].count_jump(len(token_ids) > len(drafts))
+            guided = self._guided.get(row.seq)  # None if it has ended, perhaps amid these
+            forced = self._forced.get(row.seq)
+            if guided is not None and forced is not None:
+                if plan.draft_tokens.get(row.seq) is forced:
+                    guided.count_jump(len(token_ids) > len(forced))
 
     def on_release(self, seq: Sequence) -> None:
         if seq.finished:

@@ -164,7 +164,7 @@ class FixedDrafts(Extension):
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "one step ahead"])
 def test_draft_tokens_from_a_list(checkpoint: Path, expected, is_async: bool) -> None:
     texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
-    texts[2] = texts[2][:30] + [1, 2, 3, 4, 5, 6]  # which does not come
+    texts[2] = [*texts[2][:30], 1, 2, 3, 4, 5, 6]  # which does not come
     with LLM(checkpoint, **SMALL, async_scheduling=is_async) as llm:
         llm.engine.add_extension(FixedDrafts(llm.engine.scheduler, texts))
         assert answers(llm) == expected

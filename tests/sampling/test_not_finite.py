@@ -17,7 +17,7 @@ from fake_cuda import FakeCuda
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from nanoserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -134,7 +134,9 @@ def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any)
     return GuardedEngine(config, model_config, runner, byte_tokenizer())
 
 
-def run(engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+def run(
+    engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[RequestOutput]:
     """All of them together; afterwards everything is given back."""
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from counting_executor import make_engine
+from nanoserve.engine.recovery import restart
 
-from nanoserve import LLM, LLMEngine, SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import RequestOutput

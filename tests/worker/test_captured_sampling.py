@@ -9,7 +9,7 @@ import torch
 from count_replays import count_replays
 from fake_cuda import GIB, FakeCuda
 
-from nanoserve import LLM, LLMEngine, SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig

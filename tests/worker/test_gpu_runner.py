@@ -16,23 +16,23 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
+from nanoserve.speculative.engine import prepare_engine
 from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
-from nanoserve import LLM, LLMEngine, SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.speculative.engine import prepare_engine
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.cuda_runner import make_cuda_runner

@@ -11,7 +11,7 @@ from late_cuda import LateCuda
 from tiny_checkpoints import make_qwen3
 
 import nanoserve.sampling.fused_sampler as fused_sampler
-from nanoserve import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
