@@ -209,7 +209,7 @@ def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> GuardedEng
     engine.input_processor.vocab_size = 1000
     executor = Scripted(engine.config, 64)
     executor.scripts = scripts
-    engine.executor = executor
+    engine.replace_executor(executor)
     return engine
 
 
