@@ -310,6 +310,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
         ("refused spec", _spec("ngram") | ahead, [("refused", 0), ("engine", 10)]),
     ]
     adaptive = [("engine", 40), ("looping generate", 20)]
+    both = [("engine", 40), ("looping engine", 20)]
     for method in METHODS:
         made += [
             (method, _spec(method), [*usual, reset, ("looping engine", 20)]),
