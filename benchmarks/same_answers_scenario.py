@@ -43,7 +43,7 @@ SCHEMA = {
     },
     "required": ["name", "count", "is_cached"],
 }
-GRAMMARS: tuple[dict[str, Any], ...] = (
+OF_ALL_BACKENDS: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA},
     {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}},
     {"json": SCHEMA, "disable_any_whitespace": False},
@@ -51,6 +51,10 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     {"regex": r"[a-f0-9]{8}-[a-f0-9]{4}"},
     {"regex": r"(The|A) (cache|block) is [a-z ]{3,12}\."},
     {"choice": ["a KV cache", "a KV block", "a step", "nothing"]},
+    {"grammar": 'root ::= "yes" | "no, " [a-z]+ "."'},
+)
+GRAMMARS = (
+    *OF_ALL_BACKENDS,
     {
         "structural_tag": {
             "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
@@ -58,7 +62,6 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
         }
     },
     {"grammar": 'start: word (", " word)*\nword: "hit" | "miss" | /[0-9]{2}/'},
-    {"grammar": 'root ::= "yes" | "no, " [a-z]+ "."'},
 )
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -82,9 +85,10 @@ class Requests:
         """Return `number` requests of every kind; `fixed` are parameters of all of them."""
         return [self._request(self._params(longest) | fixed) for _ in range(number)]
 
-    def guided(self, number: int, has_lark: bool = True) -> list[dict[str, Any]]:
+    def guided(
+        self, number: int, grammars: tuple[dict[str, Any], ...] = GRAMMARS
+    ) -> list[dict[str, Any]]:
         """Return requests with a grammar, and a quarter without one among them."""
-        grammars = [g for g in GRAMMARS if has_lark or "start:" not in g.get("grammar", "")]
         made = self.make(number, 40)
         for request in made:
             if self._often(0.75):
@@ -239,8 +243,8 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
         made = requests.make(number, 3, prompt_logprobs=-1, logprobs=-1)
         return [{"kind": "generate", "requests": made}]
     how, _, what = kind.rpartition(" ")
-    if how in ("guided", "guided-gbnf"):
-        made = requests.guided(number, has_lark=how == "guided")
+    if how in ("guided", "guided-few"):
+        made = requests.guided(number, GRAMMARS if how == "guided" else OF_ALL_BACKENDS)
     else:
         made = requests.looping(number) if how == "looping" else requests.make(number)
     if how == "priority":
@@ -264,7 +268,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
     two_ranks = {"tensor_parallel_size": 2, "worker_timeout_seconds": 60}
     torch, numba = {"attention_backend": "torch"}, {"attention_backend": "numba"}
     by_priority = {"scheduling_policy": "priority"}
-    gbnf = [(f"guided-gbnf {kind}", 30) for kind in ("generate", "engine")]
+    few = [("guided-few generate", 30), ("guided-few engine", 30)]
     priority = [("priority generate", 60), ("priority engine", 60)]
     reset = ("reset engine", 40)
 
@@ -301,7 +305,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
         ("guided async", ahead, guided),
         ("guided tiny", tiny, guided),
         ("guided no jump", {"structured_outputs_config": {"jump_forward": False}}, guided),
-        ("guided xgrammar", {"structured_outputs_config": {"backend": "xgrammar"}}, gbnf),
+        ("guided xgrammar", {"structured_outputs_config": {"backend": "xgrammar"}}, few),
         ("guided priorities", tiny | by_priority, [("guided engine", 40)]),
         ("beam", {"max_logprobs": 5}, [("beam", 20), ("generate", 10)]),
         ("beam async ngram", ahead | _spec("ngram"), [("beam", 15)]),
@@ -317,11 +321,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
             (f"{method} adaptive", _spec(method, True) | {"max_num_seqs": 3}, adaptive),
             (f"{method} tiny", _spec(method) | tiny, [("generate", 30), ("engine", 60)]),
             (f"{method} async", _spec(method) | ahead | {"max_num_seqs": 4}, usual),
-            (
-                f"{method} async tiny",
-                _spec(method) | ahead | tiny,
-                [("engine", 40), ("looping engine", 20)],
-            ),
+            (f"{method} async tiny", _spec(method) | ahead | tiny, both),
             (f"{method} guided", _spec(method), [("guided generate", 20), ("guided engine", 30)]),
             (f"{method} guided async", _spec(method) | ahead, [("guided engine", 40)]),
         ]
