@@ -22,6 +22,7 @@ QUESTIONS = (
     *("What is a KV cache?", "What is a block table?", "Explain continuous batching."),
     *("Why is decoding slow?", "What does top_p do?", "How does a prefix cache work?"),
     *("What is speculative decoding?", "What is tensor parallelism?", "Why preempt a request?"),
+    *("什么是 KV cache？", "什么是块表？", "What is 12 + 30?"),
 )
 TEXTS = (
     "The scheduler gives each sequence",
@@ -32,6 +33,8 @@ TEXTS = (
     "日本語と é ü 🙂 text",
 )
 STOPS = (".", " the", ",", "\n", " cache", "oc", " of a", "s the", "token", "e")
+# They begin in one token of English and end in another.
+SPANNING_STOPS = ("e c", "s a", "d t", "e b", "n the", ", w", "es ", "t i", "ch s", "f th", "的块")
 # Processors of a request, by their names in `same_answers_run.py`; the last three end it.
 PROCESSORS = ("no_even_ids", "no_repeats", "raises_at_4", "makes_nan", "forbids_all")
 SCHEMA = {
@@ -105,6 +108,27 @@ class Requests:
             request["params"].pop("num_speculative_tokens", None)
         return made
 
+    def fluent(self, number: int) -> list[dict[str, Any]]:
+        """Return questions whose answers are prose, and run into stop strings and bad words."""
+        rng, made = self._rng, self.make(number)
+        for request in made:
+            most, kind = rng.randint(10, 60), rng.choice(["delta", "cumulative", "final_only"])
+            params = {"temperature": rng.choice([0, 0, 0.6]), "max_tokens": most}
+            params |= {"seed": rng.randrange(99), "output_kind": kind}
+            params["n"] = rng.choice([1, 2]) if params["temperature"] else 1
+            params["include_stop_str_in_output"] = self._often(0.3)
+            if self._often(0.8):
+                params["stop"] = rng.sample(SPANNING_STOPS, rng.randint(1, 4))
+            if self._often(0.3):
+                # Some stop string begins at nearly every token, also at the last that has to be.
+                params |= {"min_tokens": rng.randint(1, 9), "stop": ["e", " ", "a", "o"]}
+            if self._often(0.3):
+                params["bad_words"] = rng.sample(["a token", "the", "of", "KV cache", "block"], 2)
+            if self._often(0.3):
+                params["logprobs"] = 1
+            request |= {"params": params, "prompt": self._question()}
+        return made
+
     def salted(self, number: int, longest: int = 8) -> list[dict[str, Any]]:
         """Return requests of few prompts, which share what is cached within a salt."""
         made = self.make(number, longest, prompt_logprobs=None)
@@ -140,8 +164,7 @@ class Requests:
     def _prompt(self) -> Any:
         kind = self._rng.randrange(5)
         if kind == 0:
-            question = self._rng.choice(QUESTIONS)
-            return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            return self._question()
         if kind == 1:
             return self._rng.choice(TEXTS)
         if kind == 2:
@@ -151,6 +174,10 @@ class Requests:
         # The middle is the same behind several heads: its hash is not, and its K and V are not.
         head = self._rng.choice(self._heads)
         return head + self._rng.choice(self._middles) + self._ids(self._rng.randint(0, 6))
+
+    def _question(self) -> str:
+        question = self._rng.choice(QUESTIONS)
+        return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
     def _params(self, longest: int) -> dict[str, Any]:
         rng, often = self._rng, self._often
@@ -246,7 +273,8 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
     if how in ("guided", "guided-few"):
         made = requests.guided(number, GRAMMARS if how == "guided" else OF_ALL_BACKENDS)
     else:
-        made = requests.looping(number) if how == "looping" else requests.make(number)
+        make = {"looping": requests.looping, "fluent": requests.fluent}.get(how, requests.make)
+        made = make(number)
     if how == "priority":
         made = requests.with_priorities(made)
     if what in ("engine", "stream"):
@@ -259,7 +287,7 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
 
 def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]:
     """Return names, options, and kinds of rounds with their numbers of requests."""
-    usual = [("generate", 60), ("engine", 60), ("stream", 12)]
+    usual = [("generate", 50), ("engine", 50), ("stream", 10), ("fluent engine", 25)]
     guided = [("guided generate", 40), ("guided engine", 40), ("guided stream", 8)]
     tiny = {"block_size": 4, "num_kv_blocks": 40, "max_model_len": 120, "max_num_seqs": 8}
     chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
