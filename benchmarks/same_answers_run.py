@@ -169,6 +169,20 @@ def generate_one(llm: LLM, request: dict[str, Any]) -> dict[str, Any]:
     return answer_of(llm.generate([request["prompt"]], params, use_tqdm=False)[0], True)
 
 
+def take_turns(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run each request alone; one that `continues` has all before it in its conversation first."""
+    answers: list[dict[str, Any]] = []
+    past: list[int] = []
+    for request in requests:
+        past = past if request["continues"] else []
+        prompt = past + request["prompt"]
+        asked = request | {"prompt": prompt}
+        answers.append(attempt(lambda asked=asked: generate_one(llm, asked)))
+        completions = answers[-1].get("completions", {})
+        past = prompt + (completions[0]["token_ids"] if 0 in completions else [])
+    return answers
+
+
 def step_through(
     llm: LLM, requests: list[dict[str, Any]], reset_every: int | None
 ) -> list[dict[str, Any]]:
@@ -260,6 +274,8 @@ def run_round(llm: LLM, options: dict[str, Any], one: dict[str, Any]) -> Iterabl
         return generate_all(llm, requests)
     if kind == "engine":
         return step_through(llm, requests, one.get("reset_every"))
+    if kind == "turns":
+        return take_turns(llm, requests)
     if kind == "stream":
         return read_streams(llm, requests)
     if kind == "beam":

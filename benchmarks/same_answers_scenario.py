@@ -5,6 +5,7 @@ requests. What a round does with its requests:
 
     generate     all of them at once, by `LLM.generate`
     one_by_one   each alone, so that how much of its prompt was cached is the same in all engines
+    turns        each alone, and most of them go on where the one before has ended
     engine       by `add_request` and `step`: a request may arrive at a later step, and may be
                  aborted after it has yielded so many tokens; with `reset_every`, the prefix cache
                  is reset after so many steps, and what runs is computed again
@@ -35,6 +36,8 @@ TEXTS = (
 STOPS = (".", " the", ",", "\n", " cache", "oc", " of a", "s the", "token", "e")
 # They begin in one token of English and end in another.
 SPANNING_STOPS = ("e c", "s a", "d t", "e b", "n the", ", w", "es ", "t i", "ch s", "f th", "的块")
+# Of the last ones only the end is ever written, which is allowed.
+BAD_WORDS = ("a token", "the", "of", "KV cache", "q of the", "zz is a", "x of a", "q in the")
 # Processors of a request, by their names in `same_answers_run.py`; the last three end it.
 PROCESSORS = ("no_even_ids", "no_repeats", "raises_at_4", "makes_nan", "forbids_all")
 SCHEMA = {
@@ -108,6 +111,14 @@ class Requests:
             request["params"].pop("num_speculative_tokens", None)
         return made
 
+    def turns(self, number: int) -> list[dict[str, Any]]:
+        """Return turns of conversations, which find the answers before them in the cache."""
+        made = self.looping(number)
+        for index, request in enumerate(made):
+            request |= {"prompt": self._ids(self._rng.randint(1, 9)), "continues": index % 4 > 0}
+            request["params"] |= {"max_tokens": self._rng.randint(1, 40), "prompt_logprobs": None}
+        return made
+
     def fluent(self, number: int) -> list[dict[str, Any]]:
         """Return questions whose answers are prose, and run into stop strings and bad words."""
         rng, made = self._rng, self.make(number)
@@ -123,7 +134,7 @@ class Requests:
                 # Some stop string begins at nearly every token, also at the last that has to be.
                 params |= {"min_tokens": rng.randint(1, 9), "stop": ["e", " ", "a", "o"]}
             if self._often(0.3):
-                params["bad_words"] = rng.sample(["a token", "the", "of", "KV cache", "block"], 2)
+                params["bad_words"] = rng.sample(BAD_WORDS, 4)
             if self._often(0.3):
                 params["logprobs"] = 1
             request |= {"params": params, "prompt": self._question()}
@@ -273,8 +284,8 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
     if how in ("guided", "guided-few"):
         made = requests.guided(number, GRAMMARS if how == "guided" else OF_ALL_BACKENDS)
     else:
-        make = {"looping": requests.looping, "fluent": requests.fluent}.get(how, requests.make)
-        made = make(number)
+        makers = {"looping": requests.looping, "fluent": requests.fluent, "turns": requests.turns}
+        made = makers.get(how or what, requests.make)(number)
     if how == "priority":
         made = requests.with_priorities(made)
     if what in ("engine", "stream"):
@@ -307,6 +318,12 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
         ("one sequence", {"max_num_seqs": 1}, [("generate", 30), ("engine", 30)]),
         ("three sequences", {"max_num_seqs": 3, "block_size": 1}, usual),
         ("no prefix cache", {"enable_prefix_caching": False, "block_size": 32}, usual),
+        ("turns", {"block_size": 4}, [("turns", 40)]),
+        (
+            "turns tiny async",
+            tiny | ahead | {"block_size": 1, "num_kv_blocks": 300},
+            [("turns", 40)],
+        ),
         ("salts", {"block_size": 8}, [("salted", 80), ("engine", 30)]),
         ("chunks", chunks | {"long_prefill_token_threshold": 5}, usual),
         ("small chunks", {"max_num_batched_tokens": 3, "max_num_seqs": 3}, [("engine", 50)]),
@@ -346,6 +363,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
     for method in METHODS:
         made += [
             (method, _spec(method), [*usual, reset, ("looping engine", 20)]),
+            (f"{method} turns", _spec(method) | {"block_size": 2}, [("turns", 40)]),
             (f"{method} adaptive", _spec(method, True) | {"max_num_seqs": 3}, adaptive),
             (f"{method} tiny", _spec(method) | tiny, [("generate", 30), ("engine", 60)]),
             (f"{method} async", _spec(method) | ahead | {"max_num_seqs": 4}, usual),
