@@ -37,7 +37,10 @@ STOPS = (".", " the", ",", "\n", " cache", "oc", " of a", "s the", "token", "e")
 # They begin in one token of English and end in another.
 SPANNING_STOPS = ("e c", "s a", "d t", "e b", "n the", ", w", "es ", "t i", "ch s", "f th", "的块")
 # Of the last ones only the end is ever written, which is allowed.
-BAD_WORDS = ("a token", "the", "of", "KV cache", "q of the", "zz is a", "x of a", "q in the")
+BAD_WORDS = (
+    *("a token", "the", "of all", "KV cache", "the batch anew", "several tokens", "block"),
+    *("zz values of", "zz of several", "zz at every", "zz KV blocks", "zz lists which", "zz up to"),
+)
 # Processors of a request, by their names in `same_answers_run.py`; the last three end it.
 PROCESSORS = ("no_even_ids", "no_repeats", "raises_at_4", "makes_nan", "forbids_all")
 SCHEMA = {
@@ -128,13 +131,13 @@ class Requests:
             params |= {"seed": rng.randrange(99), "output_kind": kind}
             params["n"] = rng.choice([1, 2]) if params["temperature"] else 1
             params["include_stop_str_in_output"] = self._often(0.3)
-            if self._often(0.8):
+            if self._often(0.5):
                 params["stop"] = rng.sample(SPANNING_STOPS, rng.randint(1, 4))
             if self._often(0.3):
                 # Some stop string begins at nearly every token, also at the last that has to be.
                 params |= {"min_tokens": rng.randint(1, 9), "stop": ["e", " ", "a", "o"]}
-            if self._often(0.3):
-                params["bad_words"] = rng.sample(BAD_WORDS, 4)
+            if self._often(0.5):
+                params["bad_words"] = rng.sample(BAD_WORDS, 6)
             if self._often(0.3):
                 params["logprobs"] = 1
             request |= {"params": params, "prompt": self._question()}
