@@ -291,6 +291,9 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
         made = makers.get(how or what, requests.make)(number)
     if how == "priority":
         made = requests.with_priorities(made)
+    if how == "reset":  # prompts, half of which want all their outputs, are computed twice
+        for request in made[::2]:
+            request["params"]["prompt_logprobs"] = 1
     if what in ("engine", "stream"):
         made = requests.with_aborts(made)
     if what == "engine":
@@ -329,7 +332,7 @@ def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]
         ),
         ("salts", {"block_size": 8}, [("salted", 80), ("engine", 30)]),
         ("chunks", chunks | {"long_prefill_token_threshold": 5}, usual),
-        ("small chunks", {"max_num_batched_tokens": 3, "max_num_seqs": 3}, [("engine", 50)]),
+        ("small chunks", {"max_num_batched_tokens": 3, "max_num_seqs": 3}, [("engine", 40), reset]),
         ("tiny pool", tiny, [*usual, reset]),
         ("tiny pool torch", tiny | torch, usual),
         ("priorities", by_priority | {"max_num_seqs": 4}, priority),
