@@ -184,12 +184,11 @@ def take_turns(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def step_through(
-    llm: LLM, requests: list[dict[str, Any]], reset_every: int | None
+    llm: LLM, requests: list[dict[str, Any]], reset_at: list[int]
 ) -> list[dict[str, Any]]:
     """Add requests when their step has come, abort those that have got enough.
 
-    With `reset_every`, all that is cached is dropped after so many steps, and what runs is computed
-    again.
+    After the steps of `reset_at` all that is cached is dropped, and what runs is computed again.
     """
     engine, answers, refused = llm.engine, {}, {}
     coming = sorted(requests, key=lambda request: request["arrival"])
@@ -215,7 +214,7 @@ def step_through(
                 if last is not None:
                     answers[name].add(last)
         num_steps += 1
-        if reset_every is not None and num_steps % reset_every == 0:
+        if num_steps in reset_at:
             llm.reset_prefix_cache(reset_running_requests=True)
     answered = {name: answer.as_json() for name, answer in answers.items()} | refused
     return [answered[request["id"]] for request in requests]
@@ -273,7 +272,7 @@ def run_round(llm: LLM, options: dict[str, Any], one: dict[str, Any]) -> Iterabl
     if kind == "generate":
         return generate_all(llm, requests)
     if kind == "engine":
-        return step_through(llm, requests, one.get("reset_every"))
+        return step_through(llm, requests, one.get("reset_at", []))
     if kind == "turns":
         return take_turns(llm, requests)
     if kind == "stream":

@@ -7,8 +7,8 @@ requests. What a round does with its requests:
     one_by_one   each alone, so that how much of its prompt was cached is the same in all engines
     turns        each alone, and most of them go on where the one before has ended
     engine       by `add_request` and `step`: a request may arrive at a later step, and may be
-                 aborted after it has yielded so many tokens; with `reset_every`, the prefix cache
-                 is reset after so many steps, and what runs is computed again
+                 aborted after it has yielded so many tokens; the prefix cache is
+                 reset at the steps of `reset_at`, and what runs is computed again
     stream       by `LLM.stream`, all of them read in turn; a stream may be dropped early
     beam         by `LLM.beam_search`
     refused      each alone, by `LLM.generate`: most of them are errors
@@ -299,7 +299,7 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
     if what == "engine":
         made = requests.with_arrivals(made, 4 * number // 3)
     one = {"kind": what, "requests": made}
-    return [one | {"reset_every": 7} if how == "reset" else one]
+    return [one | {"reset_at": [5, 12, 19, 40]} if how == "reset" else one]
 
 
 def _configurations() -> list[tuple[str, dict[str, Any], list[tuple[str, int]]]]:
