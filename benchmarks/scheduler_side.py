@@ -128,19 +128,24 @@ def main() -> None:
         run_child(args.child, args)
         return
     old, new = (tree.resolve() for tree in args.trees)
-    rounds: list[dict[Path, Any]] = []
+    rounds: list[tuple[Any, Any]] = []
     for number in range(args.rounds):
-        order = (old, new) if number % 2 == 0 else (new, old)
-        rounds.append({tree: measure_tree(tree, args) for tree in order})
+        if number % 2 == 0:
+            before = measure_tree(old, args)
+            after = measure_tree(new, args)
+        else:
+            after = measure_tree(new, args)
+            before = measure_tree(old, args)
+        rounds.append((before, after))
     part = "whole" if args.whole else "own"
     print("| load | sequences | old us | new us | new / old | range |\n|---|---|---|---|---|---|")
     for load in args.loads:
         for num_seqs in args.seqs:
             key = f"{load} {num_seqs}"
-            pairs = [(one[old][key][part], one[new][key][part]) for one in rounds]
-            before, after = (1e6 * statistics.median(side) for side in zip(*pairs, strict=True))
+            pairs = [(before[key][part], after[key][part]) for before, after in rounds]
+            medians = [1e6 * statistics.median(side) for side in zip(*pairs, strict=True)]
             ratios = sorted(n / o for o, n in pairs)
-            cells = f"{before:.0f} | {after:.0f} | {statistics.median(ratios):.3f}"
+            cells = f"{medians[0]:.0f} | {medians[1]:.0f} | {statistics.median(ratios):.3f}"
             print(f"| {load} | {num_seqs} | {cells} | {ratios[0]:.3f} - {ratios[-1]:.3f} |")
 
 
