@@ -201,9 +201,8 @@ class LLMEngine:
         return step
 
     def _forward_inputs(self, plan: Plan) -> ForwardInputs:
-        sees_all = bool(self.config.logits_processors)
         inputs = ForwardInputs(
-            [SlotUpdate.of(seq, sees_all or seq.params.changes_logits) for seq in plan.admitted],
+            [SlotUpdate.of(seq) for seq in plan.admitted],
             {seq.slot: token_ids for seq, token_ids in plan.draft_tokens.items()},
         )
         for extension in self.extensions:

@@ -107,9 +107,9 @@ class StructuredOutputs(Extension):
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
             guided = self._guided.get(row.seq)  # None if it has ended, perhaps amid these
             forced = self._forced.get(row.seq)
-            if guided is not None and forced is not None:
-                if plan.draft_tokens.get(row.seq) is forced:
-                    guided.count_jump(len(token_ids) > len(forced))
+            is_jump = forced is not None and plan.draft_tokens.get(row.seq) is forced
+            if guided is not None and is_jump:
+                guided.count_jump(len(token_ids) > len(forced))
 
     def on_release(self, seq: Sequence) -> None:
         if seq.finished:
