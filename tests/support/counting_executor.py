@@ -95,7 +95,9 @@ class CountingExecutor:
                     handle.errors[outputs[illegal]] = ValueError("no token is allowed")
                     break
                 after = (np.flatnonzero(bits) - token_ids[outputs[illegal]]) % VOCAB_SIZE
-                token_ids[outputs[illegal]] = (token_ids[outputs[illegal]] + min(after)) % VOCAB_SIZE
+                token_ids[outputs[illegal]] = (
+                    token_ids[outputs[illegal]] + min(after)
+                ) % VOCAB_SIZE
         except ValueError as error:
             handle.errors[outputs[0]] = error
 
