@@ -386,7 +386,8 @@ class Gate(Extension):
         self.num_resets += 1
 
 
-# Methods of the loop's parts; the trap is behind them, when they have changed all that they change.
+# Methods of the loop's parts. A trap is in front of them, and another one behind, when they have
+# changed all that they change.
 METHODS: dict[str, tuple[type, str]] = {
     "schedule": (Scheduler, "schedule"),
     "pack": (Batch, "pack"),
@@ -398,17 +399,18 @@ METHODS: dict[str, tuple[type, str]] = {
     "finish_step": (LLMEngine, "_finish_step"),
 }
 CALLS = ["next_batch", "forward", "forward, launched", "sample", "sample, launched", "collect"]
-PLACES = [*METHODS, *CALLS, *HOOKS]
+PLACES = [*METHODS, *(f"{name}, over" for name in METHODS), *CALLS, *HOOKS]
 # While a step is planned, and when it has ended, it is no step under way: its requests need not be
 # named.
 OUTSIDE_OF_STEPS = {
     "schedule",
+    "schedule, over",
     "on_step_start",
     "token_budget",
     "may_admit",
     "limit_tokens",
     "extend_plan",
-    "finish_step",
+    "finish_step, over",
 }
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -486,7 +488,7 @@ class GuardedRun:
             self.num_in_flight = max(self.num_in_flight, num_in_flight)
             assert self.gate.num_resets == num_resets + 1
             is_cancelled = len(self.executor.num_cancelled) > num_cancels
-            assert is_cancelled or not num_in_flight or self.trap.place == "finish_step"
+            assert is_cancelled or not num_in_flight or self.trap.place == "finish_step, over"
             self._check_reset(error)
         else:
             for output in outputs:
@@ -526,14 +528,16 @@ class GuardedRun:
 
 
 def plant(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the trap behind a method of the loop's parts, if its place is one."""
-    if trap.place in METHODS:
-        owner, name = METHODS[trap.place]
+    """Put the trap around a method of the loop's parts, if its place is one."""
+    place = trap.place.removesuffix(", over")
+    if place in METHODS:
+        owner, name = METHODS[place]
         original = getattr(owner, name)
 
         def trapped(self: Any, *args: Any) -> Any:
+            trap.reach(place)
             result = original(self, *args)
-            trap.reach(trap.place)
+            trap.reach(f"{place}, over")
             return result
 
         monkeypatch.setattr(owner, name, trapped)
