@@ -18,13 +18,13 @@ class SevenExecutor:
         return batch.header.num_sampled
 
     def sample(self, handle: int, inputs: SampleInputs) -> None:
-        pass
+        """There is nothing to launch."""
 
     def collect(self, handle: int) -> StepResult:
         return StepResult([[7]] * handle)
 
     def cancel(self, handles: list[int]) -> None:
-        pass
+        """There is nothing to stop."""
 
     def close(self) -> None:
         pass
