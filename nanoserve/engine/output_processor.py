@@ -178,16 +178,14 @@ class OutputProcessor:
         request.sequences[0].metrics.num_output_tokens = sum(counts)
         request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)
 
-    def _stop_at_string(self, seq: Sequence) -> None:
-        """End `seq` if its text has run into a stop string: one of its `stop_conditions`."""
+    def _stop_at_string(self, seq: Sequence) -> tuple[str, str | None] | None:
+        """Find the stop string that the text has run into: one of `Sequence.stop_conditions`."""
         try:
             stop_string = self._detokenizer.advance(seq)
         except Exception as error:  # of this text: no other request may end of it
             _note_error(self.requests[seq.request_id], error)
-            seq.finish_reason = "error"
-            return
-        if stop_string is not None:
-            seq.finish_reason, seq.stop_reason = "stop", stop_string
+            return "error", None
+        return None if stop_string is None else ("stop", stop_string)
 
     def _decode(self, request: Request, seq: Sequence) -> None:
         """Decode the new tokens of `seq` if its text is looked at before its end."""
