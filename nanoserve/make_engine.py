@@ -10,7 +10,7 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.scheduler import load_scheduler_class
+from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_executor

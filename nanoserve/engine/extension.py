@@ -16,7 +16,7 @@
 
 Extensions are called in the order of the engine's list. They never call each other: what one has
 to say to another is in the plan. They use the public methods of `Scheduler`, such as `hold`,
-`release`, `add_draft_tokens` and `finish`. An exception in any of these methods is an exception of
+`release`, `grow` and `finish`. An exception in any of these methods is an exception of
 the step, which then has not happened.
 """
 
@@ -55,7 +55,7 @@ class Extension:
         return num_tokens
 
     def extend_plan(self, plan: Plan) -> None:
-        """Add draft tokens to rows that catch up, with `Scheduler.add_draft_tokens`."""
+        """Add draft tokens to rows that catch up; see `nanoserve.engine.draft_room`."""
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add to what the model gets beside the batch."""

@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # of Python 3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanoserve.engine.draft_room import add_draft_tokens, max_draft_tokens
 from nanoserve.engine.executor import SampleInputs, StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -175,9 +176,9 @@ class StructuredOutputs(Extension):
         """Add jump-forward tokens to a row, and have draft tokens of others cut by the grammar."""
         seq, guided = row.seq, self._guided[row.seq]
         if self._may_jump(seq) and row.num_sampled and not seq.num_pending:
-            most = min(MOST_FORCED, plan.budget, self._scheduler.max_draft_tokens(row))
+            most = min(MOST_FORCED, plan.budget, max_draft_tokens(self._scheduler, row))
             forced = guided.forced(most) if most > 0 else []
-            if forced and self._scheduler.add_draft_tokens(plan, index, forced):
+            if forced and add_draft_tokens(self._scheduler, plan, index, forced):
                 self._forced[seq] = plan.draft_tokens[seq]
         plan.draft_filters[seq] = guided.legal
 
