@@ -198,8 +198,8 @@ class Speculation(Extension):
             if drafts is None:
                 continue
             if self._drafted.pop(row.seq, None) is not drafts:
-                if row.seq.status is not SequenceStatus.FINISHED:
-                    self._foreign.add(id(plan))
+                if self.goodput is not None and row.seq.status is not SequenceStatus.FINISHED:
+                    self._foreign.add(id(plan))  # until its time is there
                 continue
             record = self._records.get(row.seq)
             if record is not None and self.goodput is not None:  # else it has ended
