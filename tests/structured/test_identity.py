@@ -51,7 +51,7 @@ def reference(path: Path) -> Iterator[LLM]:
 
 
 def left_behind(extension: Extension) -> object:
-    """Return what an extension still keeps of sequences; after all requests that must be nothing."""
+    """Return what an extension still keeps of sequences that have ended."""
     if isinstance(extension, StructuredOutputs):
         return extension._guided or extension._forced or extension._compilations
     return extension._records if isinstance(extension, Speculation) else None
