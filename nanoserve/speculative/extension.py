@@ -58,7 +58,8 @@ class Speculation(Extension):
             engine.observers.append(self._record_time)
         self._records: dict[Sequence, Record] = {}
         self._drafted: dict[Sequence, list[int]] = {}  # under way, of this extension's own
-        self._foreign: set[int] = set()  # ids of plans with draft tokens of other extensions
+        # By id, plans with draft tokens of other extensions, until they are timed.
+        self._foreign: dict[int, Plan] = {}
         self._step = 0
         self._propose_at = 0  # the first step in which a sequence can be a candidate
 
@@ -196,7 +197,8 @@ class Speculation(Extension):
             if drafts is None:
                 continue
             if self._drafted.pop(row.seq, None) is not drafts:
-                self._foreign.add(id(plan))
+                if self.goodput is not None:
+                    self._foreign[id(plan)] = plan
                 continue
             record = self._records.get(row.seq)
             if record is not None and self.goodput is not None:  # else it has ended
@@ -205,9 +207,8 @@ class Speculation(Extension):
 
     def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Learn what a step that only decodes takes. An observer."""
-        if id(plan) in self._foreign:
-            self._foreign.discard(id(plan))  # their cost says nothing about this proposer's
-            return
+        if self._foreign.pop(id(plan), None) is not None:
+            return  # their cost says nothing about this proposer's
         if not plan.draft_tokens and batch.step % _PLAIN_SHARE:
             return  # there are enough of them
         if not plan.only_decodes:
