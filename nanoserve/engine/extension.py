@@ -20,15 +20,13 @@ to say to another is in the plan. They use the public methods of `Scheduler`, su
 the step, which then has not happened.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanoserve.engine.llm_engine import LLMEngine
 
 
 class Extension:
@@ -89,10 +87,12 @@ def register_extension(name: str, location: str) -> None:
     _ON_DEMAND[name] = location
 
 
-def load_extension(name: str, engine: "LLMEngine") -> Extension:
-    """Make the extension that requests ask for by `name`. Raises `ValueError` if there is none."""
+def extension_class(name: str) -> Callable[[Any], Extension]:
+    """Return what makes the extension that requests ask for by `name`, from an `LLMEngine`.
+
+    Raises `ValueError` if there is none of that name.
+    """
     if name not in _ON_DEMAND:
         raise ValueError(f"extension {name!r} is not one of {[*_ON_DEMAND]}")
     module, _, attribute = _ON_DEMAND[name].partition(":")
-    make: Any = getattr(import_module(module), attribute)
-    return make(engine)
+    return getattr(import_module(module), attribute)

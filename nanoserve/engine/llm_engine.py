@@ -15,7 +15,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.engine.extension import Extension, load_extension
+from nanoserve.engine.extension import Extension, extension_class
 from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
@@ -107,7 +107,7 @@ class LLMEngine:
         for name in request.extensions:
             if name not in self._on_demand:
                 # Before the others: what it requires of draft tokens is to be known to them.
-                self.extensions.insert(0, load_extension(name, self))
+                self.extensions.insert(0, extension_class(name)(self))
                 self._on_demand.add(name)
         reasons = [extension.on_add(request.sequences[0]) for extension in self.extensions]
         return [reason for reason in reasons if reason is not None]
@@ -201,9 +201,8 @@ class LLMEngine:
         return step
 
     def _forward_inputs(self, plan: Plan) -> ForwardInputs:
-        sees_all = bool(self.config.logits_processors)
         inputs = ForwardInputs(
-            [SlotUpdate.of(seq, sees_all or seq.params.changes_logits) for seq in plan.admitted],
+            [SlotUpdate.of(seq) for seq in plan.admitted],
             {seq.slot: token_ids for seq, token_ids in plan.draft_tokens.items()},
         )
         for extension in self.extensions:

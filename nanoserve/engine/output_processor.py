@@ -43,7 +43,7 @@ class OutputProcessor:
         }
 
     def add(self, request: Request) -> None:
-        """Keep a request that was queued, and end its sequences where they run into stop strings."""
+        """Keep a queued request, and end its sequences where they run into stop strings."""
         self.requests[request.request_id] = request
         if request.params.stop and self._detokenizer is not None:
             for seq in request.sequences:
@@ -113,9 +113,7 @@ class OutputProcessor:
         """End a request with finish reason "abort"; returns its last output."""
         return self._output(request, self._end(request, "abort", finish, now))
 
-    def fail(
-        self, request: Request, error: Exception, finish: Finish, now: float
-    ) -> RequestOutput:
+    def fail(self, request: Request, error: Exception, finish: Finish, now: float) -> RequestOutput:
         """End a request with an error; returns its last output."""
         request.error = error
         return self._output(request, self._end(request, "error", finish, now))
@@ -126,7 +124,9 @@ class OutputProcessor:
             request = self.requests.get(seq.request_id)
             if request is None or seq not in request.sequences:
                 continue  # aborted, and its id may belong to another one
-            if not (seq.finished and seq.num_pending):  # else it had ended before this step's tokens
+            if not (
+                seq.finished and seq.num_pending
+            ):  # else it had ended before this step's tokens
                 num_tokens = start + n - (num_sampled - 1)  # without draft tokens
                 self._revert(request, request.completions[seq.index], num_tokens)
 
@@ -138,9 +138,7 @@ class OutputProcessor:
                     self._revert(request, completion, completion.seq.num_tokens)
             request.error = None
 
-    def _collect_from_heads(
-        self, plan: Plan, of_heads: dict[str, Any]
-    ) -> dict[Request, Exception]:
+    def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> dict[Request, Exception]:
         """Give each collector what its head made, row by row; returns the requests that fail."""
         failed: dict[Request, Exception] = {}
         for name, values in of_heads.items():
@@ -180,16 +178,14 @@ class OutputProcessor:
         request.sequences[0].metrics.num_output_tokens = sum(counts)
         request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)
 
-    def _stop_at_string(self, seq: Sequence) -> None:
-        """End `seq` if its text has run into a stop string: one of its `stop_conditions`."""
+    def _stop_at_string(self, seq: Sequence) -> tuple[str, str | None] | None:
+        """Find the stop string that the text has run into: one of `Sequence.stop_conditions`."""
         try:
             stop_string = self._detokenizer.advance(seq)
         except Exception as error:  # of this text: no other request may end of it
             _note_error(self.requests[seq.request_id], error)
-            seq.finish_reason = "error"
-            return
-        if stop_string is not None:
-            seq.finish_reason, seq.stop_reason = "stop", stop_string
+            return "error", None
+        return None if stop_string is None else ("stop", stop_string)
 
     def _decode(self, request: Request, seq: Sequence) -> None:
         """Decode the new tokens of `seq` if its text is looked at before its end."""

@@ -186,7 +186,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """Count a step that is on its way: its tokens as computed, and what it yields as pending."""
+        """Count a step that was launched: its tokens as computed, what it yields as pending."""
         size = self.block_manager.block_size
         for seq, start, n, _, num_sampled in plan.rows:
             seq.num_computed_tokens = end = start + n
@@ -483,7 +483,9 @@ def load_scheduler_class(scheduler_cls: "type[Scheduler] | str | None") -> type[
         try:
             found = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"scheduler_cls={scheduler_cls!r} cannot be imported: {error}") from error
+            raise ValueError(
+                f"scheduler_cls={scheduler_cls!r} cannot be imported: {error}"
+            ) from error
     if not (isinstance(found, type) and issubclass(found, Scheduler)):
         raise ValueError(
             f"scheduler_cls={scheduler_cls!r} must be a subclass of "

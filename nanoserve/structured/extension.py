@@ -105,10 +105,11 @@ class StructuredOutputs(Extension):
         if not self._forced:
             return
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
-            drafts = plan.draft_tokens.get(row.seq)
-            if drafts is not None and self._forced.get(row.seq) is drafts:
-                if row.seq in self._guided:  # else it has ended, perhaps amid these
-                    self._guided[row.seq].count_jump(len(token_ids) > len(drafts))
+            guided = self._guided.get(row.seq)  # None if it has ended, perhaps amid these
+            forced = self._forced.get(row.seq)
+            is_jump = forced is not None and plan.draft_tokens.get(row.seq) is forced
+            if guided is not None and is_jump:
+                guided.count_jump(len(token_ids) > len(forced))
 
     def on_release(self, seq: Sequence) -> None:
         if seq.finished:
@@ -154,11 +155,12 @@ class StructuredOutputs(Extension):
             if self._stop_if_terminated not in seq.stop_conditions:
                 seq.stop_conditions.append(self._stop_if_terminated)
 
-    def _stop_if_terminated(self, seq: Sequence) -> None:
-        """End a sequence whose grammar lets nothing follow: one of its `stop_conditions`."""
+    def _stop_if_terminated(self, seq: Sequence) -> tuple[str, str | None] | None:
+        """Return an end if the grammar lets nothing follow: one of `Sequence.stop_conditions`."""
         guided = self._guided.get(seq)
-        if guided is not None and seq.finish_reason in (None, "length") and guided.is_terminated():
-            seq.finish_reason = "stop"
+        if guided is None or seq.finish_reason not in (None, "length"):
+            return None
+        return ("stop", None) if guided.is_terminated() else None
 
     def _end_compilation(self, compilation: Compilation) -> None:
         sequences = compilation.sequences
