@@ -28,9 +28,9 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.speculative.extension import Speculation
+from nanoserve.streams import Streams
 from nanoserve.structured import backends, extension
 from nanoserve.structured.extension import StructuredOutputs
-from nanoserve.streams import Streams
 
 PACKAGE = Path(nanoserve.__file__).parent
 FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {

@@ -92,7 +92,9 @@ class CountingExecutor:
                 mask.fill(illegal, words)
                 bits = np.unpackbits(words.view(np.uint8), bitorder="little")
                 after = (np.flatnonzero(bits) - token_ids[outputs[illegal]]) % VOCAB_SIZE
-                token_ids[outputs[illegal]] = (token_ids[outputs[illegal]] + min(after)) % VOCAB_SIZE
+                token_ids[outputs[illegal]] = (
+                    token_ids[outputs[illegal]] + min(after)
+                ) % VOCAB_SIZE
         except ValueError as error:
             handle.errors[outputs[0]] = error
 

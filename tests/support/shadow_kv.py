@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from nanoserve.engine.recovery import restart
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -165,10 +164,13 @@ class ShadowRun:
             scheduler.commit(plan)
             self._check_progress(plan)
         if fails:
-            scheduler.reset(self.live)
+            self._reset()
         else:
             self._update(plan)
         scheduler.check()
+
+    def _reset(self) -> None:
+        self.scheduler.reset(self.live)
 
     def _update(self, plan: Plan) -> None:
         """Mostly one token for each row, sometimes two, or none because its request has failed."""
