@@ -67,6 +67,10 @@ class Detokenizer:
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
+    def forget(self, seq: Sequence) -> None:
+        """Drop the text of a sequence that has ended, and that cannot be decoded."""
+        self._streams.pop(seq, None)
+
     def _open_stream(self, seq: Sequence) -> "TextStream":
         from nanoserve.engine.stop_strings import StopStrings
         from nanoserve.engine.text_stream import TextStream

@@ -203,6 +203,7 @@ class OutputProcessor:
         except Exception as error:
             _note_error(request, error)
             if seq.finished:
+                self._detokenizer.forget(seq)
                 seq.finish_reason, seq.stop_reason = "error", None
         if seq.params.output_kind is RequestOutputKind.DELTA or completion.latest is None:
             return ""

@@ -91,6 +91,9 @@ class CountingExecutor:
                 words = np.zeros(VOCAB_SIZE // 32, np.int32)
                 mask.fill(illegal, words)
                 bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+                if not bits.any():
+                    handle.errors[outputs[illegal]] = ValueError("no token is allowed")
+                    break
                 after = (np.flatnonzero(bits) - token_ids[outputs[illegal]]) % VOCAB_SIZE
                 token_ids[outputs[illegal]] = (
                     token_ids[outputs[illegal]] + min(after)
