@@ -10,6 +10,7 @@ import pytest
 from shadow_kv import Corruption, ShadowRun, require
 
 from nanoserve.config import EngineConfig
+from nanoserve.engine import draft_room
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan, Row
@@ -152,7 +153,9 @@ def rejected_tokens_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks_taken_from_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Scheduler, "_has_spare_block", lambda self: self.block_manager.num_free_blocks > 0
+        draft_room,
+        "_has_spare_block",
+        lambda scheduler: scheduler.block_manager.num_free_blocks > 0,
     )
 
 

@@ -18,6 +18,7 @@ from proposers import speculation_of
 from tiny_checkpoints import TINY_QWEN3, make_qwen3
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.draft_room import add_draft_tokens, reserve_draft_tokens
@@ -195,12 +196,9 @@ class Launched:
 class TwoStages:
     """Plays a pipeline in one process: a step runs when it is collected, two later than others."""
 
-    def __init__(self, config: EngineConfig, **model: Any) -> None:
-        self.runner = make_runner(
-            replace(config, pipeline_parallel_size=1, async_scheduling=False),
-            tp=TensorParallel(),
-            **model,
-        )
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, path: Path) -> None:
+        own = replace(config, pipeline_parallel_size=1, async_scheduling=False)
+        self.runner = make_runner(own, model_config, path, TensorParallel())
         memory = np.zeros(3 * self.runner.layout.num_bytes, np.uint8)
         self.runner.use_memory(memory)
         self.num_kv_blocks, self.max_model_len = self.runner.num_kv_blocks, MAX_MODEL_LEN
