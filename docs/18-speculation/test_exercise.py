@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve import SamplingParams
-from nanoserve.engine.executor import StepResult
-from nanoserve.engine.plan import Plan, Row
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.sampling.noise import Noise, row_keys
-from nanoserve.speculative.engine import split_by_row
 
 from .exercise import verify_by_drawing, verify_by_rejection
 
@@ -167,12 +163,11 @@ def test_it_keeps_what_the_engine_keeps(seed: int) -> None:
     target, noise = distributions(rng, k + 1), rng.exponential(size=(k + 1, VOCAB_SIZE))
     drawn = (noise / target).argmin(axis=1).tolist()
     guesses = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in drawn[:k]]
-    seq = Sequence("one", [1, 2], SamplingParams(), 100)
-    row = Row(seq, start=1, n=1 + k, num_outputs=1 + k, num_sampled=1 + k)
-    plan = Plan(budget=0, rows=[row], guesses={seq: guesses} if guesses else {})
-    (expected,) = split_by_row(plan, StepResult([[token] for token in drawn]))
+    # One sequence, in slot 0: an output for its last token and for each draft token.
+    draft_tokens = {0: guesses} if guesses else {}
+    expected = accept_draft_tokens([[token] for token in drawn], [0] * (k + 1), draft_tokens)
     found = verify_by_drawing(target, noise, guesses)
-    assert found == expected.token_ids, f"guesses {guesses}, drawn are {drawn}"
+    assert [found] == expected.token_ids, f"guesses {guesses}, drawn are {drawn}"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -147,7 +147,6 @@ def test_to_take_back_is_to_count_less() -> None:
         ["21", "0", "20"],
         ["21", "0", "20"],
         ["21", "5", "25"],
-        ["24", "0", "25"],
         ["24", "0", "23"],
     ]
     assert rows[1][0] == "planned: 5 tokens from 20 on"

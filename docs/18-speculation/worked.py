@@ -226,19 +226,19 @@ def _chosen(run: int, count: int, most: int) -> str:
 def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str:
     """One step of the engine's scheduler: `guesses` behind `known` tokens, of which `came` come."""
     from nanoserve.config import EngineConfig
+    from nanoserve.engine.extension import Extension
+    from nanoserve.engine.plan import Plan
+    from nanoserve.engine.scheduler import Scheduler
     from nanoserve.engine.sequence import Sequence as Seq
     from nanoserve.sampling_params import SamplingParams
-    from nanoserve.speculative.proposer import TextProposer
-    from nanoserve.speculative.scheduler import SpeculativeScheduler
 
-    class Told(TextProposer):
-        def guess(self, seq: Seq, most: int) -> list[int]:
-            return list(guesses)[:most]
+    class FixedDrafts(Extension):
+        def extend_plan(self, plan: Plan) -> None:
+            if plan.only_decodes:
+                scheduler.add_draft_tokens(plan, 0, list(guesses))
 
-    options = {"method": "ngram", "num_speculative_tokens": len(guesses), "adaptive": False}
-    config = EngineConfig("none", speculative_config=options).for_device("cpu")
-    scheduler = SpeculativeScheduler(config, num_kv_blocks=8, max_model_len=128)
-    scheduler.proposer = Told()
+    config = EngineConfig("none").for_device("cpu")
+    scheduler = Scheduler(config, num_kv_blocks=8, max_model_len=128, extensions=[FixedDrafts()])
     seq = Seq("one", [1] * (known - 1), SamplingParams(max_tokens=None), 128)
     scheduler.add(seq)
     rows: list[tuple[object, ...]] = []
@@ -256,8 +256,6 @@ def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str
     note("launched")
     scheduler.update(plan, [list(came)])
     note(f"its {len(came)} tokens have joined")
-    scheduler.settle(plan, [list(came)])
-    note("settled")
     return table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
 
 
