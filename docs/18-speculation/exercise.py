@@ -7,10 +7,10 @@ of the step, one to k + 1 of them.
 
 `verify_by_rejection` is the field's rule (Leviathan et al. 2022, Chen et al. 2023):
 
-1. Guess i was drawn from `draft[i]`. Call its probability there q, and in `target[i]` p. It is kept
-   if `uniforms[i] < p / q`, as long as all before it were accepted.
-2. In the place of the first one that is not accepted, one token is drawn from the residual: what the
-   target has more than the draft, divided by its sum. Nothing comes behind it.
+1. Draft token i was drawn from `draft[i]`. Call its probability there q, and in `target[i]` p. It
+   is accepted if `uniforms[i] < p / q`, as long as all before it were.
+2. In the place of the first one that is not accepted, one token is drawn from the residual: what
+   the target has more than the draft, divided by its sum. Nothing comes behind it.
 3. If all are accepted, one more token is drawn, from the last row of `target`.
 4. To draw with a number u: the first token at which the sum of the probabilities, from token 0 on,
    exceeds u. If rounding leaves even the last sum at or below u, which is below 1: the last token

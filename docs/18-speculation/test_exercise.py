@@ -105,9 +105,9 @@ def test_what_comes_out_is_distributed_as_the_target(
     """Exactly: every draft, and every number up to parts of 1 / num, of which all borders are."""
     first: Counter[int] = Counter()
     rows = np.array([target, [0.25] + [0.75] + [0.0] * (len(target) - 2)])
-    for draft, q in enumerate(draft):
+    for token_id, q in enumerate(draft):
         for u, last in product(middles(num), middles(num)) if q else ():
-            first[verify_by_rejection(rows, np.array([draft]), [draft], [u], last)[0]] += q
+            first[verify_by_rejection(rows, np.array([draft]), [token_id], [u], last)[0]] += q
     found = [first[token] / num**2 for token in range(len(target))]
     assert found == pytest.approx(target), f"target {target}, draft {draft}"
 
@@ -157,7 +157,7 @@ def test_what_has_no_probability_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_keeps_what_the_engine_keeps(seed: int) -> None:
+def test_it_accepts_what_the_engine_accepts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     k = int(rng.integers(0, 5))
     target, noise = distributions(rng, k + 1), rng.exponential(size=(k + 1, VOCAB_SIZE))

@@ -78,8 +78,9 @@ def one_token(
 ) -> list[float]:
     """The exact distribution of the token that comes out.
 
-    A draft token x comes with q(x) and is accepted with min(1, p(x) / q(x)): together min(p(x), q(x)). In all
-    other cases a token is drawn: from the residual, or, as is often told, from the target.
+    A draft token x comes with q(x) and is accepted with min(1, p(x) / q(x)): together
+    min(p(x), q(x)). In all other cases a token is drawn: from the residual, or, as is often told,
+    from the target.
     """
     rejected = 1 - acceptance(target, draft)
     rest = residual(target, draft) if from_residual and rejected > 0 else target
@@ -170,7 +171,7 @@ def tokens_per_step(rate: float, drafts: int) -> float:
 
 
 def speedup(rate: float, drafts: int, draft_cost: float, check_cost: float = 1.0) -> float:
-    """Tokens per time, over plain decoding. Costs in plain steps: of a draft token, and of the check."""
+    """Tokens per time, over plain decoding. Costs in plain steps: a draft token, and the check."""
     return tokens_per_step(rate, drafts) / (check_cost + drafts * draft_cost)
 
 
