@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import attribute_error
-from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
@@ -71,9 +72,9 @@ def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
     options = engine_options(args)
     options.pop("seed", None)  # that of the answers has the same name
     llm = closing.enter_context(LLM(args.model or "tiny-qwen3", **options))
-    params = llm.get_default_sampling_params()
-    params.max_tokens = None  # as long as there is room
-    vars(params).update(_given(args))
+    # Without max_tokens, an answer may be as long as there is room.
+    changes = {"max_tokens": None, **_given(args)}
+    params = replace(llm.get_default_sampling_params(), **changes)
 
     def answer(messages: Messages) -> Iterator[str]:
         for output in llm.stream(messages, params):

@@ -7,8 +7,8 @@ from typing import Any
 
 from nanoserve.checks import check_bool, check_int, require, shown
 from nanoserve.drop_in.sampling import LIKE
-from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.input_processor import Prompt
 from nanoserve.inputs import ChatOptions
 from nanoserve.sampling_params import SamplingParams
 

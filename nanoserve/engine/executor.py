@@ -19,8 +19,7 @@ from nanoserve.sampling_params import SamplingParams
 class SlotUpdate:
     """A sequence that has just been given `slot`, and how to sample for it: only updates travel.
 
-    What it has generated before a preemption is part of `output_token_ids`. Token ids are given
-    only if something of a token's past changes how the next one is chosen.
+    What it has generated before a preemption is part of `output_token_ids`.
     """
 
     slot: int
@@ -34,14 +33,14 @@ class SlotUpdate:
     prompt_head: str | None = None
 
     @classmethod
-    def of(cls, seq: Sequence, with_tokens: bool) -> "SlotUpdate":
+    def of(cls, seq: Sequence) -> "SlotUpdate":
         return cls(
             slot=seq.slot,
             params=seq.params,
             seed=seq.seed,
             completion=seq.index,
-            prompt_token_ids=seq.prompt_token_ids if with_tokens else [],
-            output_token_ids=seq.output_token_ids if with_tokens else [],
+            prompt_token_ids=seq.prompt_token_ids,
+            output_token_ids=seq.output_token_ids,
             stop_token_ids=seq.stop_token_ids,
             bad_words_token_ids=seq.bad_words_token_ids,
             prompt_head=seq.prompt_head,

@@ -149,9 +149,7 @@ class InputProcessor:
         # Nothing predicts the first token.
         prompt_logprobs = None if params.prompt_logprobs is None else [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
-        return Request(
-            request_id, text, token_ids, params, sequences, prompt_logprobs, extensions
-        )
+        return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
 
     def check_guide(self, guide: Any) -> None:
         """Raise `ValueError` for a grammar that cannot be had here."""

@@ -1,4 +1,4 @@
-"""Outputs on their way to whoever reads them: one queue per subscribed request, one for the rest."""
+"""Outputs until they are read: a queue for each subscribed request, and one for the others."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -25,6 +25,10 @@ class OutputQueues:
         """Return the queue that gets the outputs of a request from now on."""
         queue = self._queues[request_id] = deque()
         return queue
+
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._queues)
 
     def is_subscribed(self, request_id: str) -> bool:
         return request_id in self._queues

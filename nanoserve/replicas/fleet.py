@@ -97,7 +97,7 @@ class Fleet:
         self._soon(self._abort, request_id)
 
     def pause(self, is_paused: bool) -> None:
-        self._following.is_paused = is_paused
+        self._following.pause(is_paused)
         self._soon(self._ask_all, "pause", pickle.dumps(is_paused), _ignore)
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:

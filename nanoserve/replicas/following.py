@@ -44,7 +44,7 @@ class Following:
     ) -> None:
         self.name = uuid4().hex[:12]  # by which replicas tell ingresses apart
         self.placement: Placement  # from `open` on
-        self.is_paused = False  # so is whoever joins
+        self._is_paused = False  # replicas that join are paused, too
         self._handle, self._loop = handle, loop
         self._streams, self._own_name = handle.options(stream=True), pickle.dumps(self.name)
         self._take, self._lost, self._is_idle = take, lost, is_idle
@@ -52,6 +52,10 @@ class Following:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._hearing: dict[str, asyncio.Task[None]] = {}
         self._is_open = False
+
+    def pause(self, is_paused: bool) -> None:
+        """Pause replicas that join from now on, or no longer; members get messages of their own."""
+        self._is_paused = is_paused
 
     async def describe(self) -> Any:
         """What anybody says of the engines. From here on, Serve's router tells who is there."""
@@ -129,7 +133,7 @@ class Following:
             number = self.placement.join(name, num_kv_blocks).number
             logger.info("replica %d is there: %s", number, name)
             self._hearing[name] = self._loop.create_task(self._keep_hearing(name))
-            if self.is_paused:
+            if self._is_paused:
                 await self.reach(name, "pause", pickle.dumps(True))
             if blocks is not None:
                 self.placement.note_blocks(name, blocks, ())

@@ -11,7 +11,7 @@ from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_
 from nanoserve.kernels.filter_logits import filter_borders
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.sampler import Sampler
-from nanoserve.sampling.settings import Program
+from nanoserve.sampling.settings import Program, last_of
 from nanoserve.sampling.token_masks import are_empty, error_of_none, fill_masks
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FusedSampler(Sampler):
         """Return whether `choose` is all that these slots ask for, in any step."""
         settings = self._settings[slots]
         return bool(
-            (settings["program"] <= Program.RACE).all()
+            last_of(settings["program"]) <= Program.RACE
             and not settings["has_grammar"].any()
             and (settings["num_logprobs"] < 0).all()
         )
@@ -80,7 +80,7 @@ class FusedSampler(Sampler):
             self._on_device.copy_(self._staged(self._host), non_blocking=True)
             self._is_stale = False
 
-    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
         self.update_settings()
         tensors = rows.tensors
         if tensors is None:  # some of a step's rows
@@ -92,7 +92,7 @@ class FusedSampler(Sampler):
             row_slots = tensors.output_slots[: len(logits)]
             row_positions = tensors.positions[tensors.output_rows[: len(logits)]] + 1
         borders = None
-        if (rows.settings["draw"] == Program.FILTERED).any():
+        if last == Program.FILTERED:
             borders = filter_borders(logits, row_slots, self._on_device)
         return self.choose(logits, row_slots, row_positions, borders, *self._fill_masks(rows))
 

@@ -24,8 +24,7 @@ class NumbaSampler(Sampler):
             rows = Rows(self._settings[slots], slots, slots, tensors=None, errors={})
             _race(logits, rows, np.ones(num_rows, dtype=np.float32))
 
-    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-        last = rows.settings["draw"].max()
+    def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
         if last == Program.GREEDY:
             return best_tokens(logits)
         temperatures = rows.settings["temperature"].copy()

@@ -1,7 +1,7 @@
 """Some rows of a step: settings and indices of the host beside logits of the device."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from nanoserve.engine.executor import TokenMask
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import SlotState
+    from nanoserve.sampling.slot_state import SlotState
 
 
 class Rows(NamedTuple):
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     tensors: the batch on the device, if these are all rows of the step.
     errors: by row of the step, why it has no token: see `fail`.
     outputs: [num_rows], the row of the step that each one is; None if these are all.
-    places: [num_rows], the row of a stage's logits that each one is; None if these are all.
+    places: [num_rows], for a stage: the row of its logits that each one is.
     states: by row, what stages know of its sequence; None where no stage needs to know any.
     masks: by row, its token mask and the row's index in that mask, or None.
     """
@@ -50,16 +50,15 @@ class Rows(NamedTuple):
         )
 
     def among(self, index: np.ndarray) -> "Rows":
-        """Return some of the rows; their logits stay where they are, beside those of the others."""
+        """Return some of the rows, in their order; their logits stay beside those of the others."""
         places = index if self.places is None else self.places[index]
+        if len(index) == len(self.settings):
+            return self._replace(places=places)
         return self.take(index)._replace(places=places)
 
-    @contextmanager
-    def part(self, logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    def part(self, logits: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Give the logits of these rows, [num_rows, vocab_size], to be changed in place."""
-        places = np.arange(len(self.settings)) if self.places is None else self.places
-        with rows_of(logits, places) as part:
-            yield part
+        return rows_of(logits, self.places)
 
     def fail(self, row: int, error: Exception) -> None:
         """End the request of one of these rows with `error`."""

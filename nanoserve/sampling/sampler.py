@@ -17,12 +17,13 @@ import torch
 from nanoserve.engine.executor import SlotUpdate, TokenMask
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import Rows, rows_of, tensor_of
-from nanoserve.sampling.settings import SETTINGS, Program, settings_of
+from nanoserve.sampling.settings import SETTINGS, Program, last_of, settings_of
 from nanoserve.sampling.stages import apply_stages, make_stages
 
 if TYPE_CHECKING:
     from nanoserve.sampling.logprobs import LogprobTensors
-    from nanoserve.sampling.processors import BatchProcessor, SlotState
+    from nanoserve.sampling.processors import BatchProcessor
+    from nanoserve.sampling.slot_state import SlotState
 
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -83,7 +84,7 @@ class Sampler:
         self._settings[update.slot] = settings_of(update, stages, is_changed=bool(changes))
         state = None
         if changes:
-            from nanoserve.sampling.processors import SlotState
+            from nanoserve.sampling.slot_state import SlotState
 
             state = SlotState(update, [stage.name for stage in changes if stage.is_registered])
         self._states[update.slot] = state
@@ -105,30 +106,37 @@ class Sampler:
         draft_tokens: by slot; such a slot has a row for its last token and one for each of these.
         token_masks: by slot, the tokens that its rows may take.
         """
-        rows = Rows(self._settings[slots], slots, positions, tensors, errors={})
+        rows = Rows(self._settings[slots], slots, positions, tensors, {})
         if token_masks:
             rows = self._with_masks(rows, token_masks)
-        is_direct = rows.settings["program"] <= self.direct
         states: list[tuple[int, SlotState]] = []
-        if is_direct.all():
-            token_ids = self._choose(logits, rows)
+        if (last := last_of(rows.settings["program"])) <= self.direct:
+            token_ids = self._choose(logits, rows, last)
         else:
-            token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-            direct, others = np.flatnonzero(is_direct), np.flatnonzero(~is_direct)
-            if len(direct):
-                index = tensor_of(direct, logits)
-                token_ids[index] = self._choose(logits[index], rows.take(direct))
-            index = tensor_of(others, logits)
-            own = logits[index].float()
-            part = rows.take(others)._replace(states=self._states_of(slots[others], draft_tokens))
-            apply_stages(self._changes, own, part)
-            token_ids[index] = self._choose(own, part._replace(masks=()))
-            states = [(int(row), self._states[slots[row]]) for row in others]
-            states = [(row, state) for row, state in states if state is not None]
+            token_ids, states = self._choose_in_parts(logits, rows, draft_tokens)
         if token_masks and not self.masks_directly:
             token_ids = self._replace_illegal(token_ids, logits, rows)
         logprobs, logprob_rows = self._logprobs(logits, token_ids, rows.settings)
         return Sampled(token_ids, logprobs, logprob_rows, states, rows.errors)
+
+    def _choose_in_parts(
+        self, logits: torch.Tensor, rows: Rows, draft_tokens: Mapping[int, list[int]]
+    ) -> "tuple[torch.Tensor, list[tuple[int, SlotState]]]":
+        """Choose for rows that take their logits as they are, then for copies of all others."""
+        token_ids = torch.empty(len(rows.slots), dtype=torch.int64, device=logits.device)
+        is_direct = rows.settings["program"] <= int(self.direct)
+        direct, others = np.flatnonzero(is_direct), np.flatnonzero(~is_direct)
+        if len(direct):
+            index, part = tensor_of(direct, logits), rows.take(direct)
+            token_ids[index] = self._choose(logits[index], part, last_of(part.settings["program"]))
+        index, part = tensor_of(others, logits), rows.take(others)
+        own = logits[index].float()
+        part = part._replace(states=self._states_of(part.slots, draft_tokens))
+        apply_stages(self._changes, own, part)
+        part = part._replace(masks=())
+        token_ids[index] = self._choose(own, part, last_of(part.settings["draw"]))
+        by_row = [(row, self._states[rows.slots[row]]) for row in others.tolist()]
+        return token_ids, [(row, state) for row, state in by_row if state is not None]
 
     def _with_masks(self, rows: Rows, token_masks: Mapping[int, TokenMask]) -> Rows:
         from nanoserve.sampling.token_masks import masks_of_rows
@@ -137,8 +145,8 @@ class Sampler:
         settings = rows.settings  # a copy of the table's
         is_masked = np.array([mask is not None for mask in masks])
         # What is forbidden must not take part when the most likely tokens are counted.
-        settings["program"][is_masked & (settings["program"] == Program.FILTERED)] = Program.GENERAL
-        by_stage = is_masked & (settings["program"] == Program.GENERAL)
+        by_stage = is_masked & (settings["program"] >= int(Program.FILTERED))
+        settings["program"][by_stage] = Program.GENERAL
         settings["stages"][by_stage] |= self._mask_bit
         return rows._replace(masks=masks)
 
@@ -165,20 +173,22 @@ class Sampler:
         def choose_within(some: np.ndarray, words: np.ndarray) -> list[int]:
             own = logits[tensor_of(some, logits)].float()
             own.masked_fill_(~bits_of(words, own), -torch.inf)
-            return self._choose(own, rows.take(some)).tolist()
+            part = rows.take(some)
+            return self._choose(own, part, last_of(part.settings["draw"])).tolist()
 
         legal = token_ids.tolist()
         if replace_illegal(legal, rows, self._vocab_size, choose_within):
             return torch.tensor(legal, device=logits.device)
         return token_ids
 
-    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
         """Choose by what is left of the rows' programs: temperature, filters, race and argmax.
 
-        logits: [num_rows, vocab_size]. Beyond `direct` they are float32, and overwritten.
+        logits: [num_rows, vocab_size]. last: the last program among the rows' draws; if that is
+        beyond `direct`, the logits are float32, and overwritten.
         """
-        at_random = np.flatnonzero(rows.settings["draw"])  # which is not Program.GREEDY
-        if len(at_random):
+        if last > Program.GREEDY:
+            at_random = np.flatnonzero(rows.settings["draw"])  # which is not Program.GREEDY
             with rows_of(logits, at_random) as part:
                 apply_stages(self._draws, part, rows.take(at_random))
         return best_tokens(logits)

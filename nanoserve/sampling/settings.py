@@ -47,6 +47,11 @@ def draw_of(params: SamplingParams) -> Program:
     return Program.FILTERED if params.filters_logits else Program.RACE
 
 
+def last_of(programs: np.ndarray) -> int:
+    """Return the last of some rows' programs, as Python's integer: numpy compares enums slowly."""
+    return int(np.maximum.reduce(programs))
+
+
 def settings_of(update: SlotUpdate, stages: int, is_changed: bool) -> Settings:
     """Return a slot's row. is_changed: whether one of its `stages` comes before the temperature."""
     params = update.params

@@ -102,7 +102,7 @@ def replace_illegal(
     anything was replaced.
     """
     rows_of_slot: dict[int, list[int]] = {}
-    for row in np.flatnonzero(rows.settings["program"] < Program.GENERAL).tolist():
+    for row in np.flatnonzero(rows.settings["program"] < int(Program.GENERAL)).tolist():
         if rows.masks[row] is not None:
             rows_of_slot.setdefault(int(rows.slots[row]), []).append(row)
     replaced: set[int] = set()

@@ -182,6 +182,10 @@ class ApiServer:
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run may end."""
+        self.is_draining = True
+
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """vLLM's: the token ids of a text or of a conversation."""
         body = await self._read(request, TokenizeBody)

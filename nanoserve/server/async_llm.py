@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.checks import check_choice, check_int, require
 from nanoserve.engine.detokenizer import Detokenizer
-from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.llm_methods import hugging_face_tokenizer

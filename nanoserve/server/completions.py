@@ -15,7 +15,9 @@ from nanoserve.server.protocol import CompletionBody
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
 
 
-def completion_requests(body: CompletionBody, engine: GuardedEngine, new_id: Any) -> Iterator[Request]:
+def completion_requests(
+    body: CompletionBody, engine: GuardedEngine, new_id: Any
+) -> Iterator[Request]:
     """Yield a request for each prompt. It tokenises, so it is called off the event loop.
 
     `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.

@@ -32,8 +32,8 @@ from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -247,15 +247,24 @@ class _Sender:
         self._outputs: list[Any] = []
         self._others: list[tuple[Any, ...]] = []
         self._is_over = self._is_beat_due = False
-        self.engine_thread: EngineThread | None = None
-        self.num_received = 0  # sequences
+        self._engine_thread: EngineThread | None = None
+        self._num_received = 0  # sequences
         self._thread = threading.Thread(target=self._run, name="nanoserve sender")
         self._thread.start()
+
+    def start_engine(self, llm: LLM) -> EngineThread:
+        """Run an engine in a thread of its own, whose news are sent from now on."""
+        self._engine_thread = EngineThread(llm, self.post)
+        return self._engine_thread
+
+    def count_received(self, num_sequences: int) -> None:
+        """Add to the number of sequences of which the other process learns that they are here."""
+        self._num_received += num_sequences
 
     def post(self, news: News | None) -> None:
         with self._lock:
             if news is None:
-                self._others.append(("error", self.engine_thread.error))
+                self._others.append(("error", self._engine_thread.error))
                 self._is_over = True
             else:
                 for new in news.tokens:
@@ -307,7 +316,7 @@ class _Sender:
                         break
                     self._lock.wait()
                 if self._is_beat_due:
-                    thread, self._is_beat_due = self.engine_thread, False
+                    thread, self._is_beat_due = self._engine_thread, False
                     self._others.append(("beat", thread and thread.stall))
                 tokens, self._tokens = list(map(tuple, self._tokens.values())), {}
                 outputs, self._outputs = self._outputs, []
@@ -316,7 +325,7 @@ class _Sender:
             for told in others:
                 self._pipe.send_bytes(pickled(told))
             for some_tokens, some_outputs in _parts(tokens, outputs):
-                load = self.engine_thread.backlog, self.num_received
+                load = self._engine_thread.backlog, self._num_received
                 self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
 
 
@@ -377,7 +386,7 @@ def _serve(orders: Connection, sender: _Sender) -> None:
     engine = llm.engine
     told = (engine.config, engine.model_config, engine.tokenizer)
     sender.tell("ready", pickle.dumps((*told, engine.input_processor.max_model_len)))
-    thread = sender.engine_thread = EngineThread(llm, sender.post)
+    thread = sender.start_engine(llm)
     timeout = None
     try:
         _obey(orders, thread, sender)
@@ -393,7 +402,7 @@ def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
     while True:
         name, *told = pickle.loads(orders.recv_bytes())
         if name == "add":
-            sender.num_received += len(told[0].sequences)
+            sender.count_received(len(told[0].sequences))
             thread.add(*told)
         elif name == "abort":
             thread.abort(*told)

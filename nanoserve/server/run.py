@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or not self._api.llm.is_running
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._api.is_draining = True
+        self._api.drain()
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager

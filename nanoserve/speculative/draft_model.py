@@ -171,7 +171,7 @@ class DraftModelProposer:
             seq = row.seq
             if self._in_slot.get(seq.slot) is not seq:
                 self._in_slot[seq.slot] = seq
-                change = SlotUpdate.of(seq, with_tokens=False)
+                change = SlotUpdate.of(seq)
                 changes.append(replace(change, params=_simplified(seq.params)))
         return changes
 

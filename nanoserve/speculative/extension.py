@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.draft_room import max_draft_tokens, reserve_draft_tokens
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -121,7 +122,7 @@ class Speculation(Extension):
                 return
         # 3) Make room for these.
         for c in candidates:
-            c.count = self._scheduler.reserve_draft_tokens(plan, c.row, c.count)
+            c.count = reserve_draft_tokens(self._scheduler, plan, c.row, c.count)
         # 4) A model drafts as many, which cannot be given back.
         if self.proposer.is_model:
             self._propose(plan, [c for c in candidates if c.count])
@@ -134,7 +135,7 @@ class Speculation(Extension):
         seq, record = candidate.row.seq, candidate.record
         if candidate.count:
             drafts = candidate.draft_tokens[: candidate.count]
-            self._scheduler.set_draft_tokens(plan, candidate.index, drafts)
+            plan.set_draft_tokens(candidate.index, drafts)
             self._drafted[seq] = drafts
         elif self.goodput is not None and candidate.draft_tokens:
             record.keep(candidate.draft_tokens, len(seq.token_ids), self._step)
@@ -163,7 +164,7 @@ class Speculation(Extension):
             elif row.num_sampled and not seq.num_pending:
                 if self.goodput is not None:
                     self.goodput.compare(record, seq.token_ids)
-                most = min(self._most, self._scheduler.max_draft_tokens(row))
+                most = min(self._most, max_draft_tokens(self._scheduler, row))
                 if most > 0:
                     candidates.append(Candidate(index, row, record, most))
             else:
@@ -205,9 +206,7 @@ class Speculation(Extension):
                 self.goodput.note_guesses(record, len(drafts), max(0, len(token_ids) - 1))
                 self._ask_at = min(self._ask_at, record.ask_at)
 
-    def _record_time(
-        self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes
-    ) -> None:
+    def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Learn what a step that only decodes takes. An observer."""
         if id(plan) in self._foreign:
             self._foreign.discard(id(plan))  # their cost says nothing about this proposer's

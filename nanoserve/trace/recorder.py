@@ -40,8 +40,8 @@ from typing import Any
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes

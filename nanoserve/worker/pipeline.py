@@ -19,6 +19,7 @@ from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.worker.pipeline_stage import share_layers
 from nanoserve.worker.tensor_parallel import TensorParallelExecutor
 
+
 @dataclass
 class Launched:
     """A step that the stages before this one compute, or have computed."""

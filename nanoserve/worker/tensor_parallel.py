@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -95,14 +94,13 @@ class TensorParallelExecutor:
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
             place = self._workers.watch(meet)
-            self._workers.on_failure = lambda: [group.abort() for group in groups]
+            self._workers.call_on_failure(lambda: [group.abort() for group in groups])
             self.runner = make_runner(place)
             self._stack.callback(self.runner.close)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
             os.ftruncate(memory, num_bytes)
             self.runner.use_memory(map_memory(memory, num_bytes))
             self._workers.wait_for("built", _LOAD_TIMEOUT)
-            self._workers.are_built = True
         except BaseException as error:
             self._end(error)
             raise
@@ -133,7 +131,8 @@ class TensorParallelExecutor:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         self._workers.check()
         with self._recovery():
-            self.runner.fill_slots(inputs.slot_updates)  # before any other rank starts: this may raise
+            # Before any other rank starts: this may raise.
+            self.runner.fill_slots(inputs.slot_updates)
             self._is_amid_collectives = True
             self._workers.announce(batch)
             self._uncollected.add(batch)

@@ -49,7 +49,7 @@ class Workers:
         self, size: int, job: dict[str, Any], memory: int, num_threads: int, timeout: float
     ) -> None:
         self.failure: str | None = None  # why the workers are of no use any more
-        self.on_failure: Callable[[], None] = lambda: None
+        self._on_failure: Callable[[], None] = lambda: None
         # Of a pipeline that is traced, by step and rank: when it began and when it had done.
         self.spans: dict[tuple[int, int], list[float]] = {}
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
@@ -73,12 +73,18 @@ class Workers:
         """Process ids of ranks 1, 2, ..."""
         return [process.pid for process in self._processes]
 
+    def call_on_failure(self, function: Callable[[], None]) -> None:
+        """Have `function` called, once, when the workers fail."""
+        self._on_failure = function
+
     def wait_for(self, state: str, timeout: float) -> None:
         """Until every worker has reported `state`; raises `WorkerError` if one does not."""
         late = self._late(state, timeout)
         if late:
             self.fail(f"ranks {late} were not {state} after {timeout:.0f} seconds")
             self.check()
+        if state == "built":
+            self.are_built = True
 
     def watch(self, work: Callable[[], T]) -> T:
         """What `work` returns; `WorkerError` as soon as a worker fails that `work` may wait for."""
@@ -143,7 +149,7 @@ class Workers:
         if self.failure is None:
             self.failure = f"the ranks of this engine: {reason}"
             self._messages.put((0, "failed"))  # wakes whoever waits for a state
-            self.on_failure()
+            self._on_failure()
 
     def close(self) -> None:
         """End all workers: those that wait for a step by themselves, the others at once."""

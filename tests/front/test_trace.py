@@ -18,9 +18,9 @@ from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.listeners import BlockListener
-from nanoserve.engine.guard import GuardedEngine
 from nanoserve.trace import start_trace
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace, phases, step_end

@@ -32,7 +32,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.attention.flash import FlashAttention, FlashAttention3
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotUpdate
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -809,10 +809,10 @@ def test_a_decode_step_is_launched_without_waiting(
         executor = llm.engine.executor
         forward, sample, num_launched = executor.forward, executor.sample, []
 
-        def watched_forward(batch: Batch, changes: list[SlotUpdate]) -> Handle:
+        def watched_forward(batch: Batch, inputs: ForwardInputs) -> Handle:
             num_launched.append((batch.header.num_decode_rows, batch.header.num_pending))
             with no_waiting():
-                return forward(batch, changes)
+                return forward(batch, inputs)
 
         def watched_sample(handle: Handle) -> None:
             with no_waiting():

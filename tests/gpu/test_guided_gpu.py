@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.sampling.masks import bits_of
+from nanoserve.sampling.token_masks import bits_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -134,7 +134,9 @@ def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any)
     return GuardedEngine(config, model_config, runner, byte_tokenizer())
 
 
-def run(engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+def run(
+    engine: GuardedEngine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[RequestOutput]:
     """All of them together; afterwards everything is given back."""
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), prompt, params)

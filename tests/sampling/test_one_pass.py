@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from in_stages import change_logits
 
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling import filters, logprobs, processors, sampler
 from nanoserve.sampling.noise import Noise
-from nanoserve.sampling.processors import apply_processors
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.sampling_params import SamplingParams
 
@@ -70,20 +70,23 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """For each stage, how many rows each of its calls has got."""
     seen: dict[str, list[int]] = {}
 
-    def watch(owner: Any, name: str, index: int = 0) -> None:
+    def watch(
+        owner: Any, name: str, size_of: Callable[..., int] = lambda first, *_: len(first)
+    ) -> None:
         stage = getattr(owner, name)
 
         def watched(*args: Any) -> Any:
-            seen.setdefault(name, []).append(len(args[index]))
+            seen.setdefault(name, []).append(size_of(*args))
             return stage(*args)
 
         monkeypatch.setattr(owner, name, watched)
 
     watch(sampler, "best_tokens")
     watch(filters, "apply_filters")
-    watch(processors, "apply_processors")
+    for name in ("penalise", "add_bias", "run_own_processors"):
+        watch(processors, name, lambda logits, rows: len(rows.states))
     watch(logprobs, "gather_logprobs")
-    watch(Noise, "subtract_log_exponential", index=1)
+    watch(Noise, "subtract_log_exponential", lambda noise, logits, keys: len(logits))
     return seen
 
 
@@ -104,7 +107,7 @@ def test_a_mixed_batch_does_each_stage_once_for_those_that_want_it(work) -> None
     sample(make_sampler(rows), random_logits(len(rows)))
     assert work == {
         "best_tokens": [3, 5],  # rows 0, 5 and 7 as the model gave them, then all others
-        "apply_processors": [2],
+        "penalise": [2],
         "apply_filters": [2],
         "subtract_log_exponential": [4],
         "gather_logprobs": [2],
@@ -120,7 +123,9 @@ def test_in_any_mix_a_row_is_looked_at_once_and_pays_for_itself(work) -> None:
         sampled = sample(make_sampler([*map(settings_of, wishes)]), random_logits(len(wishes)))
         at_random = [row for row in wishes if "at random" in row]
         expected = {
-            "apply_processors": sum(bool(row & CHANGES) for row in wishes),
+            "penalise": sum("penalties" in row for row in wishes),
+            "add_bias": sum("bias" in row for row in wishes),
+            "run_own_processors": sum("own processor" in row for row in wishes),
             "apply_filters": sum(bool(row & FILTERS) for row in at_random),
             "subtract_log_exponential": len(at_random),
             "gather_logprobs": sum("logprobs" in row for row in wishes),
@@ -158,7 +163,7 @@ def test_with_a_processor_of_the_engine_every_row_is_changed(work) -> None:
     rows = [{}, {"temperature": 1.0}, {"presence_penalty": 1.0}]
     sampled = sample(make_sampler(rows, [look]), random_logits(3))
     assert seen == [[0.0, 1.0, 0.0]]
-    assert work["apply_processors"] == work["best_tokens"] == [3]
+    assert work["best_tokens"] == [3] and work["penalise"] == [1]
     assert [row for row, _ in sampled.states] == [0, 1, 2]
 
 
@@ -287,17 +292,16 @@ def test_a_processor_may_compute_in_any_float(dtype: torch.dtype) -> None:
 
 
 def test_changed_logits_of_other_rows_are_untouched_by_a_failure() -> None:
-    def states(first: Callable) -> list[Any]:
+    def updates(first: Callable) -> list[SlotUpdate]:
         rows = [{"logits_processors": [first]}, {"presence_penalty": 1.0}, {}]
-        changes = [SlotUpdate(0, SamplingParams(**r), 0, output_token_ids=[3, 5]) for r in rows]
-        return [processors.SlotState(change) for change in changes]
+        return [SlotUpdate(0, SamplingParams(**r), 0, output_token_ids=[3, 5]) for r in rows]
 
     def subtract_one(logits: torch.Tensor, states: list[Any]) -> None:
         logits -= 1
 
     good, failed = random_logits(3), random_logits(3)
-    assert apply_processors(good, states(halve), [subtract_one]) == {}
-    errors = apply_processors(failed, states(spoil_and_fail), [subtract_one])
+    assert change_logits(good, updates(halve), processors=[subtract_one]) == {}
+    errors = change_logits(failed, updates(spoil_and_fail), processors=[subtract_one])
     assert list(errors) == [0] and str(errors[0]) == "spoilt"
     assert_bit_identical(failed[1:], good[1:])  # and the engine's own has seen them
 

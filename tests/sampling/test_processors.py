@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from fresh_modules import fresh_modules
+from in_stages import change_logits
 
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.sampling.processors import SlotState, TokenCounts, apply_processors
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.slot_state import SlotState, TokenCounts
 from nanoserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def random_logits(rng: np.random.Generator, num_rows: int) -> np.ndarray:
 
 def processed(logits: np.ndarray, cases: list[Case]) -> np.ndarray:
     result = torch.from_numpy(logits.copy())
-    apply_processors(result, [case.state() for case in cases])
+    change_logits(result, [case.admitted() for case in cases])
     return result.numpy()
 
 
@@ -233,7 +234,7 @@ def test_the_engines_processors_come_after_the_requests_own_and_see_all_rows() -
 
     cases = [Case({"logits_processors": [halve]}, output=[1, 0]), Case()]
     logits = torch.ones(2, 3)
-    apply_processors(logits, [case.state() for case in cases], [add_one])
+    change_logits(logits, [case.admitted() for case in cases], processors=[add_one])
     assert logits.tolist() == [[1.5] * 3, [2.0] * 3]  # and not (1 + 1) / 2
     assert seen == [[[1, 0], []]]
 
@@ -297,12 +298,12 @@ def test_a_state_made_after_a_preemption_equals_one_that_was_never_lost() -> Non
             kept.extend([token])
         logits = torch.from_numpy(random_logits(rng, 1)).repeat(2, 1)
         for row, state in enumerate((kept, case.state())):
-            apply_processors(logits[row : row + 1], [state])
+            change_logits(logits[row : row + 1], [case.admitted()], [state])
         assert torch.equal(logits[0].view(torch.int32), logits[1].view(torch.int32))
 
 
 def test_draws_after_a_preemption_at_every_step_are_those_without() -> None:
-    """Slot 1 is told anew at each step what slot 0 has followed from the start."""
+    """Slot 1 is admitted anew at each step; slot 0 has followed from the start."""
     settings = {
         "repetition_penalty": 1.5,
         "frequency_penalty": 0.7,
@@ -388,6 +389,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
 
 ROOM = "nanoserve.sampling."
 OPTIONAL = {"noise", "filters", "processors", "logprobs", "prompt_logprobs", "fused_sampler"}
+OPTIONAL |= {"token_masks"}
 
 
 # Lists, because the order of a set is not the same in every process.
@@ -400,7 +402,7 @@ WHAT_IS_LOADED = [
     ({"temperature": 0, "logprobs": 0}, ["logprobs"]),
     ({"temperature": 0, "min_tokens": 1}, ["processors"]),
     ({"temperature": 0, "presence_penalty": 1}, ["processors"]),
-    ({"temperature": 0, "of_engine": True}, ["processors"]),
+    ({"temperature": 0, "of_engine": True}, []),
     (
         {"temperature": 1, "top_p": 0.5, "bad_words": ["x"], "logprobs": 2},
         ["noise", "filters", "processors", "logprobs"],

@@ -14,7 +14,6 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate, StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import RequestOutput
@@ -418,7 +417,7 @@ def bring_into(
         assert first.num_computed_tokens == 16 and group.are(SequenceStatus.HELD)
         if state == "undone in its prompt":
             scheduler.schedule()
-            restart(scheduler, group.sequences)
+            scheduler.reset(group.sequences)
             assert first.metrics.num_preemptions == 1 and group.are(SequenceStatus.HELD)
         return group, others
     step(scheduler)

@@ -149,6 +149,6 @@ def test_an_engine_without_a_grammar_loads_nothing_of_it() -> None:
             llm.generate("a", anew.SamplingParams(max_tokens=2), use_tqdm=False)
         loaded = {*sys.modules}
     assert "nanoserve.engine.llm_engine" in loaded  # else it would have been another engine
-    guiding = {"llguidance", "xgrammar", "nanoserve.sampling.limits", "nanoserve.sampling.masks"}
+    guiding = {"llguidance", "xgrammar", "nanoserve.sampling.token_masks"}
     assert not guiding & loaded
     assert not [name for name in loaded if name.startswith("nanoserve.structured")]

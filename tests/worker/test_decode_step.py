@@ -29,7 +29,7 @@ from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import SlotUpdate
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
@@ -169,8 +169,8 @@ def pack(runner: ModelRunner, num_rows: int) -> Batch:
 def step(runner: ModelRunner, num_rows: int, changes: list[SlotUpdate]) -> Watch:
     batch = pack(runner, num_rows)
     with Watch() as watch:
-        handle = runner.forward(batch, changes)
-        runner.sample(handle)
+        handle = runner.forward(batch, ForwardInputs(changes))
+        runner.sample(handle, SampleInputs())
     return watch
 
 

@@ -27,11 +27,12 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.speculative.engine import prepare_engine
+from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.cuda_runner import make_cuda_runner
@@ -314,7 +315,7 @@ def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path
         assert all(copied[b].is_over is (b is batch) for b in copied)
         batch.pack(plan, np.ones((4, 8), np.int32), block_size=16)
         assert batch.header.step == step
-        runner.forward(batch, [])
+        runner.forward(batch, ForwardInputs())
         copied[batch] = runner.device._copied[batch.memory.ctypes.data]
     assert copied[first] is not copied[second]
 
@@ -619,12 +620,10 @@ def test_guessing_requests_get_what_the_cpu_answers(
             capture_sampling=kind == "captured sampling",
             **options,
         )
-        make_engine = prepare_engine(runner.config, runner.model_config)
-        engine = make_engine(runner.config, runner.model_config, runner, None)
+        engine = GuardedEngine(runner.config, runner.model_config, runner, None)
         proposers = [Oracle(reference), Wrong(runner.model_config.vocab_size)]
-        engine.scheduler.proposer = Mixed(
-            random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers]
-        )
+        mixed = Mixed(random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers])
+        engine.add_extension(Speculation(engine, lambda executor, scheduler: mixed))
         poison_what_is_stale(runner)
         cuda.events.clear()
         assert tokens(run(engine, asked)) == expected

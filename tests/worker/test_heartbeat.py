@@ -75,7 +75,7 @@ def within(seconds: float, condition: Callable[[], object]) -> bool:
 def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) -> None:
     workers = start(IDLE)
     told: list[int] = []
-    workers.on_failure = lambda: told.append(1)
+    workers.call_on_failure(lambda: told.append(1))
     assert within(PATIENCE, lambda: workers.failure)
     assert f"rank 1, process {workers.pids[0]}, has shown no sign of life" in workers.failure
     with pytest.raises(WorkerError, match="no sign of life"):
@@ -106,7 +106,6 @@ def test_to_close_a_worker_that_is_stopped_takes_a_few_seconds(
 ) -> None:
     workers = start(BEATING + 'say(\'{"state": "built"}\');' + IDLE, timeout=PATIENCE)
     workers.wait_for("built", timeout=PATIENCE)
-    workers.are_built = True
     os.kill(workers.pids[0], signal.SIGSTOP)
     began = time.monotonic()
     workers.close()

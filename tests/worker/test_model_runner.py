@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,11 +139,11 @@ def test_a_cpu_one_step_ahead_answers_as_one_that_waits(checkpoint: Path, backen
             **options,
         ) as llm:
             counts: list[int] = []
-            llm.engine.observers.append(
-                lambda plan, batch, result, times, counts=counts: counts.append(
-                    batch.header.num_pending
-                )
-            )
+
+            def count(plan: Any, batch: Batch, *rest: Any, counts: list[int] = counts) -> None:
+                counts.append(batch.header.num_pending)
+
+            llm.engine.observers.append(count)
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm.stats.num_preemptions > 0
         answers.append([[c.token_ids for c in o.outputs] for o in outputs])

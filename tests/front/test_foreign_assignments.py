@@ -1,0 +1,171 @@
+"""No attribute of one object is assigned by another, but for records that a module fills in."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from foreign_assignments import foreign_assignments
+
+import nanoserve
+
+PACKAGE = Path(nanoserve.__file__).parent
+
+# Patterns of "file: target", by the reason why they are allowed.
+ALLOWED = {
+    # Objects whose state is their owner's to write: data without methods of their own for it.
+    "a sequence is the record of a request's progress, which the engine's parts write": (
+        "engine/*.py: seq.*",
+        "engine/input_processor.py: sequences[[]0].siblings",
+    ),
+    "a request and its completions are records of what has been sent of them": (
+        "engine/*.py: request.error",
+        "engine/*.py: request.sequences[[]0].metrics.*",
+        "engine/*.py: completion.*",
+        "engine/*.py: metrics.*",
+    ),
+    "the error of a step names the requests of that step": ("engine/*.py: error.request_ids",),
+    "the input processor fills in its own copy of the parameters": (
+        "engine/input_processor.py: params.*",
+    ),
+    "a plan is filled in while it is made; a step, its times and the counters while it runs": (
+        "engine/scheduler.py: plan.*",
+        "engine/draft_room.py: plan.budget",
+        "engine/llm_engine.py: step.*",
+        "engine/stopwatch.py: times.*",
+        "engine/*.py: self._stats.*",
+    ),
+    "a batch is numbered, and the handle of a step filled in, by the runner that made them": (
+        "worker/model_runner.py: batch.step",
+        "worker/*.py: handle.*",
+        "worker/pipeline.py: launched.sample_inputs",
+    ),
+    "a request that is not queued yet belongs to whoever has made or received it": (
+        "replicas/fleet.py: params.seed",
+        "replicas/replica.py: request.sequences[[]0].metrics.arrival_time",
+        "server/app.py: one.sequences[[]0].metrics.arrival_time",
+        "server/chat_completions.py: params.skip_special_tokens",
+        "server/token_feed.py: request.params.output_kind",
+    ),
+    "a process without the engine keeps the sequences of its requests up to date": (
+        "server/token_feed.py: seq.*",
+        "server/token_feed.py: completion.*",
+        "server/token_feed.py: output.*",
+    ),
+    "the body of an HTTP request gets the grammar that its tools lead to": (
+        "server/app.py: body.guide*",
+        "server/chat_completions.py: body.guide",
+    ),
+    "orders, members and their loads are records of the router": (
+        "replicas/fleet.py: order.*",
+        "replicas/placement.py: order.*",
+        "replicas/placement.py: member.*",
+        "replicas/placement.py: self.members[[]name].*",
+        "replicas/work_shares.py: *.num_*",
+    ),
+    "records of a measurement or a search, within one module": (
+        "bench/serve/*.py: answer.*",
+        "bench/serve/*.py: exchange.*",
+        "bench/engines/llama_cpp_engine.py: sequence.num_computed",
+        "kv_events/events.py: last.token_ids",
+        "speculative/extension.py: c*.count",
+        "speculative/extension.py: c.draft_tokens",
+        "speculative/goodput.py: record.unverified",
+        "speculative/suffix.py: self._newer.token_ids",
+        "tiny_qwen3/evaluate.py: shares[[]name].total",
+    ),
+    # Modules of torch and objects of other packages, which are made to be filled in.
+    "a linear method makes the weights of its layer": (
+        "kernels*/*_method.py: layer.*",
+        "layers/linear.py: layer.weight",
+    ),
+    "a model completes its own layers while it is built": (
+        "models/gemma3.py: layer.self_attn.rotary",
+    ),
+    "other packages' objects": (
+        "batch_jobs/on_ray.py: DataContext.get_current().enable_progress_bars",
+        "bench/engines/hugging_face.py: *generation_config*",
+        "bench/engines/llama_cpp_engine.py: *batch.n_tokens",
+        "commands/parser.py: namespace.*",
+        "quantization/gguf/tokenizer.py: backend.*",
+        "replicas/request_router.py: pending_request.routing_context.should_backoff",
+        "server/async_llm.py: self._end.atexit",
+        "tiny_qwen3/*.py: *.generation_config",
+        "tokenizer.py: backend.*",
+        "tokenizer.py: tokenizer._hf.chat_template",
+        "worker/compile_ahead.py: module.*",
+        "worker/process_group.py: *Op",
+        "worker/ray_workers.py: self._processes*.pid",
+    ),
+    "a class that is decorated": ("sampling_params.py: cls.__init__",),
+    # To be mended with what they are part of.
+    "the runner's start, and its memory, until the runner loads itself": (
+        "worker/startup.py: runner.*",
+        "worker/sleep.py: runner.*",
+        "worker/cuda_device.py: runner.kv_cache",
+    ),
+    "the backend's cache type, until the KV cache is an object": (
+        "worker/kv_dtypes.py: attention.kv_cache_dtype",
+        "worker/cuda_runner.py: context.attention.longest_cut",
+    ),
+    "a pipeline's stage cuts a finished model, until a model takes its layers as an argument": (
+        "worker/pipeline_stage.py: *",
+    ),
+}
+# Patterns that are for files which are being rewritten need not match anything.
+MAY_BE_UNUSED = ("engine/*", "sampling_params.py*", "worker/cuda*", "server/chat_completions*")
+
+EXAMPLE = """
+class A:
+    def __init__(self, other, b):
+        self.x = 1
+        other.y = 2
+        del other.y
+        self.part.z += 3
+        new = B()
+        new.x, b.x = 4, 5
+        one, two = B(), other
+        one.x = two.x = 6
+        setattr(other, "w", 7)
+        vars(other).update(v=8)
+        for other.i in range(3): pass
+        again = B()
+        again = other
+        again.x = 9
+        def inner(new):
+            new.x = 10
+            self.x = 11
+"""
+
+
+@pytest.fixture(scope="module")
+def places() -> dict[str, str]:
+    """Where each is, by "file: target"."""
+    return {
+        f"{one.file}: {one.target}": f"{one.file}:{one.line} {one.function}: {one.target}"
+        for one in foreign_assignments(PACKAGE)
+    }
+
+
+def test_assignments_to_other_objects_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(EXAMPLE)
+    found = [one.target for one in foreign_assignments(tmp_path)]
+    assert sorted(found) == [
+        *("again.x", "b.x", "new.x", "other....", "other.i", "other.w", "other.y", "other.y"),
+        *("self.part.z", "two.x"),
+    ]
+
+
+def test_no_attribute_is_assigned_by_another_object(places: dict[str, str]) -> None:
+    patterns = [pattern for group in ALLOWED.values() for pattern in group]
+    wrong = [
+        place
+        for target, place in places.items()
+        if not any(fnmatch(target, pattern) for pattern in patterns)
+    ]
+    assert not wrong, "\n".join(["give it a method, or an argument of its constructor:", *wrong])
+
+
+def test_what_is_allowed_is_there(places: dict[str, str]) -> None:
+    for pattern in [pattern for group in ALLOWED.values() for pattern in group]:
+        is_free = any(fnmatch(pattern, free) for free in MAY_BE_UNUSED)
+        assert is_free or any(fnmatch(target, pattern) for target in places), pattern
