@@ -227,6 +227,7 @@ def _chosen(run: int, count: int, most: int) -> str:
 def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
     """One step of the engine's scheduler: `drafts` behind `known` tokens, of which `came` come."""
     from nanoserve.config import EngineConfig
+    from nanoserve.engine.draft_room import add_draft_tokens
     from nanoserve.engine.extension import Extension
     from nanoserve.engine.plan import Plan
     from nanoserve.engine.scheduler import Scheduler
@@ -236,7 +237,7 @@ def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
     class FixedDrafts(Extension):
         def extend_plan(self, plan: Plan) -> None:
             if plan.only_decodes:
-                scheduler.add_draft_tokens(plan, 0, list(drafts))
+                add_draft_tokens(scheduler, plan, 0, list(drafts))
 
     config = EngineConfig("none").for_device("cpu")
     scheduler = Scheduler(config, num_kv_blocks=8, max_model_len=128, extensions=[FixedDrafts()])
