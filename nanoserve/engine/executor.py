@@ -142,6 +142,7 @@ class Executor(Protocol):
     def cancel(self, handles: list[Any]) -> None:
         """Discard steps that were launched, oldest first: none of them will be collected.
 
+        So is one whose `forward` has raised, which has no handle.
         Does not raise: an executor that this breaks says so at the next call.
         """
 

@@ -23,7 +23,7 @@ from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.engine.request import Request
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
 from nanoserve.outputs import EngineStats, RequestOutput
 
@@ -73,8 +73,9 @@ class LLMEngine:
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []
         self.listeners: Listeners[RequestListener] = Listeners()
-        self._on_demand: set[str] = set()  # extensions that requests have asked for
+        self._on_demand: dict[str, Extension] = {}  # those that requests have asked for
         self._planned: Plan | None = None  # not launched yet
+        self._launched: Step | None = None  # not sampled yet; its launch may not have returned
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
@@ -94,11 +95,23 @@ class LLMEngine:
             raise ValueError(f"request_id={request.request_id!r} is already in use")
         for name in request.extensions:
             if name not in self._on_demand:
+                self._on_demand[name] = extension_class(name)(self)
+            if self._on_demand[name] not in self.extensions:
                 # Before the others: what it requires of draft tokens is to be known to them.
-                self.extensions.insert(0, extension_class(name)(self))
-                self._on_demand.add(name)
-        reasons = [extension.on_add(request.sequences[0]) for extension in self.extensions]
+                self.extensions.insert(0, self._on_demand[name])
+        try:
+            reasons = [extension.on_add(request.sequences[0]) for extension in self.extensions]
+        except BaseException:
+            self._refuse(request)
+            raise
         return [reason for reason in reasons if reason is not None]
+
+    def _refuse(self, request: Request) -> None:
+        """Let extensions drop what they have made for a request that one of them refuses."""
+        for seq in request.sequences:
+            seq.status = SequenceStatus.FINISHED
+            for extension in self.extensions:
+                extension.on_release(seq)
 
     def enqueue(self, request: Request, held_for: Iterable[str]) -> None:
         """Give a request its place in line and its seed."""
@@ -163,6 +176,7 @@ class LLMEngine:
             self.executor.sample(step.handle, self._sample_inputs(plan))
             self.scheduler.commit(plan)
             self._in_flight.append(step)
+            self._launched = None
             self._watch.lap(step.times, "execute")
         self._planned = None
         # 4) Without a step ahead, wait for it at once.
@@ -184,7 +198,9 @@ class LLMEngine:
         batch = self.executor.next_batch()
         batch.pack(plan, self.scheduler.block_tables, self.config.block_size)
         self._watch.lap(times, "pack")
-        step = Step(plan, batch, times, self.executor.forward(batch, self._forward_inputs(plan)))
+        inputs = self._forward_inputs(plan)
+        step = self._launched = Step(plan, batch, times)
+        step.handle = self.executor.forward(batch, inputs)
         self._watch.lap(times, "execute")
         return step
 
@@ -314,8 +330,10 @@ class LLMEngine:
                 extension.on_reset()
 
     def _cancel_steps(self) -> None:
-        handles = [step.handle for step in self._in_flight]
+        steps, launched = list(self._in_flight), self._launched
+        if launched is not None and not any(step is launched for step in steps):
+            steps.append(launched)
         self._in_flight.clear()
-        self._planned = None
-        if handles:
-            self.executor.cancel(handles)
+        self._planned = self._launched = None
+        if steps:
+            self.executor.cancel([step.handle for step in steps if step.handle is not None])

@@ -94,6 +94,8 @@ class PipelineSchedule(Extension):
 
     def on_reset(self) -> None:
         self._under_way.clear()
+        # An exception may have come between the two lines that hold a sequence back.
+        self._held_back = [seq for seq in self._scheduler.held if STEP_UNDER_WAY in seq.held_for]
 
     def _busy(self) -> set[Sequence]:
         return {row.seq for plan in self._under_way for row in plan.rows}

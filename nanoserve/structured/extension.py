@@ -72,11 +72,11 @@ class StructuredOutputs(Extension):
             wait([each.future for _, each in waiting], _WAIT, FIRST_COMPLETED)
         for seq, each in waiting:
             is_late = self._engine.clock() > each.deadline
-            if not seq.finished and (each.future.done() or is_late):
+            if seq.finished or not self._is_known(seq):
+                del self._compilations[seq]  # aborted, or it was never queued
+            elif each.future.done() or is_late:
                 self._end_compilation(each)
                 del self._compilations[seq]
-            elif seq.finished:
-                del self._compilations[seq]  # aborted
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         """Leave a sequence out of the step ahead that may jump forward from its pending token."""
@@ -118,15 +118,20 @@ class StructuredOutputs(Extension):
             self._forced.pop(seq, None)
 
     def on_reset(self) -> None:
-        """Give sequences their grammar back whose end was undone."""
+        """Start the grammars of all sequences anew, also where an end was undone.
+
+        An exception may have come between what a grammar does and the note of it.
+        """
         self._forced.clear()
+        self._guided.clear()
         requests = self._engine.output_processor.requests.values()
         unfinished = {seq for r in requests for seq in r.sequences if not seq.finished}
-        for seq in self._guided.keys() - unfinished:
-            del self._guided[seq]
-        waiting = {seq for each in self._compilations.values() for seq in each.sequences}
+        compiling = [seq for each in self._compilations.values() for seq in each.sequences]
+        waiting = unfinished.intersection(compiling)
+        for seq in waiting:
+            self._scheduler.hold(seq, COMPILING)  # an end that was undone has released it
         for request in requests:
-            missing = unfinished.intersection(request.sequences) - waiting - self._guided.keys()
+            missing = unfinished.intersection(request.sequences) - waiting
             if missing and request.params.structured_outputs is not None:
                 self._restart([seq for seq in request.sequences if seq in missing])
 
@@ -162,6 +167,11 @@ class StructuredOutputs(Extension):
         if guided is None or seq.finish_reason not in (None, "length"):
             return None
         return ("stop", None) if guided.is_terminated() else None
+
+    def _is_known(self, seq: Sequence) -> bool:
+        """Return whether a sequence was queued; an exception may have come in between."""
+        request = self._engine.output_processor.requests.get(seq.request_id)
+        return request is not None and seq in request.sequences
 
     def _end_compilation(self, compilation: Compilation) -> None:
         sequences = compilation.sequences

@@ -16,8 +16,11 @@ from late_executor import Corruption, LateExecutor, LatePipeline, expected_token
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.pipeline import PipelinedScheduler, share_out
+from nanoserve.engine.pipeline import PipelineSchedule
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -79,9 +82,10 @@ class AheadRun:
             self.engine.config, self.engine.executor.num_kv_blocks, self.vocab, self._on_call
         )
         if num_stages > 1:
-            share_out(self.engine)
+            self.engine.add_extension(PipelineSchedule(self.engine))
         executor.max_model_len = self.max_model_len
-        self.executor = self.engine.executor = executor
+        self.executor = executor
+        self.engine.replace_executor(executor)
         self.engine.output_processor.collectors["prompt_logprobs"] = self._collect
         self.asked = [self._ask(index) for index in range(rng.randint(1, 8))]
         self.by_id = {asked.request_id: asked for asked in self.asked}
@@ -141,9 +145,9 @@ class AheadRun:
         except Failure as error:
             self.num_failures += 1
             assert set(error.request_ids) <= set(self.by_id)
-            assert not self.engine._in_flight
+            assert not self.engine.plans_under_way
             return
-        self.most_in_flight = max(self.most_in_flight, len(self.engine._in_flight))
+        self.most_in_flight = max(self.most_in_flight, len(self.engine.plans_under_way))
         for output in outputs:
             self._take(output)
         self.engine.scheduler.check()
@@ -214,7 +218,7 @@ class AheadRun:
         manager = scheduler.block_manager
         require(manager.num_free_blocks == manager.num_blocks, "blocks leaked")
         require(not self.engine.output_processor.requests, "a request was lost")
-        require(not self.engine._in_flight, "a step was never collected")
+        require(not self.engine.plans_under_way, "a step was never collected")
         scheduler.check()
         for asked in self.asked:
             require(asked.final is not None, f"{asked.request_id} was never handed out")
@@ -265,20 +269,25 @@ def test_every_request_gets_its_tokens_from_a_pipeline(fuzz_runs: int, num_stage
 
 def readmitted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is preempted may run again before a step under way has given it its token."""
-    monkeypatch.setattr(PipelinedScheduler, "_preempt", Scheduler._preempt)
+    monkeypatch.setattr(PipelineSchedule, "on_release", Extension.on_release)
 
 
 def in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PipelinedScheduler, "_schedule_running", Scheduler._schedule_running)
+    """A sequence is not left out of a step because its token is pending."""
+
+    def limit_tokens(self: PipelineSchedule, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        return num_tokens
+
+    monkeypatch.setattr(PipelineSchedule, "limit_tokens", limit_tokens)
 
 
 def settings_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot's settings change while a step of its last owner is under way."""
     forward = LatePipeline.forward
 
-    def early(self: LatePipeline, batch: Batch, changes: list[Any]) -> Any:
-        handle = forward(self, batch, [])
-        for change in changes:
+    def early(self: LatePipeline, batch: Batch, inputs: ForwardInputs) -> Any:
+        handle = forward(self, batch, ForwardInputs())
+        for change in inputs.slot_updates:
             self.states[change.slot] = late_executor.State(change, list(change.output_token_ids))
         return handle
 
@@ -412,7 +421,7 @@ def test_a_planted_bug_is_caught(
 ) -> None:
     """Without the invariants, which would see some of these before the device does."""
     plant(monkeypatch)
-    monkeypatch.setitem(globals(), "check_invariants", lambda scheduler: None)
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
     for seed in search(PLANTED_BUGS[plant], 1000, full_size):
         try:
             AheadRun(seed, ahead=True).run()

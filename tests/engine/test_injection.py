@@ -1,7 +1,8 @@
 """Between any two bytecodes: Ctrl-C, once and twice, an exception, an abort, a collection.
 
 Requests run through a small pool, with preemption, an abort, streams. Whatever happens at whatever
-bytecode, the engine is consistent at once, nobody else gets another token, and nothing is left.
+bytecode, the engine is consistent at once, no other request gets another token, and nothing is
+left. Engines also run with draft tokens and grammars, and as a pipeline.
 """
 
 import gc
@@ -9,29 +10,44 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 from counting_executor import byte_tokenizer, make_engine
+from fake_grammars import FakeCompiler, HalfRight, guided_by
 from injector import Injector, Moment, Recorder, last_of_its_like, looks_for_signals
 
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.output_queues import OutputQueues
+from nanoserve.engine.pipeline import PipelineSchedule
+from nanoserve.speculative.extension import Speculation
 from nanoserve.streams import Streams
+from nanoserve.structured import backends, extension
+from nanoserve.structured.extension import StructuredOutputs
 
 PACKAGE = Path(nanoserve.__file__).parent
-FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {str(PACKAGE / "streams.py")}
+FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {
+    str(PACKAGE / name)
+    for name in (
+        "streams.py",
+        "speculative/extension.py",
+        "structured/extension.py",
+        "structured/guided.py",
+    )
+}
 NUM_BLOCKS = 7
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 
 class Mishap(Exception):
-    """What nobody could expect."""
+    """An exception that no code expects."""
 
 
 class Cycle:
@@ -51,13 +67,41 @@ REQUESTS: dict[str, tuple[list[int], SamplingParams]] = {
     "c": (list(range(65, 75)), params(5, CUMULATIVE, stop=["OP"], min_tokens=2)),
     "victim": ([80], params(30, DELTA)),
 }
+# The grammar of "f" is there at once, that of "h" later; that of "k" cannot be compiled, and that
+# of "gone" takes longer than this lasts.
+GUIDED: dict[str, tuple[list[int], SamplingParams]] = {
+    "f": ([71], params(12, DELTA, structured_outputs=guided_by("(abc)def(gh)ijk"))),
+    "h": ([72], params(6, CUMULATIVE, n=2, structured_outputs=guided_by("x(01)yz(01)z", 20))),
+    "k": ([73], params(6, FINAL_ONLY, structured_outputs=guided_by("", 21))),
+    "gone": ([74], params(6, FINAL_ONLY, structured_outputs=guided_by("abc", 10**6))),
+}
 STREAMED = {"d": [90, 91], "e": [100, 101, 102], "g": [32, 33]}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an engine is made of. With `extended`, it has draft tokens and grammars."""
+
+    ahead: bool = False
+    extended: bool = False
+    num_stages: int = 1
+
+
+KINDS = {
+    "in turn": Kind(),
+    "one step ahead": Kind(ahead=True),
+    "extended": Kind(extended=True),
+    "extended, one step ahead": Kind(ahead=True, extended=True),
+    "three stages": Kind(num_stages=3),
+}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 class Scenario:
     """The same calls every time. What an injected exception has ended is called again."""
 
-    def __init__(self, ahead: bool) -> None:
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
         self.engine = make_engine(
             byte_tokenizer(),
             num_kv_blocks=NUM_BLOCKS,
@@ -65,8 +109,14 @@ class Scenario:
             max_model_len=NUM_BLOCKS * 4,
             max_num_seqs=4,
             max_num_batched_tokens=8,
-            async_scheduling=ahead,
+            async_scheduling=kind.ahead,
+            pipeline_parallel_size=kind.num_stages,
+            speculative_config=DRAFTS if kind.extended else None,
         )
+        if kind.extended:
+            self.engine.add_extension(Speculation(self.engine, lambda *of_engine: HalfRight()))
+        if kind.num_stages > 1:
+            self.engine.add_extension(PipelineSchedule(self.engine))
         self.streams = Streams(self.engine)
         self.texts: dict[tuple[str, int], str] = {}
         self.token_ids: dict[tuple[str, int], list[int]] = {}
@@ -84,6 +134,8 @@ class Scenario:
             self._step()
             if len(self.token_ids.get(("victim", 0), [])) == 20:
                 self._abort("victim")
+        if self.kind.extended:
+            self._guide()
         self._stream()
         self._again(self.engine.close)
 
@@ -93,9 +145,33 @@ class Scenario:
         assert not self.engine.output_processor.requests
         assert not self.engine.loop.outputs and not self.engine.loop.outputs._queues
         assert not self.engine.output_processor._detokenizer._streams
+        for each in self.engine.extensions:
+            self._check_extension(each)
         assert self.engine.scheduler.block_manager.num_free_blocks == NUM_BLOCKS
         assert not self.engine._lock.is_inside and not self.engine._lock._deferred
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def _check_extension(self, each: Extension) -> None:
+        """Check that it keeps nothing of any sequence."""
+        names = {
+            Speculation: ["_records", "_drafted", "_foreign"],
+            StructuredOutputs: ["_guided", "_forced", "_compilations"],
+            PipelineSchedule: ["_under_way", "_held_back"],
+        }
+        left = {name: getattr(each, name) for name in names[type(each)]}
+        assert not any(left.values()), left
+        if isinstance(each, StructuredOutputs):
+            assert each._compiler.is_closed
+
+    def _guide(self) -> None:
+        """Four requests with grammars, of which one is aborted before it begins."""
+        for name in GUIDED:
+            self._add(name)
+        for _ in range(3):
+            self._step()
+        self._abort("gone")
+        while self._again(self.engine.has_unfinished_requests):
+            self._step()
 
     def _stream(self) -> None:
         """Three streams: one is read to its end, one is closed, one is forgotten."""
@@ -137,7 +213,7 @@ class Scenario:
     def _add(self, name: str) -> None:
         def add() -> None:
             if name not in self.engine.output_processor.requests:
-                self.engine.add_request(name, *REQUESTS[name])
+                self.engine.add_request(name, *(REQUESTS | GUIDED)[name])
 
         self._again(add)
 
@@ -148,6 +224,9 @@ class Scenario:
             self._take(output)
 
     def _step(self) -> None:
+        for each in self.engine.extensions:
+            if isinstance(each, StructuredOutputs):
+                each._compiler.tick()
         for output in self._again(self.engine.step):
             self._take(output)
 
@@ -174,7 +253,7 @@ class Scenario:
             self.torn.add(output.request_id)
         for completion in output.outputs:
             key = output.request_id, completion.index
-            is_delta = key[0] in STREAMED or REQUESTS[key[0]][1].output_kind is DELTA
+            is_delta = key[0] in STREAMED or (REQUESTS | GUIDED)[key[0]][1].output_kind is DELTA
             old = (self.texts.get(key, ""), self.token_ids.get(key, [])) if is_delta else ("", [])
             self.texts[key] = old[0] + completion.text
             self.token_ids[key] = old[1] + completion.token_ids
@@ -234,28 +313,43 @@ def collect(scenario: Scenario, frame: FrameType) -> None:
 ACTIONS = [fail, interrupt, abort, collect]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "one step ahead"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    return request.param
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(extension, "make_compiler", FakeCompiler)
+        patched.setattr(backends, "check", lambda *source: None)
+        yield KINDS[request.param]
 
 
 @pytest.fixture(scope="module")
-def recorded(ahead: bool) -> Iterator[tuple[list[Moment], dict[tuple[str, int], Any]]]:
+def recorded(kind: Kind) -> Iterator[tuple[list[Moment], dict[tuple[str, int], Any]]]:
     """Every bytecode that the scenario runs, in order, and its answers.
 
     The collector comes when it is called and at no other moment, so that every run is the same one.
     """
     gc.disable()
     with Recorder(FILES):
-        Scenario(ahead).run()  # modules are imported, and Python 3.12 begins to tell of bytecodes
-    scenario = Scenario(ahead)
+        Scenario(kind).run()  # modules are imported, and Python 3.12 begins to tell of bytecodes
+    scenario = Scenario(kind)
     with Recorder(FILES) as recorder:
         scenario.run()
     assert scenario.engine.scheduler.num_preemptions > 0
+    if kind.extended:
+        check_that_much_was_drafted(scenario)
     gc.collect()
     gc.freeze()  # so that a collection is quick
     yield recorder.moments, answers(scenario)
     gc.enable()
+
+
+def check_that_much_was_drafted(scenario: Scenario) -> None:
+    """Without draft tokens, accepted and rejected ones, there is nothing to see."""
+    stats, got = scenario.engine.stats, answers(scenario)
+    assert 10 < stats.num_accepted_tokens < stats.num_draft_tokens - 5
+    assert got["f", 0][:1] + got["f", 0][2:] == ("adefgijk", "stop")
+    assert {got["h", index][0] for index in (0, 1)} == {"x0yz0z"}
+    assert got["k", 0][2] == "error"
+    assert got["gone", 0][2] == "abort"
 
 
 def points(moments: list[Moment], seed: int, stride: int, offset: int = 0) -> list[int]:
@@ -275,7 +369,7 @@ def points(moments: list[Moment], seed: int, stride: int, offset: int = 0) -> li
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
     action: Callable[[Scenario, FrameType], None],
-    ahead: bool,
+    kind: Kind,
     recorded,
     by_size: Callable[..., int],
 ) -> None:
@@ -287,26 +381,26 @@ def test_what_happens_between_two_bytecodes_is_nobody_elses_loss(
     # What one action leaves out at smaller sizes is where another one acts.
     offset = ACTIONS.index(action) * stride // len(ACTIONS)
     for number in points(moments, 1, stride, offset):
-        inject(action, ahead, moments[number], None, expected)
+        inject(action, kind, moments[number], None, expected)
 
 
 def test_a_second_ctrl_c_may_come_at_any_moment_after_the_first(
-    ahead: bool, recorded, by_size: Callable[..., int]
+    kind: Kind, recorded, by_size: Callable[..., int]
 ) -> None:
     moments, expected = recorded
     rng = random.Random(2)
     for number in points(moments, 3, by_size(400, 40, 5)):
-        inject(interrupt, ahead, moments[number], rng.randint(1, 300), expected)
+        inject(interrupt, kind, moments[number], rng.randint(1, 300), expected)
 
 
 def inject(
     action: Callable[[Scenario, FrameType], None],
-    ahead: bool,
+    kind: Kind,
     moment: Moment,
     again: int | None,
     expected: dict[tuple[str, int], Any],
 ) -> None:
-    scenario = Scenario(ahead)
+    scenario = Scenario(kind)
     try:
         with Injector(FILES, lambda frame: action(scenario, frame), moment, again) as injector:
             scenario.run()

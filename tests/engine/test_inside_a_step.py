@@ -63,7 +63,7 @@ def llm(opened: LLM) -> Iterator[LLM]:
     engine = opened.engine
     engine.observers.clear()
     assert not engine.has_unfinished_requests() and not engine.output_processor.requests
-    assert not engine.mailboxes
+    assert not engine.loop.outputs and not engine.loop.outputs._queues
     assert engine.scheduler.block_manager.num_free_blocks == OPTIONS["num_kv_blocks"]
     engine.scheduler.check()
 
@@ -175,7 +175,7 @@ def test_a_completion_that_ends_in_the_step_in_which_another_fails_is_handed_out
     kind: RequestOutputKind, how: dict[str, Any], text: str, reason: str
 ) -> None:
     engine = make_engine(byte_tokenizer())
-    engine.executor = FailsFor(engine, completion=1, at_position=5)
+    engine.replace_executor(FailsFor(engine, completion=1, at_position=5))
     # Completion 0 is a step ahead of its sibling, and gets its fourth token when that one fails.
     engine.add_request("r", "abc", SamplingParams(n=2, output_kind=kind, **how))
     outputs = []

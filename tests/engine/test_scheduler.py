@@ -4,7 +4,6 @@ import pytest
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Plan
-from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import SIBLING, Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.sampling_params import SamplingParams
@@ -268,7 +267,7 @@ def test_a_step_that_raised_is_undone(is_on_its_way: bool) -> None:
     plan = scheduler.schedule()
     if is_on_its_way:
         scheduler.commit(plan)
-    restart(scheduler, [a, b])
+    scheduler.reset([a, b])
     scheduler.check()
     assert list(scheduler.waiting) == [a, b] and not scheduler.running
     assert scheduler.block_manager.lookup(a) == []  # nothing was computed, nothing is offered
@@ -276,22 +275,21 @@ def test_a_step_that_raised_is_undone(is_on_its_way: bool) -> None:
     assert a.num_tokens == 41  # and the token that never came does not count
 
 
-def test_a_restart_keeps_the_order_and_what_was_held() -> None:
+def test_a_reset_keeps_the_order_and_what_was_held() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     requests = Requests(scheduler)
     a, b, c, d, ended = (requests.add(20) for _ in range(5))
     scheduler.finish(ended, "abort")
     scheduler.finish(d, "abort")
     held = requests.add(20)
-    scheduler.waiting.remove(held)
     scheduler.hold(held, "a grammar is compiled")
     step(scheduler)
     assert scheduler.running == [a, b]
-    restart(scheduler, [c, held, ended, b, a, d])
+    scheduler.reset([c, held, ended, b, a, d])
     scheduler.check()
     assert list(scheduler.waiting) == [a, b, c] and scheduler.held == {held}
     assert scheduler.num_preemptions == 2  # those that ran
-    scheduler.release([held])
+    scheduler.release([held], "a grammar is compiled")
     assert list(scheduler.waiting) == [a, b, c, held]
 
 
@@ -409,14 +407,14 @@ def test_siblings_are_held_until_their_prompt_is_computed() -> None:
     first = requests.add(70, n=3)
     others = set(first.siblings)
     assert scheduler.held == others
-    assert all(s.status is SequenceStatus.HELD and s.held_for == SIBLING for s in others)
+    assert all(s.status is SequenceStatus.HELD and s.held_for == {SIBLING} for s in others)
     assert step(scheduler) == {first: 40}
     assert scheduler.held == others
     plan = scheduler.schedule()
     assert counts(plan) == {first: 30} and scheduler.held == others
     scheduler.commit(plan)
     assert not scheduler.held and list(scheduler.waiting) == first.siblings
-    assert all(s.held_for is None for s in others)
+    assert all(not s.held_for for s in others)
     scheduler.update(plan, [[7]])
     # Four full blocks are shared; the tokens in the last one are each computed once more.
     assert step(scheduler) == {first: 1} | dict.fromkeys(first.siblings, 6)
@@ -470,13 +468,18 @@ def test_a_sequence_can_be_held_for_any_reason() -> None:
     requests = Requests(scheduler)
     seq = Sequence("0", [1, 2], SamplingParams(max_tokens=1), 4096, arrival=0)
     scheduler.hold(seq, "its image is being read")
-    assert (seq.status, seq.held_for) == (SequenceStatus.HELD, "its image is being read")
+    assert (seq.status, seq.held_for) == (SequenceStatus.HELD, {"its image is being read"})
     later = [requests.add(2, max_tokens=1) for _ in range(2)]
     assert step(scheduler) == {later[0]: 2}
-    scheduler.release([seq, later[1]])  # and who is not held is left alone
+    scheduler.release([seq, later[1]], "another reason")
+    assert scheduler.held == {seq} and list(scheduler.waiting) == [later[1]]
+    # A sequence that is not held is left alone.
+    scheduler.release([seq, later[1]], "its image is being read")
     scheduler.check()
-    assert list(scheduler.waiting) == [seq, later[1]] and seq.held_for is None
-    scheduler.release([seq])
+    assert list(scheduler.waiting) == [seq, later[1]] and not seq.held_for
+    scheduler.release([seq], "its image is being read")
+    scheduler.check()
+    assert list(scheduler.waiting) == [seq, later[1]]
     assert step(scheduler) == {seq: 2}
 
 

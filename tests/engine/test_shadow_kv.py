@@ -1,12 +1,11 @@
-"""The brain under the shadow-KV oracle, and proof that the oracle sees planted bugs."""
+"""The scheduler under the shadow-KV oracle, and proof that the oracle sees planted bugs."""
 
 from collections.abc import Callable
 
 import pytest
-import shadow_kv
 from shadow_kv import Corruption, ShadowRun
 
-from nanoserve.engine import block_manager, recovery
+from nanoserve.engine import block_manager
 from nanoserve.engine.block_manager import BlockManager, Parent
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -89,7 +88,7 @@ def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "lookup", lookup)
 
 
-def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockManager.cache
 
     def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
@@ -99,7 +98,7 @@ def registered_beyond_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "cache", cache)
 
 
-def registered_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockManager.cache
 
     def cache(self: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
@@ -108,8 +107,8 @@ def registered_one_block_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "cache", cache)
 
 
-def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._grow
+def cached_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.grow
 
     def grow(self: Scheduler, seq: Sequence, n: int) -> bool:
         grown = original(self, seq, n)
@@ -117,7 +116,7 @@ def registered_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
             self.block_manager.cache(seq, seq.num_computed_tokens + n)
         return grown
 
-    monkeypatch.setattr(Scheduler, "_grow", grow)
+    monkeypatch.setattr(Scheduler, "grow", grow)
 
 
 def salt_left_out_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,23 +134,23 @@ def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def preempt(self: Scheduler, seq: Sequence) -> None:
         if seq.status is not SequenceStatus.RUNNING:
             raise Corruption("a sequence is preempted that does not run")
-        self._release(seq, SequenceStatus.WAITING)
         seq.num_computed_tokens = seq.num_pending = 0
         self._enqueue(seq)
+        self._free(seq)
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
 
 
-def failed_step_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recovery.restart
+def failed_step_stays_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.reset
 
-    def restart(scheduler: Scheduler, sequences: list[Sequence]) -> None:
-        pool = scheduler.block_manager
+    def reset(self: Scheduler, sequences: list[Sequence]) -> None:
+        pool = self.block_manager
         known = pool._hash_of, pool._block_of, pool._content_of, pool._content_ids
-        original(scheduler, sequences)
+        original(self, sequences)
         pool._hash_of, pool._block_of, pool._content_of, pool._content_ids = known
 
-    monkeypatch.setattr(shadow_kv, "restart", restart)
+    monkeypatch.setattr(Scheduler, "reset", reset)
 
 
 # With the first seed whose run shows each.
@@ -160,12 +159,12 @@ PLANTED_BUGS = {
     hash_without_parent: 0,
     hit_believed_by_its_hash: 0,
     hit_covers_the_last_token: 0,
-    registered_beyond_the_step: 11,
-    registered_one_block_early: 11,
-    registered_before_preemption_is_over: 7342,
+    cached_beyond_the_step: 11,
+    cached_one_block_early: 11,
+    cached_before_preemption_is_over: 7342,
     salt_left_out_of_the_hash: 0,
     victim_left_in_running: 21,
-    failed_step_stays_registered: 11,
+    failed_step_stays_cached: 11,
 }
 
 
@@ -173,7 +172,7 @@ PLANTED_BUGS = {
 def test_the_oracle_catches(plant, full_size: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the invariants, which would see some of these before the oracle does."""
     plant(monkeypatch)
-    monkeypatch.setattr(shadow_kv, "check_invariants", lambda scheduler: None)
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
     known = PLANTED_BUGS[plant]
     # The search from 0 on, at small size after the known seed; one is rarer than 1 in 1000.
     seeds = [*range(1000), known] if full_size else [known, *range(1000)]

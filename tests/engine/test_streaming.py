@@ -71,7 +71,7 @@ def make_scripted_engine(scripts: dict[int, list[list[int]]], **options: int) ->
     engine = make_engine(make_tokenizer(), num_kv_blocks=NUM_BLOCKS, block_size=4, **options)
     executor = ScriptedExecutor(engine.config, NUM_BLOCKS)
     executor.scripts = scripts
-    engine.executor = executor
+    engine.replace_executor(executor)
     return engine
 
 
@@ -375,7 +375,7 @@ def llm(bundled: LLM) -> Iterator[LLM]:
     yield bundled
     for request_id in list(bundled.engine.output_processor.requests):
         bundled.engine.abort_request(request_id)  # what a failed test left must not fail the next
-    bundled.engine.mailboxes.clear()
+    bundled.engine.withdraw(list(bundled.engine.loop.outputs._queues))
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ def read(stream: Iterator[RequestOutput]) -> tuple[str, list[int]]:
 
 def is_idle(llm: LLM) -> bool:
     llm.engine.scheduler.check()
-    no_requests = not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
+    no_requests = not llm.engine.loop.outputs._queues and not llm.engine.has_unfinished_requests()
     everything_free = llm.engine.scheduler.block_manager.num_free_blocks == POOL
     return no_requests and everything_free and not llm.engine.output_processor.requests
 

@@ -201,7 +201,7 @@ class Scripted(CountingExecutor):
             asked += change.params.logprobs is not None
         chosen = np.repeat(np.array(found), 2, axis=1)  # all ask for log-probabilities, or nobody
         values = TokenLogprobs(chosen, np.full(chosen.shape, -1.0), np.ones(len(found)))
-        return StepResult(found, values if asked else None)
+        return StepResult(found, values if asked else None, [(row, 0) for row in range(num)])
 
 
 def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> GuardedEngine:
@@ -209,7 +209,7 @@ def make_scripted(backend: Backend, scripts: dict[int, list[int]]) -> GuardedEng
     engine.input_processor.vocab_size = 1000
     executor = Scripted(engine.config, 64)
     executor.scripts = scripts
-    engine.executor = executor
+    engine.replace_executor(executor)
     return engine
 
 

@@ -1,8 +1,11 @@
-"""An executor without a model: the token after t is t + 1. A step costs microseconds."""
+"""An executor without a model: the token after t is t + 1. A step costs microseconds.
+
+With a token mask, it is the first allowed one from there on. Draft tokens are verified.
+"""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.draft_tokens import accept_draft_tokens
+from nanoserve.engine.executor import (
+    ForwardInputs,
+    SampleInputs,
+    SlotUpdate,
+    StepResult,
+    TokenMask,
+)
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 
@@ -25,7 +35,9 @@ VOCAB_SIZE = 256
 @dataclass
 class Handle:
     batch: Batch
-    token_ids: np.ndarray | None = None
+    token_ids: np.ndarray | None = None  # by output
+    draft_tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot
+    errors: dict[int, ValueError] = field(default_factory=dict)  # by output
 
 
 class CountingExecutor:
@@ -38,7 +50,10 @@ class CountingExecutor:
             blocks_needed(self.max_model_len, config.block_size),
             ("prompt_logprobs",),
         )
-        self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
+        self.batches = [
+            Batch(layout, np.zeros(layout.num_bytes, np.uint8))
+            for _ in range(1 + max(1, config.num_steps_ahead))
+        ]
         self.num_batches = 0
         self.last_token = np.zeros(config.max_num_seqs, np.int32)  # by slot
         self.sampling: list[SlotUpdate] = []
@@ -46,7 +61,7 @@ class CountingExecutor:
         self.closed = False
 
     def next_batch(self) -> Batch:
-        batch = self.batches[self.num_batches % 2]
+        batch = self.batches[self.num_batches % len(self.batches)]
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
@@ -55,7 +70,7 @@ class CountingExecutor:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
-        return Handle(batch)
+        return Handle(batch, draft_tokens=inputs.draft_tokens)
 
     def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         batch = handle.batch
@@ -63,10 +78,33 @@ class CountingExecutor:
         slots = batch.output_slots[:num_sampled]
         input_ids = batch.input_ids[batch.output_rows[:num_sampled]]
         known = np.where(input_ids == PENDING, self.last_token[slots], input_ids)
-        handle.token_ids = self.last_token[slots] = (known + 1) % VOCAB_SIZE
+        handle.token_ids = (known + 1) % VOCAB_SIZE
+        for slot, mask in inputs.token_masks.items():
+            self._choose_within(mask, handle, np.flatnonzero(slots == slot).tolist())
+        self.last_token[slots] = handle.token_ids
+
+    def _choose_within(self, mask: TokenMask, handle: Handle, outputs: list[int]) -> None:
+        """Replace what a mask forbids at the outputs of its slot."""
+        token_ids = handle.token_ids
+        try:
+            while (illegal := mask.first_illegal(token_ids[outputs].tolist())) is not None:
+                words = np.zeros(VOCAB_SIZE // 32, np.int32)
+                mask.fill(illegal, words)
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+                after = (np.flatnonzero(bits) - token_ids[outputs[illegal]]) % VOCAB_SIZE
+                token_ids[outputs[illegal]] = (
+                    token_ids[outputs[illegal]] + min(after)
+                ) % VOCAB_SIZE
+        except ValueError as error:
+            handle.errors[outputs[0]] = error
 
     def collect(self, handle: Handle) -> StepResult:
-        return StepResult([[token_id] for token_id in handle.token_ids.tolist()])
+        new_ids = [[token_id] for token_id in handle.token_ids.tolist()]
+        for output in handle.errors:
+            new_ids[output] = []
+        slots = handle.batch.output_slots[: len(new_ids)].tolist()
+        rows = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
+        return StepResult(rows.token_ids, errors=rows.errors(handle.errors))
 
     def cancel(self, handles: list[Handle]) -> None:
         pass

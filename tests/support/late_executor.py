@@ -24,7 +24,7 @@ _MASK = 2**61 - 1
 
 
 class Corruption(AssertionError):
-    """The brain broke a promise."""
+    """The engine broke a promise."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -145,7 +145,7 @@ class LateExecutor:
         return StepResult([[token] for token in token_ids], of_heads=handle.of_heads)
 
     def cancel(self, handles: list[LateHandle]) -> None:
-        pass
+        """What was launched is computed like anything else: one device runs its steps in order."""
 
     def close(self) -> None:
         self.closed = True
@@ -258,16 +258,16 @@ class LatePipeline(LateExecutor):
         batch.step, self.num_batches = self.num_batches, self.num_batches + 1
         return batch
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> LateHandle:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
         self.on_call("forward")
         self.first._compute(LateHandle(batch, batch.step))
         handle = LateHandle(batch, batch.step)
         handle.slots = batch.output_slots[: batch.header.num_sampled].tolist()
-        self.launched.append((handle, changes))
+        self.launched.append((handle, inputs.slot_updates))
         return handle
 
-    def sample(self, handle: LateHandle) -> None:
-        """With `collect`."""
+    def sample(self, handle: LateHandle, inputs: SampleInputs) -> None:
+        """Sampling waits for `collect`."""
 
     def collect(self, handle: LateHandle) -> StepResult:
         first, changes = self.launched.pop(0)
@@ -276,9 +276,10 @@ class LatePipeline(LateExecutor):
             self.states[change.slot] = State(change, list(change.output_token_ids))
         self._compute(handle)
         self.on_call("sample")
-        super().sample(handle)
+        super().sample(handle, SampleInputs())
         return super().collect(handle)
 
-    def give_up(self) -> None:
+    def cancel(self, handles: list[LateHandle]) -> None:
+        """Compute the last stage's part of what the first one has computed."""
         while self.launched:
             self._compute(self.launched.pop(0)[0])

@@ -153,7 +153,7 @@ class ModelRun:
         self.read_now: str | None = None  # the stream whose `next` is running
 
     def run(self) -> None:
-        """Raises `Difference`, or the `RuntimeError` of `check_invariants`."""
+        """Raises `Difference`, or the `RuntimeError` of `Scheduler.check`."""
         with self.llm:
             self._live()
             self.device_fails = False
@@ -296,9 +296,9 @@ class ModelRun:
             "sequences": scheduler.running or scheduler.waiting or scheduler.held,
             "requests": output_processor.requests,
             "decoded text": output_processor._detokenizer._streams,
-            "streams": engine.mailboxes,
-            "steps under way": engine._in_flight,
-            "outputs": engine._undelivered,
+            "streams": engine.loop.outputs._queues,
+            "steps under way": engine.plans_under_way,
+            "outputs": len(engine.loop.outputs),
         }
         left = [name for name, is_left in left.items() if is_left]
         require(not left, f"left behind: {left}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from nanoserve.engine.recovery import restart
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -25,7 +24,7 @@ WEIGHTS = (1, 90, 9)  # of 0, 1 and 2 new tokens for a row
 
 
 class Corruption(AssertionError):
-    """The brain broke a promise."""
+    """The scheduler broke a promise."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -52,7 +51,7 @@ class Prefixes:
 
 
 class ShadowRun:
-    """One random run of the brain: arrivals, priorities, aborts, failing steps, tiny pools."""
+    """One random run of the scheduler: arrivals, priorities, aborts, failing steps, tiny pools."""
 
     options: Mapping[str, Any] = {}  # of the engine, besides those that chance chooses
 
@@ -165,10 +164,13 @@ class ShadowRun:
             scheduler.commit(plan)
             self._check_progress(plan)
         if fails:
-            restart(scheduler, self.live)
+            self._reset()
         else:
             self._update(plan)
         scheduler.check()
+
+    def _reset(self) -> None:
+        self.scheduler.reset(self.live)
 
     def _update(self, plan: Plan) -> None:
         """Mostly one token for each row, sometimes two, or none because its request has failed."""
@@ -183,7 +185,7 @@ class ShadowRun:
 
     def _check_plan(self, plan: Plan) -> None:
         require(bool(plan.rows), "empty plan although sequences wait")
-        counts = [row.n - len(plan.guesses.get(row.seq, ())) for row in plan.rows]
+        counts = [row.n - len(plan.draft_tokens.get(row.seq, ())) for row in plan.rows]
         require(min(counts) >= 1, "a sequence was planned with no token")
         require(plan.num_tokens <= self.config.max_num_batched_tokens, "over the token budget")
         require(len(self.scheduler.running) <= self.config.max_num_seqs, "too many running")
@@ -195,12 +197,12 @@ class ShadowRun:
         require(not set(planned) & set(plan.preempted), "a preempted sequence is still planned")
         for seq, start, n, num_outputs, num_sampled in plan.rows:
             require(start == seq.num_computed_tokens, "start")
-            num_guesses = len(plan.guesses.get(seq, ()))
-            end, expected = start + n - num_guesses, num_guesses + 1
+            num_drafts = len(plan.draft_tokens.get(seq, ()))
+            end, expected = start + n - num_drafts, num_drafts + 1
             expected = expected if end == len(seq.token_ids) else 0
             require(num_sampled == expected, "num_sampled")
-            require(not num_guesses or n == num_guesses + 1, "guesses behind a prompt")
-            require(start + n <= seq.max_num_tokens, "guesses beyond the end")
+            require(not num_drafts or n == num_drafts + 1, "draft tokens behind a prompt")
+            require(start + n <= seq.max_num_tokens, "draft tokens beyond the end")
             is_whole = seq.params.prompt_logprobs is not None and seq.index == 0
             is_whole = is_whole and len(seq.token_ids) == seq.num_prompt_tokens
             require(num_outputs == (n if is_whole else num_sampled), "num_outputs")
@@ -221,7 +223,7 @@ class ShadowRun:
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()
         prefixes = []
         for index, (seq, start, n, *_) in enumerate(plan.rows):
-            token_ids = seq.token_ids + plan.guesses.get(seq, [])
+            token_ids = seq.token_ids + plan.draft_tokens.get(seq, [])
             require(ends[index + 1] - ends[index] == n, "cu_seqlens_q")
             require((n == 1) == (index < header.num_decode_rows), "decode rows come first")
             span = slice(ends[index], ends[index + 1])
