@@ -217,10 +217,10 @@ def _chosen(run: int, count: int, most: int) -> str:
     for drafts in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
         right = round(count * accepted(run / (run + 1), drafts))
         seconds = step_ms(count * (1 + drafts)) / 1000
-        goodput.note_step(count, count * drafts, right, seconds)
+        goodput.record_step(count, count * drafts, right, seconds)
     record = goodput.new_record()
     for _ in range(60):
-        goodput.note_guesses(record, run + 1, run)
+        goodput.record_accepted(record, run + 1, run)
     return f"{sum(goodput.choose(count, [(record, most)] * count)) / count:g}"
 
 
