@@ -153,7 +153,7 @@ def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
             continue
         pair.computed = max(pair.computed, rng.randint(pair.computed, wanted))
         calls.append(f"blocks.publish({pair.name}, {pair.computed})")
-        ours.register(pair.ours, pair.computed)
+        ours.cache(pair.ours, pair.computed)
         yours.publish(pair.yours, pair.computed)
         if pair not in running:
             running.append(pair)
