@@ -330,7 +330,7 @@ def test_a_request_gets_what_it_gets_without_draft_tokens(
         elif kind != "hidden_head":  # it is untrained
             assert stats.num_accepted_tokens > 10
         if kind in READERS:
-            assert reader.num_illegal > 10
+            assert reader.num_illegal > 5
         if "stages" in place:
             assert llm.engine.executor.most_under_way == 2
         scheduler = llm.engine.scheduler
