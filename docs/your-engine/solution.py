@@ -279,10 +279,9 @@ class Scheduler:
         for seq, _, n, _ in plan.rows:
             seq.num_computed += n
         for seq, token_id in zip(sampled, token_ids, strict=True):
-            is_stopped = token_id in seq.eos
-            if not is_stopped:
+            if token_id not in seq.eos:
                 seq.token_ids.append(token_id)
-                is_stopped = seq.is_stopped(seq)
+            is_stopped = token_id in seq.eos or seq.is_stopped(seq)
             if is_stopped or len(seq.token_ids) >= seq.max_len:
                 self.finish(seq, "stop" if is_stopped else "length")
 
@@ -399,8 +398,7 @@ class Engine:
         if not 0 < len(tokens) < self.max_len:
             raise ValueError(f"a prompt has 1 to {self.max_len - 1} tokens, not {len(tokens)}")
         max_len = min(self.max_len, len(tokens) + max_tokens)
-        sampling |= {"is_stopped": self._is_stopped}
-        seq = Sequence(tokens, len(tokens), max_len, self.eos, **sampling)
+        seq = Sequence(tokens, len(tokens), max_len, self.eos, is_stopped=self._stops, **sampling)
         self.scheduler.add(seq)
         return seq
 
@@ -421,8 +419,8 @@ class Engine:
     def _text(self, seq: Sequence) -> str:
         return self.tokenizer.decode(seq.token_ids[seq.num_prompt :])
 
-    def _is_stopped(self, seq: Sequence) -> bool:
-        return until_stop(self._text(seq), seq.stop, True)[1] is not None
+    def _stops(self, seq: Sequence) -> bool:
+        return any(stop in self._text(seq) for stop in seq.stop)
 
     def _show(self, seq: Sequence) -> str:
         # As long as more comes, half a character may be the end.
