@@ -72,10 +72,7 @@ def attend_rows(
             queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )
     else:
-        # Scaled before the product: in float16, unscaled scores could overflow.
-        scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
-        scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
-        attended = scores.softmax(dim=-1).to(v.dtype) @ v
+        attended = _capped_attention(layer, queries, k, v, visible)
     return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
 
 
@@ -93,6 +90,16 @@ def _gather(
     shape = (len(block_tables), num_kv_heads, -1, layer.head_dim)
     k, v = (head.view(shape)[:, :, :length] for head in heads)
     return k, v
+
+
+def _capped_attention(
+    layer: AttentionLayer, queries: Tensor, k: Tensor, v: Tensor, visible: Tensor
+) -> Tensor:
+    """Attention whose scores pass through a soft cap (Gemma 2): cap x tanh(score / cap)."""
+    # Scaled before the product: in float16, unscaled scores could overflow.
+    scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
+    scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:

@@ -69,7 +69,7 @@ ALLOWED = {
         "kv_events/events.py: last.token_ids",
         "speculative/extension.py: c*.count",
         "speculative/extension.py: c.draft_tokens",
-        "speculative/goodput.py: record.unverified",
+        "speculative/goodput.py: record.uncomputed",
         "speculative/suffix.py: self._newer.token_ids",
         "tiny_qwen3/evaluate.py: shares[[]name].total",
     ),
