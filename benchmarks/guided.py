@@ -32,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from nanoserve import LLM, StructuredOutputsParams
 from nanoserve.bench.hardware import choose_device, describe
 from nanoserve.bench.shapes import SHAPES
-from nanoserve.structured.guided import Guided, StepLimit
+from nanoserve.structured.guided import GrammarMask, Guided
 
 _TURN = 20  # tokens of each sequence
 _SCHEMA = {
@@ -107,7 +107,7 @@ class Clock:
         self.seconds, self._clock, self._depth = 0.0, clock, 0
         for owner, names in (
             (Guided, ("is_terminated", "forced")),
-            (StepLimit, ("first_illegal", "fill")),
+            (GrammarMask, ("first_illegal", "fill")),
         ):
             for name in names:
                 setattr(owner, name, self._timed(getattr(owner, name)))

@@ -20,7 +20,7 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotUpdate, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -48,18 +48,21 @@ class SleepingExecutor:
         self._num_batches += 1
         return self._batches[self._num_batches % 2]
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> tuple[int, threading.Event]:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> tuple[int, threading.Event]:
         done = threading.Event()
         self._launched.put((time.perf_counter(), done))
         return batch.header.num_sampled, done
 
-    def sample(self, handle: tuple[int, threading.Event]) -> None:
+    def sample(self, handle: tuple[int, threading.Event], inputs: SampleInputs) -> None:
         pass
 
     def collect(self, handle: tuple[int, threading.Event]) -> StepResult:
         num_sampled, done = handle
         done.wait()
         return StepResult([[7] for _ in range(num_sampled)])
+
+    def cancel(self, handles: list[tuple[int, threading.Event]]) -> None:
+        pass
 
     def close(self) -> None:
         self._launched.put(None)

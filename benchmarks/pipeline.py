@@ -26,9 +26,11 @@ from nanoserve.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotUpdate, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.pipeline import PipelinedScheduler, share_out
+from nanoserve.engine.pipeline import PipelineSchedule
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.sequence import Sequence
 from nanoserve.trace.reader import read_trace
 from nanoserve.trace.stages import tell_stages
 
@@ -62,7 +64,7 @@ class SimulatedStages:
         self._num_batches += 1
         return self._batches[self._num_batches % len(self._batches)]
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> tuple[int, float, float]:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> tuple[int, float, float]:
         seconds = (_FIXED + _PER_TOKEN * batch.header.num_tokens) / self._num_stages
         ready = self.now
         for stage, free_at in enumerate(self._free_at):
@@ -70,7 +72,7 @@ class SimulatedStages:
             self.busy[stage] += seconds
         return batch.header.num_sampled, ready, seconds
 
-    def sample(self, handle: tuple[int, float, float]) -> None:
+    def sample(self, handle: tuple[int, float, float], inputs: SampleInputs) -> None:
         """With the last stage."""
 
     def collect(self, handle: tuple[int, float, float]) -> StepResult:
@@ -79,18 +81,21 @@ class SimulatedStages:
         self.busy[-1] += seconds
         return StepResult([[7] for _ in range(num_sampled)])
 
-    def give_up(self) -> None:
+    def cancel(self, handles: list[tuple[int, float, float]]) -> None:
         """Whatever is launched ends by itself."""
 
     def close(self) -> None:
         """There is nothing to end."""
 
 
-class TakesAll(PipelinedScheduler):
+class TakesAll(PipelineSchedule):
     """A step takes all that is there, as it would of a single device."""
 
-    def share_out(self, num_stages: int, steps: Any) -> None:
-        super().share_out(1, steps)
+    def token_budget(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        return 0 if seq.num_pending else num_tokens
 
 
 def bubble(num_stages: int, num_seqs: int, is_shared: bool) -> float:
@@ -103,10 +108,7 @@ def bubble(num_stages: int, num_seqs: int, is_shared: bool) -> float:
     ).for_device("cpu")
     executor = SimulatedStages(config)
     engine = GuardedEngine(config, _model_config(), executor, None)
-    share_out(engine)
-    if not is_shared:
-        scheduler = engine.scheduler = TakesAll(config, executor.num_kv_blocks, _MAX_MODEL_LEN)
-        scheduler.share_out(num_stages, engine._in_flight)
+    engine.add_extension(PipelineSchedule(engine) if is_shared else TakesAll(engine))
     for number in range(2 * num_seqs):
         params = SamplingParams(max_tokens=20 + number * 7 % 60)
         engine.add_request(str(number), [number % 50 + 1] * (20 + number * 37 % 200), params)

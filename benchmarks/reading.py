@@ -1,24 +1,53 @@
-"""How much there is to read: the README's evening path, file by file, and their lines of code."""
+"""How much there is to read: the reading path of `docs/reading_path.toml`, file by file."""
 
 import io
-import re
+import sys
 import tokenize
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+LISTS = ("first_hour", "evening")  # in reading order
 
 
 @dataclass(frozen=True)
 class Stop:
-    """One item of the evening path: the files that are read together, and the README's words."""
+    """One file of the reading path, with the words that introduce it."""
 
-    files: tuple[str, ...]
+    file: str
     words: str
 
 
+@cache
+def reading_path() -> dict[str, Any]:
+    """Return the data file, as it is."""
+    return tomllib.loads((ROOT / "docs" / "reading_path.toml").read_text(encoding="utf-8"))
+
+
+def stops(*lists: str) -> list[Stop]:
+    """Return the files of these lists (by default of both), in reading order."""
+    data = reading_path()
+    files = [file for name in lists or LISTS for file in data[name]["files"]]
+    return [Stop(file, data["words"][file]) for file in files]
+
+
+def as_markdown(name: str) -> str:
+    """Return a list as the README has it: numbered from the first file of the first hour."""
+    first = 1 + sum(len(stops(other)) for other in LISTS[: LISTS.index(name)])
+    return "\n".join(
+        f"{number}. `{stop.file}`: {stop.words}" for number, stop in enumerate(stops(name), first)
+    )
+
+
 def readme(heading: str) -> str:
-    """What stands under a second-level heading of the README."""
+    """Return what stands under a second-level heading of the README."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     _, found, rest = text.partition(f"\n## {heading}\n")
     if not found:
@@ -26,37 +55,38 @@ def readme(heading: str) -> str:
     return rest.split("\n## ")[0].strip()
 
 
-def evening_path() -> list[Stop]:
-    """The stops that the README lists, in reading order."""
-    listed = readme("The evening path").split("\nBeside ")[0]
-    stops = []
-    for item in re.split(r"^\d+\. ", listed, flags=re.M)[1:]:
-        item = " ".join(item.split())
-        files = re.findall(r"`(nanoserve/[\w/]+\.py)`", item)
-        words = re.sub(r"`nanoserve/[\w/]+\.py`(,| and|:)? ?", "", item).strip(" .:")
-        stops.append(Stop(tuple(files), words))
-    return stops
-
-
 def beside_the_path() -> str:
-    """The paragraphs of the README on the files that are not on the evening path."""
-    return "Beside " + readme("The evening path").split("\nBeside ")[1]
+    """Return the paragraphs of the README on the files that are not on the reading path."""
+    return "Beside " + readme("Read the source").split("\nBeside ")[1]
+
+
+def num_tokens(path: Path) -> int:
+    """Return the number of tokens of source: names, numbers, operators and strings.
+
+    Comments and docstrings do not count; nor do line ends, so that packing gains nothing.
+    """
+    return len(_tokens_of_code(path))
 
 
 def lines_of_code(path: Path) -> int:
-    """Lines that hold code: no blank lines, comments or docstrings."""
+    """Return the number of lines that hold code: no blank lines, comments or docstrings."""
+    tokens = _tokens_of_code(path)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)})
+
+
+def _tokens_of_code(path: Path) -> list[tokenize.TokenInfo]:
     skipped = (
         *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
         *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
     )
-    lines: set[int] = set()
-    source = path.read_text(encoding="utf-8")
+    found: list[tokenize.TokenInfo] = []
     previous = tokenize.NEWLINE
+    source = path.read_text(encoding="utf-8")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         starts_statement = previous in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         is_docstring = token.type == tokenize.STRING and starts_statement
         if token.type not in skipped and not is_docstring:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+            found.append(token)
         if token.type not in (tokenize.COMMENT, tokenize.NL):
             previous = token.type
-    return len(lines)
+    return found

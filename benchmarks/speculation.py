@@ -67,13 +67,13 @@ class Script:
     def clear(self) -> None:
         self._texts.clear()
 
-    def _replace(self, logits: Any, slots: Any, positions: Any, tensors: Any = None) -> Any:
-        sampled = self._sample(logits, slots, positions, tensors)
+    def _replace(self, logits: Any, slots: Any, positions: Any, *inputs: Any) -> Any:
+        sampled = self._sample(logits, slots, positions, *inputs)
         if not self._texts:
             return sampled
         texts = {seq.slot: self._texts[seq.request_id] for seq in self._engine.scheduler.running}
         pairs = zip(slots.tolist(), positions.tolist(), strict=True)
-        # Behind a wrong guess, positions may lie beyond the text.
+        # Behind a rejected draft token, positions may lie beyond the text.
         token_ids = [texts[slot][min(position, len(texts[slot]) - 1)] for slot, position in pairs]
         return sampled._replace(token_ids=torch.tensor(token_ids, device=logits.device))
 

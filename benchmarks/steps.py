@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,36 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, SlotUpdate, StepResult
+from nanoserve.engine.executor import (
+    Executor,
+    ForwardInputs,
+    SampleInputs,
+    SlotUpdate,
+    StepResult,
+)
 
 
 class PromptSkipper:
     """The executor behind it, but steps with prompts in them are not run: their tokens are 7."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, self._changes = executor, []
+        self._executor = executor
+        self._slot_updates: list[SlotUpdate] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Any:
-        self._changes += changes
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Any:
+        self._slot_updates += inputs.slot_updates
         header = batch.header
         if header.max_query_len > 1:
             return StepResult([[7]] * header.num_sampled)
-        changes, self._changes = self._changes, []
-        return self._executor.forward(batch, changes)
+        updates, self._slot_updates = self._slot_updates, []
+        return self._executor.forward(batch, replace(inputs, slot_updates=updates))
 
-    def sample(self, handle: Any) -> None:
+    def sample(self, handle: Any, inputs: SampleInputs) -> None:
         if not isinstance(handle, StepResult):
-            self._executor.sample(handle)
+            self._executor.sample(handle, inputs)
 
     def collect(self, handle: Any) -> StepResult:
         return handle if isinstance(handle, StepResult) else self._executor.collect(handle)
@@ -77,7 +85,7 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
     # Memory that was never written is a single page behind the scenes, and fast to read.
     llm.engine.executor.kv_cache.fill_(0.01)
     timer = StepTimer(llm.engine)
-    llm.engine.executor = PromptSkipper(llm.engine.executor)
+    llm.engine.replace_executor(PromptSkipper(llm.engine.executor))
     return llm, timer
 
 

@@ -23,7 +23,8 @@ for folder in (DOCS, DOCS.parent / "benchmarks"):
 
 import api_tables  # noqa: E402
 import facts  # noqa: E402
-from reading import beside_the_path, evening_path, lines_of_code, readme  # noqa: E402
+import reading  # noqa: E402
+from reading import beside_the_path, lines_of_code, readme  # noqa: E402
 from tables import table  # noqa: E402
 
 from nanoserve.tiny_qwen3.corpus import load_glossary, trained_terms  # noqa: E402
@@ -79,29 +80,28 @@ def lines(*patterns: str) -> int:
 
 
 def evening_lines() -> int:
-    """Lines of code of the whole evening path."""
-    return lines(*(name for stop in evening_path() for name in stop.files))
+    """Lines of code of the whole reading path."""
+    return lines(*(stop.file for stop in reading.stops()))
 
 
 def reading_order() -> str:
-    """The evening path as a table: each file, what it answers, its length, who explains it."""
+    """The reading path as a table: each file, what it answers, its length, who explains it."""
     quoted_in = defaultdict(list)
     for chapter in facts.chapters():
         for name in dict.fromkeys(map(facts.file_of, chapter.quotes)):
             quoted_in[name].append(f"[{chapter.number}]({chapter.page})")
     rows = []
-    for number, stop in enumerate(evening_path(), 1):
-        for name in stop.files:
-            words = stop.words if len(stop.files) == 1 else facts.summary(name)
-            length = lines_of_code(facts.ROOT / name)
-            rows.append((number, f"`{name}`", words, length, ", ".join(quoted_in[name])))
+    for number, stop in enumerate(reading.stops(), 1):
+        length = lines_of_code(facts.ROOT / stop.file)
+        quoted = ", ".join(quoted_in[stop.file])
+        rows.append((number, f"`{stop.file}`", stop.words, length, quoted))
     rows.append(("", "together", "", f"{evening_lines():,}", ""))
     return table(("", "file", "what it answers", "lines of code", "quoted in chapter"), rows)
 
 
 def map_of_the_rooms() -> str:
-    """The rooms of the evening path and who calls whom, as the text of a Mermaid figure."""
-    files = [name for stop in evening_path() for name in stop.files]
+    """The rooms of the reading path and who calls whom, as the text of a Mermaid figure."""
+    files = [stop.file for stop in reading.stops()]
     rooms: dict[str, list[str]] = defaultdict(list)
     for name in files:
         rooms[_room(name)].append(Path(name).name)

@@ -246,7 +246,6 @@ class VllmOptions(TypedDict, total=False):
     safetensors_load_strategy: Any
     safetensors_prefetch_block_size: Any
     safetensors_prefetch_num_threads: Any
-    scheduler_cls: Any
     scheduler_reserve_full_isl: Any
     served_model_name: Any
     show_hidden_metrics_for_version: Any
@@ -304,6 +303,7 @@ class EngineOptions(VllmOptions, total=False):
     max_num_batched_tokens: int | None
     long_prefill_token_threshold: int
     scheduling_policy: Literal["fcfs", "priority"] | None
+    scheduler_cls: Any
     priority_aging: int | None
     async_scheduling: bool | None
     block_size: int | None

@@ -3,14 +3,14 @@
 import logging
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.scheduler import load_scheduler_class
+from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_executor
@@ -43,7 +43,10 @@ def make_engine(model: str | Path, options: Mapping[str, Any]) -> GuardedEngine:
 
         make_proposer = prepare_proposer(config, model_config)
     checkpoint.fetch_weights()
-    make = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+
+    def make(config: EngineConfig) -> Executor:
+        return make_executor(config, model_config, checkpoint.folder)
+
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
     if config.pipeline_parallel_size > 1:
         from nanoserve.engine.pipeline import PipelineSchedule

@@ -4,17 +4,17 @@ Complete the class below. It does what `BlockManager` does, for prompts that are
 whole, and it must give out the very same blocks. The rules:
 
 1. The pool has blocks 1 to `num_blocks`, all free at first, and a free queue in that order.
-2. A *full* block is published under everything that it depends on: its own tokens and all tokens
-   before them. If another block is published under the same key, that one stays, and the new block
-   remains unpublished. How you write the key is up to you. A tuple of all tokens up to the end of
+2. A *full* block is cached under everything that it depends on: its own tokens and all tokens
+   before them. If another block is cached under the same key, that one stays, and the new block
+   remains uncached. How you write the key is up to you. A tuple of all tokens up to the end of
    the block cannot collide; what would it cost for a prompt of 100,000 tokens?
-3. `lookup` walks from the beginning of the prompt to the first block that is not published. It
+3. `lookup` walks from the beginning of the prompt to the first block that is not cached. It
    never covers the last token, and it changes nothing.
 4. `run` takes the blocks of `lookup` and then blocks from the front of the free queue, enough for
    all tokens. If they are not all to be had, it returns None and has changed nothing. A block that
    leaves the free queue for *other* content loses its key.
 5. A block may stand in several tables. It is free when it stands in none.
-6. `free` gives a table back, its last block first. A free block that is published goes to the end
+6. `free` gives a table back, its last block first. A free block that is cached goes to the end
    of the free queue and keeps its key. One that is not goes to the front.
 
 Test it with `pytest -x docs/05-block-manager/test_exercise.py`.
@@ -30,7 +30,7 @@ class PrefixCache:
         raise NotImplementedError
 
     def run(self, token_ids: list[int]) -> list[int] | None:
-        """Make room for all of `token_ids`, publish what they fill; the block table, or None."""
+        """Make room for all of `token_ids`, cache what they fill; the block table, or None."""
         raise NotImplementedError
 
     def free(self, table: list[int]) -> None:

@@ -1,7 +1,7 @@
 """Chapter 5's numbers: the engine's own `BlockManager`, on cases small enough to follow by hand.
 
 Ids of tokens do not matter here, only which of them are equal. A sequence that "runs" goes through
-the three calls that the scheduler makes: lookup, allocate, register.
+the three calls that the scheduler makes: lookup, allocate, cache.
 """
 
 import math

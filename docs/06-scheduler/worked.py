@@ -10,7 +10,6 @@ from tables import table
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.plan import Row
-from nanoserve.engine.recovery import restart
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -122,7 +121,7 @@ def undone(decoding_len: int, new_len: int) -> str:
     states = [_state(scheduler, a, b, [])]
     plan = scheduler.schedule()
     states.append(_state(scheduler, a, b, plan.rows))
-    restart(scheduler, [a, b])
+    scheduler.reset([a, b])
     states.append(_state(scheduler, a, b, []))
     states.append(_state(scheduler, a, b, scheduler.schedule().rows))
     names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")

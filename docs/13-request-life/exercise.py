@@ -1,6 +1,6 @@
 """Exercise: the loop of a server, with bad requests, deadlines and steps that fail.
 
-Write `serve(engine, jobs)` with three methods of `nanoserve.engine.llm_engine.LLMEngine`:
+Write `serve(engine, jobs)` with three methods of `nanoserve.engine.guard.GuardedEngine`:
 `add_request(request_id, prompt, params)`, `step()` and `abort_request(request_id)`. Their
 docstrings say what they return and what they guarantee.
 

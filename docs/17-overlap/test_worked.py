@@ -73,8 +73,8 @@ def test_a_row_for_somebody_who_has_ended_is_thrown_away() -> None:
     assert last == ["4", "A, B", "A: given up, B: given up"]
 
 
-def test_a_block_is_published_when_its_last_token_is_known() -> None:
-    assert [row[1:] for row in cells(worked.publishing_table())] == [
+def test_a_block_is_cached_when_its_last_token_is_known() -> None:
+    assert [row[1:] for row in cells(worked.caching_table())] == [
         ["3", "1", "3", "0"],
         ["3", "1", "3", "0"],
         ["4", "0", "3", "0"],

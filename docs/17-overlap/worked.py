@@ -16,7 +16,7 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import SlotUpdate, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence as Seq
@@ -98,7 +98,7 @@ def plans_table(output_lens: Sequence[int], by_eos: Sequence[bool]) -> str:
     return table(("step", "rows", "what comes of them"), rows)
 
 
-def publishing_table() -> str:
+def caching_table() -> str:
     """A block of four whose last token is pending when it is planned, by the engine's scheduler."""
     config = EngineConfig("none", block_size=4, async_scheduling=True).for_device("cpu")
     scheduler = Scheduler(config, num_kv_blocks=4, max_model_len=16)
@@ -119,7 +119,7 @@ def publishing_table() -> str:
     note("the token of step 1 is there")
     scheduler.commit(second)
     note("step 2 counts")
-    header = ("moment", "known tokens", "pending", "`num_computed_tokens`", "published blocks")
+    header = ("moment", "known tokens", "pending", "`num_computed_tokens`", "cached blocks")
     return table(header, rows)
 
 
@@ -166,10 +166,10 @@ class TimedDevice:
         self.now += self.costs.plan
         return self._batches[len(self.spans) % 2]
 
-    def forward(self, batch: Batch, changes: list[SlotUpdate]) -> Launched:
-        for change in changes:
-            self._lengths[change.slot] = change.seed
-            self._names[change.slot] = ascii_uppercase[len(self._names)]
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Launched:
+        for update in inputs.slot_updates:
+            self._lengths[update.slot] = update.seed
+            self._names[update.slot] = ascii_uppercase[len(self._names)]
         header = batch.header
         self.rows.append([self._names[slot] for slot in batch.row_slots[: header.num_rows]])
         slots = batch.output_slots[: header.num_sampled].tolist()
@@ -180,7 +180,7 @@ class TimedDevice:
         self.free = start + self.costs.forward
         return Launched(len(self.spans) - 1, start, new_ids)
 
-    def sample(self, step: Launched) -> None:
+    def sample(self, step: Launched, inputs: SampleInputs) -> None:
         self.free = step.end = max(self.now, self.free) + self.costs.sample
         self.spans[step.number].append((step.start, step.end))
 
@@ -189,6 +189,9 @@ class TimedDevice:
         self.spans[step.number].append((self.now, self.now + self.costs.update))
         self.now += self.costs.update
         return StepResult([[token] for token in step.new_ids])
+
+    def cancel(self, steps: list[Launched]) -> None:
+        pass
 
     def close(self) -> None:
         pass

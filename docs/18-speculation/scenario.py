@@ -1,4 +1,4 @@
-"""What the chapter on speculative decoding shows: guesses looked up in the conversation."""
+"""What the chapter on speculative decoding shows: draft tokens looked up in the conversation."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ ANSWER = (
 
 def guesses_from_the_conversation(out: Path) -> None:
     """Two conversations: one asks again what was answered above, the other something new."""
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-    options = {"dtype": "float32", "num_kv_blocks": 24, "speculative_config": guesses}
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    options = {"dtype": "float32", "num_kv_blocks": 24, "speculative_config": speculation}
     told = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     chats = [
         [*told, {"role": "user", "content": QUESTION}],

@@ -6,17 +6,17 @@ import numpy as np
 def verify_by_rejection(
     target: np.ndarray,
     draft: np.ndarray,
-    guesses: list[int],
+    draft_tokens: list[int],
     uniforms: list[float],
     last_uniform: float,
 ) -> list[int]:
-    """draft: [k, vocabulary]. uniforms: one for each guess, from [0, 1)."""
+    """draft: [k, vocabulary]. uniforms: one for each draft token, from [0, 1)."""
     token_ids: list[int] = []
-    for p, q, guess, u in zip(target, draft, guesses, uniforms, strict=False):
-        if u >= p[guess] / q[guess]:
+    for p, q, token_id, u in zip(target, draft, draft_tokens, uniforms, strict=False):
+        if u >= p[token_id] / q[token_id]:
             residual = np.maximum(0, p - q)
             return [*token_ids, _draw(residual / residual.sum(), last_uniform)]
-        token_ids.append(guess)
+        token_ids.append(token_id)
     return [*token_ids, _draw(target[-1], last_uniform)]
 
 
@@ -26,11 +26,11 @@ def _draw(probabilities: np.ndarray, u: float) -> int:
     return min(token_id, int(probabilities.nonzero()[0][-1]))
 
 
-def verify_by_drawing(target: np.ndarray, noise: np.ndarray, guesses: list[int]) -> list[int]:
+def verify_by_drawing(target: np.ndarray, noise: np.ndarray, draft_tokens: list[int]) -> list[int]:
     token_ids: list[int] = []
     with np.errstate(divide="ignore"):
         for place, times in enumerate(noise / target):
             token_ids.append(int(times.argmin()))
-            if guesses[place : place + 1] != token_ids[-1:]:
+            if draft_tokens[place : place + 1] != token_ids[-1:]:
                 break
     return token_ids

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve import SamplingParams
-from nanoserve.engine.executor import StepResult
-from nanoserve.engine.plan import Plan, Row
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.sampling.noise import Noise, row_keys
-from nanoserve.speculative.engine import split_by_row
 
 from .exercise import verify_by_drawing, verify_by_rejection
 
@@ -23,58 +19,58 @@ VOCAB_SIZE = 12
 # ---------------------------------------------------------------- rejection, case by case
 
 
-def test_a_guess_that_the_target_likes_better_is_always_kept() -> None:
+def test_a_draft_token_that_the_target_likes_better_is_always_accepted() -> None:
     target, draft = np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([[0.8, 0.2]])
     # p / q is 2.5. Then one more: 0.25 is exceeded at token 1.
     found = verify_by_rejection(target, draft, [1], [0.999], 0.3)
-    assert found == [1, 1], "guess 1 of 0.8, 0.2 for 0.5, 0.5, then 0.3 in 0.25, 0.75"
+    assert found == [1, 1], "draft 1 of 0.8, 0.2 for 0.5, 0.5, then 0.3 in 0.25, 0.75"
 
 
-def test_a_guess_is_kept_with_p_over_q() -> None:
+def test_a_draft_token_is_accepted_with_p_over_q() -> None:
     target, draft = np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([[0.8, 0.2]])
     kept = verify_by_rejection(target, draft, [0], [0.62], 0.2)
-    assert kept == [0, 0], "guess 0 with 0.62, less than 0.5 / 0.8 = 0.625; then 0.2 in 0.25, 0.75"
+    assert kept == [0, 0], "draft 0 with 0.62, less than 0.5 / 0.8 = 0.625; then 0.2 in 0.25, 0.75"
     rejected = verify_by_rejection(target, draft, [0], [0.63], 0.2)
-    assert rejected == [1], "guess 0 with 0.63: the target has more of token 1 alone"
+    assert rejected == [1], "draft 0 with 0.63: the target has more of token 1 alone"
 
 
 def test_the_residual_is_what_the_target_has_more() -> None:
     target, draft = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.2, 0.2, 0.6]])
     for u, token in ((0.0, 0), (0.74, 0), (0.76, 1), (0.99, 1)):
         found = verify_by_rejection(target, draft, [2], [0.5], u)
-        assert found == [token], f"guess 2 with 0.5 > 1/3, then {u} in the residual 0.75, 0.25, 0"
+        assert found == [token], f"draft 2 with 0.5 > 1/3, then {u} in the residual 0.75, 0.25, 0"
 
 
-def test_nothing_counts_behind_a_rejected_guess() -> None:
+def test_nothing_counts_behind_a_rejected_draft_token() -> None:
     target, draft = np.full((4, 2), 0.5), np.array([[0.8, 0.2]] * 3)
     found = verify_by_rejection(target, draft, [1, 0, 1], [0.0, 0.9, 0.0], 0.1)
-    assert found == [1, 1], "guesses 1, 0, 1: the second one is rejected, and 1 drawn in its place"
+    assert found == [1, 1], "drafts 1, 0, 1: the second one is rejected, and 1 drawn in its place"
 
 
-def test_a_guess_without_a_doubt_is_kept_as_often_as_the_target_draws_it() -> None:
+def test_a_draft_without_a_doubt_is_accepted_as_often_as_the_target_draws_it() -> None:
     """As an n-gram's: all of `draft` lies on one token."""
     target, draft = np.array([[0.2, 0.3, 0.5]] * 2), np.array([[0.0, 1.0, 0.0]])
     kept = verify_by_rejection(target, draft, [1], [0.29], 0.1)
-    assert kept == [1, 0], "guess 1 with 0.29 < 0.3, then 0.1 in 0.2, 0.3, 0.5"
+    assert kept == [1, 0], "draft 1 with 0.29 < 0.3, then 0.1 in 0.2, 0.3, 0.5"
     for u, token in ((0.28, 0), (0.29, 2)):
         found = verify_by_rejection(target, draft, [1], [0.31], u)
-        assert found == [token], f"guess 1 with 0.31, then {u} in the residual 2/7, 0, 5/7"
+        assert found == [token], f"draft 1 with 0.31, then {u} in the residual 2/7, 0, 5/7"
 
 
-def test_without_guesses_a_token_is_drawn() -> None:
+def test_without_drafts_a_token_is_drawn() -> None:
     found = verify_by_rejection(np.array([[0.2, 0.8]]), np.empty((0, 2)), [], [], 0.5)
-    assert found == [1], "no guesses, 0.5 in 0.2, 0.8"
+    assert found == [1], "no drafts, 0.5 in 0.2, 0.8"
 
 
 def test_the_number_0_keeps_and_draws_nothing_without_probability() -> None:
     """Numbers come from [0, 1), so 0 is one of them: it is not below a p / q of 0."""
     target, draft = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.5, 0.5]])
     found = verify_by_rejection(target, draft, [0], [0.0], 0.0)
-    assert found == [1], "guess 0 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in the residual 0, 1"
+    assert found == [1], "draft 0 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in the residual 0, 1"
     found = verify_by_rejection(target, draft, [1], [0.0], 0.0)
-    assert found == [1, 1], "guess 1 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in 0, 1"
+    assert found == [1, 1], "draft 1 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in 0, 1"
     found = verify_by_rejection(target[:1], np.empty((0, 2)), [], [], 0.0)
-    assert found == [1], "no guesses, 0.0 in 0, 1: the sum at token 0 is 0, which does not exceed 0"
+    assert found == [1], "no drafts, 0.0 in 0, 1: the sum at token 0 is 0, which does not exceed 0"
 
 
 def test_sums_that_are_rounded_draw_a_token_all_the_same() -> None:
@@ -83,7 +79,7 @@ def test_sums_that_are_rounded_draw_a_token_all_the_same() -> None:
     for tail in ([], [0.0, 0.0]):
         row = [0.1] * 10 + tail  # in float64, ten times 0.1 is exactly this u
         found = verify_by_rejection(np.array([row]), np.empty((0, len(row))), [], [], u)
-        assert found == [9], f"no guesses, 1 - 2**-53 in {row}, sums {np.cumsum(row).tolist()}"
+        assert found == [9], f"no drafts, 1 - 2**-53 in {row}, sums {np.cumsum(row).tolist()}"
 
 
 # ---------------------------------------------------------------- rejection, all cases at once
@@ -106,18 +102,18 @@ def middles(count: int) -> list[float]:
 def test_what_comes_out_is_distributed_as_the_target(
     target: list[float], draft: list[float], num: int
 ) -> None:
-    """Exactly: every guess, and every number up to parts of 1 / num, of which all borders are."""
+    """Exactly: every draft, and every number up to parts of 1 / num, of which all borders are."""
     first: Counter[int] = Counter()
     rows = np.array([target, [0.25] + [0.75] + [0.0] * (len(target) - 2)])
-    for guess, q in enumerate(draft):
+    for token_id, q in enumerate(draft):
         for u, last in product(middles(num), middles(num)) if q else ():
-            first[verify_by_rejection(rows, np.array([draft]), [guess], [u], last)[0]] += q
+            first[verify_by_rejection(rows, np.array([draft]), [token_id], [u], last)[0]] += q
     found = [first[token] / num**2 for token in range(len(target))]
     assert found == pytest.approx(target), f"target {target}, draft {draft}"
 
 
-def test_two_guesses_and_the_token_behind_them() -> None:
-    """Exactly: every pair of guesses, and every number up to eighths."""
+def test_two_draft_tokens_and_the_token_behind_them() -> None:
+    """Exactly: every pair of drafts, and every number up to eighths."""
     target = np.array([[0.5, 0.5], [0.25, 0.75], [0.125, 0.875]])
     draft = np.array([[0.8, 0.2], [0.5, 0.5]])
     came: Counter[tuple[int, ...]] = Counter()
@@ -140,44 +136,43 @@ def test_two_guesses_and_the_token_behind_them() -> None:
 # ---------------------------------------------------------------- drawing
 
 
-def test_guesses_are_right_while_they_are_drawn() -> None:
+def test_draft_tokens_are_accepted_while_they_are_drawn() -> None:
     target = np.array([[0.5, 0.5], [0.8, 0.2], [0.5, 0.5]])
     noise = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 1.0]])
     # The times: 2 and 4, 2.5 and 5, 6 and 2.
-    for guesses, expected in (
+    for drafts, expected in (
         ([0, 0], [0, 0, 1]),
         ([0, 1], [0, 0]),
         ([1, 0], [0]),
         ([1, 1], [0]),
     ):
-        found = verify_by_drawing(target, noise, guesses)
-        assert found == expected, f"guesses {guesses}, of which 0, 0, 1 is drawn"
+        found = verify_by_drawing(target, noise, drafts)
+        assert found == expected, f"drafts {drafts}, of which 0, 0, 1 is drawn"
 
 
 def test_what_has_no_probability_is_never_drawn() -> None:
     target, noise = np.array([[0.0, 1.0]] * 2), np.array([[1e-9, 5.0]] * 2)
     found = verify_by_drawing(target, noise, [0])
-    assert found == [1], "guess 0, of which the target has nothing"
+    assert found == [1], "draft 0, of which the target has nothing"
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_keeps_what_the_engine_keeps(seed: int) -> None:
+def test_it_accepts_what_the_engine_accepts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     k = int(rng.integers(0, 5))
     target, noise = distributions(rng, k + 1), rng.exponential(size=(k + 1, VOCAB_SIZE))
     drawn = (noise / target).argmin(axis=1).tolist()
-    guesses = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in drawn[:k]]
-    seq = Sequence("one", [1, 2], SamplingParams(), 100)
-    row = Row(seq, start=1, n=1 + k, num_outputs=1 + k, num_sampled=1 + k)
-    plan = Plan(budget=0, rows=[row], guesses={seq: guesses} if guesses else {})
-    (expected,) = split_by_row(plan, StepResult([[token] for token in drawn]))
-    found = verify_by_drawing(target, noise, guesses)
-    assert found == expected.token_ids, f"guesses {guesses}, drawn are {drawn}"
+    drafts = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in drawn[:k]]
+    # One sequence, in slot 0: an output for its last token and for each draft token.
+    draft_tokens = {0: drafts} if drafts else {}
+    expected = accept_draft_tokens([[token] for token in drawn], [0] * (k + 1), draft_tokens)
+    found = verify_by_drawing(target, noise, drafts)
+    assert [found] == expected.token_ids, f"drafts {drafts}, drawn are {drawn}"
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("who", ["nobody", "right", "wrong", "at random", "another model"])
-def test_the_tokens_are_those_without_guesses(who: str, seed: int) -> None:
+def test_the_tokens_are_those_without_drafts(who: str, seed: int) -> None:
     """With the engine's own noise, of (seed, position, completion, token id)."""
     rng = np.random.default_rng(seed)
     model, other = distributions(rng, VOCAB_SIZE), distributions(rng, VOCAB_SIZE)
@@ -188,14 +183,14 @@ def test_the_tokens_are_those_without_guesses(who: str, seed: int) -> None:
 
     def coupled(known: list[int], count: int) -> list[int]:
         """Another model draws with the noise of the very position."""
-        guesses: list[int] = []
-        while len(guesses) < count:
-            last = [*known, *guesses][-1]
-            times = noise[len(known) + len(guesses)] / other[last]
-            guesses.append(int(times.argmin()))
-        return guesses
+        drafts: list[int] = []
+        while len(drafts) < count:
+            last = [*known, *drafts][-1]
+            times = noise[len(known) + len(drafts)] / other[last]
+            drafts.append(int(times.argmin()))
+        return drafts
 
-    guessers: dict[str, Callable[[list[int], int], list[int]]] = {
+    proposers: dict[str, Callable[[list[int], int], list[int]]] = {
         "nobody": lambda known, count: [],
         "right": lambda known, count: expected[len(known) : len(known) + count],
         "wrong": lambda known, count: [(expected[len(known)] + 1) % VOCAB_SIZE] * count,
@@ -204,18 +199,18 @@ def test_the_tokens_are_those_without_guesses(who: str, seed: int) -> None:
     }
     known, num_steps = [0], 0
     while len(known) < 29:
-        guesses = guessers[who](known, min(4, 29 - len(known)))
-        inputs = [known[-1], *guesses]
+        drafts = proposers[who](known, min(4, 29 - len(known)))
+        inputs = [known[-1], *drafts]
         places = slice(len(known), len(known) + len(inputs))
-        came = verify_by_drawing(model[inputs], noise[places], guesses)
-        assert came, f"seed {seed}, guesses {guesses} behind {known}: no token"
+        came = verify_by_drawing(model[inputs], noise[places], drafts)
+        assert came, f"seed {seed}, drafts {drafts} behind {known}: no token"
         known, num_steps = known + came, num_steps + 1
     same = expected[: len(known)]
-    assert known == same, f"seed {seed}, {who} guesses: {known} is not {same}"
+    assert known == same, f"seed {seed}, {who} drafts: {known} is not {same}"
     if who in ("nobody", "wrong"):
         assert num_steps == len(known) - 1, f"seed {seed}, {who}: each step yields one token"
     if who == "right":
-        assert num_steps <= 6, f"seed {seed}: right guesses, four a step, took {num_steps} steps"
+        assert num_steps <= 6, f"seed {seed}: right drafts, four a step, took {num_steps} steps"
 
 
 def distributions(rng: np.random.Generator, num_rows: int) -> np.ndarray:

@@ -25,7 +25,7 @@ def test_a_check_reads_16_gb_or_computes_16_gflop_a_token() -> None:
     assert worked.step_ms(1) == pytest.approx(16.06 / 3.35)  # GB over GB a millisecond
     assert worked.step_ms(1280) == pytest.approx(1280 * 16.06 / 989)
     assert worked.free_tokens() == 295
-    assert cells(worked.check_table([1, 64, 256], guesses=4)) == [
+    assert cells(worked.check_table([1, 64, 256], drafts=4)) == [
         ["1", "5", "4.8 ms", "4.8 ms", "1.00"],
         ["64", "320", "4.8 ms", "5.2 ms", "1.08"],
         ["256", "1280", "4.8 ms", "20.8 ms", "4.34"],
@@ -44,7 +44,7 @@ def test_rejection_by_hand() -> None:
     ]
 
 
-def test_drawn_from_the_target_after_a_rejection_the_guess_leaves_its_mark() -> None:
+def test_drawn_from_the_target_after_a_rejection_the_draft_leaves_its_mark() -> None:
     assert worked.one_token(*TWO, from_residual=False) == pytest.approx([0.65, 0.35])
     assert worked.one_token(*THREE, from_residual=False) == pytest.approx([0.4, 0.32, 0.28])
 
@@ -57,17 +57,17 @@ def test_the_exact_distribution_is_what_draws_come_to(name: str, from_residual: 
     if from_residual:
         assert exact == pytest.approx(target.tolist())
     rng = np.random.default_rng(1)
-    guessed = rng.choice(len(draft), size=NUM_DRAWS, p=draft)
-    kept = rng.random(NUM_DRAWS) < np.minimum(1, target / draft)[guessed]
+    drafted = rng.choice(len(draft), size=NUM_DRAWS, p=draft)
+    kept = rng.random(NUM_DRAWS) < np.minimum(1, target / draft)[drafted]
     rest = np.maximum(0, target - draft) if from_residual else target
     drawn = rng.choice(len(draft), size=NUM_DRAWS, p=rest / rest.sum())
-    came = np.bincount(np.where(kept, guessed, drawn), minlength=len(draft)) / NUM_DRAWS
+    came = np.bincount(np.where(kept, drafted, drawn), minlength=len(draft)) / NUM_DRAWS
     assert came == pytest.approx(exact, abs=SPREAD), f"{name}: {came.tolist()} is not {exact}"
     assert kept.mean() == pytest.approx(worked.acceptance(target, draft), abs=SPREAD)
 
 
 def test_noise_that_is_used_twice_shifts_the_distribution() -> None:
-    """By hand: c is guessed with 0.6 and rejected with 2/3. It has won at a time M from Exp(1), so
+    """By hand: c is drafted with 0.6 and rejected with 2/3. It has won at a time M from Exp(1), so
     the noise of a and b is 0.2 M plus a fresh X. Then a wins the race of 3/4 against 1/4 unless
     X_a > 0.4 M + 3 X_b: 1 - E[exp(-0.4 M)] E[exp(-3 X)] = 1 - 1 / 1.4 / 4.
     """
@@ -104,27 +104,27 @@ def test_same_noise_by_hand_and_its_bounds() -> None:
     assert cells(worked.acceptance_table())[1][1:] == ["0.400", "0.600", "0.576", "0.429", "0.280"]
 
 
-def test_w19_five_guesses_at_a_tenth_of_the_cost() -> None:
+def test_w19_five_drafts_at_a_tenth_of_the_cost() -> None:
     assert worked.accepted(0.8, 5) == pytest.approx(0.8 + 0.64 + 0.512 + 0.4096 + 0.32768)
     assert worked.tokens_per_step(0.8, 5) == pytest.approx(3.68928)
     assert worked.speedup(0.8, 5, 0.1) == pytest.approx(3.68928 / 1.5)
     assert worked.tokens_per_step(1, 5) == 6
     assert worked.tokens_per_step(0, 5) == 1
-    assert cells(worked.guesses_table(0.8, 0.1, [1, 5])) == [
+    assert cells(worked.drafts_table(0.8, 0.1, [1, 5])) == [
         ["1", "0.80", "1.80", "1.64"],
         ["5", "2.69", "3.69", "2.46"],
     ]
 
 
-def test_there_is_a_best_number_of_guesses_and_it_may_be_none() -> None:
-    # 6 guesses: 3.9514 / 1.6 = 2.4696; 5: 2.4595; 7: 4.1611 / 1.7 = 2.4477.
-    assert worked.best_guesses(0.8, 0.1) == 6
-    assert worked.best_guesses(0.3, 0.5) == 0  # 1.3 / 1.5
-    assert worked.best_guesses(0.8, 0.0, most=9) == 9
+def test_there_is_a_best_number_of_drafts_and_it_may_be_none() -> None:
+    # 6 drafts: 3.9514 / 1.6 = 2.4696; 5: 2.4595; 7: 4.1611 / 1.7 = 2.4477.
+    assert worked.best_number(0.8, 0.1) == 6
+    assert worked.best_number(0.3, 0.5) == 0  # 1.3 / 1.5
+    assert worked.best_number(0.8, 0.0, most=9) == 9
 
 
 def test_in_a_large_batch_the_check_costs_what_it_brings() -> None:
-    # 128 x 5 x 16.06 / 989 ms over 4.794; five guesses' tokens are 1 + 0.8 + ... + 0.8^4 = 3.3616.
+    # 128 x 5 x 16.06 / 989 ms over 4.794; five drafts' tokens are 1 + 0.8 + ... + 0.8^4 = 3.3616.
     assert cells(worked.batch_table(0.8, 4, [1, 128, 256])) == [
         ["1", "1.00", "3.36"],
         ["128", "2.17", "1.55"],
@@ -133,8 +133,8 @@ def test_in_a_large_batch_the_check_costs_what_it_brings() -> None:
 
 
 def test_the_engine_chooses_as_many_as_pay() -> None:
-    # A step of 295 tokens takes no longer than one of 64: so 3 guesses are free, a fourth is not.
-    assert cells(worked.chosen_guesses([4, 1], [1, 64, 256], most=8)) == [
+    # A step of 295 tokens takes no longer than one of 64: so 3 drafts are free, a fourth is not.
+    assert cells(worked.chosen_drafts([4, 1], [1, 64, 256], most=8)) == [
         ["1", "8", "8"],
         ["64", "4", "3"],
         ["256", "1", "0"],
@@ -142,12 +142,11 @@ def test_the_engine_chooses_as_many_as_pay() -> None:
 
 
 def test_to_take_back_is_to_count_less() -> None:
-    rows = cells(worked.rewind_table(guesses=[5, 6, 7, 8], came=[5, 6, 9], known=21))
+    rows = cells(worked.rewind_table(drafts=[5, 6, 7, 8], came=[5, 6, 9], known=21))
     assert [row[1:] for row in rows] == [
         ["21", "0", "20"],
         ["21", "0", "20"],
         ["21", "5", "25"],
-        ["24", "0", "25"],
         ["24", "0", "23"],
     ]
     assert rows[1][0] == "planned: 5 tokens from 20 on"

@@ -1,8 +1,8 @@
-"""What chapter 18 computes: what a check costs, two ways to check, what a guess is worth.
+"""What chapter 18 computes: what a check costs, two ways to check, what a draft token is worth.
 
 Rejection: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Draws with
 the same noise: Daliri, Musco, Suresh 2024 (arXiv 2408.07978). In all of it `target` is the model's
-distribution of a token and `draft` the guesser's.
+distribution of a token and `draft` the proposer's.
 """
 
 import math
@@ -37,14 +37,14 @@ def free_tokens() -> int:
     return math.floor(LLAMA_8B_ON_H100.matmul_rate / LLAMA_8B_ON_H100.bandwidth)
 
 
-def check_table(sequences: Sequence[int], guesses: int) -> str:
-    """What a step takes without guesses and with so many for each sequence."""
+def check_table(sequences: Sequence[int], drafts: int) -> str:
+    """What a step takes without draft tokens and with so many for each sequence."""
     rows = []
     for count in sequences:
-        plain, checked = step_ms(count), step_ms(count * (1 + guesses))
-        cells = (count * (1 + guesses), f"{plain:.1f} ms", f"{checked:.1f} ms")
+        plain, checked = step_ms(count), step_ms(count * (1 + drafts))
+        cells = (count * (1 + drafts), f"{plain:.1f} ms", f"{checked:.1f} ms")
         rows.append((count, *cells, f"{checked / plain:.2f}"))
-    header = ("sequences", "tokens with guesses", "a step without", "a step with", "ratio")
+    header = ("sequences", "tokens with drafts", "a step without", "a step with", "ratio")
     return table(header, rows)
 
 
@@ -78,8 +78,9 @@ def one_token(
 ) -> list[float]:
     """The exact distribution of the token that comes out.
 
-    A guess x comes with q(x) and is kept with min(1, p(x) / q(x)): together min(p(x), q(x)). In all
-    other cases a token is drawn: from the residual, or, as is often told, from the target.
+    A draft token x comes with q(x) and is accepted with min(1, p(x) / q(x)): together
+    min(p(x), q(x)). In all other cases a token is drawn: from the residual, or, as is often told,
+    from the target.
     """
     rejected = 1 - acceptance(target, draft)
     rest = residual(target, draft) if from_residual and rejected > 0 else target
@@ -97,11 +98,11 @@ def reused_noise(target: Sequence[float], draft: Sequence[float], num_draws: int
     p, q = np.array(target), np.array(draft)
     rest = np.array(residual(target, draft))
     noise = rng.exponential(size=(num_draws, len(p)))
-    guessed = (noise / q).argmin(axis=1)
+    drafted = (noise / q).argmin(axis=1)
     with np.errstate(divide="ignore"):
         drawn = (noise / rest).argmin(axis=1)
-    kept = rng.random(num_draws) < p[guessed] / q[guessed]
-    counts = np.bincount(np.where(kept, guessed, drawn), minlength=len(p))
+    kept = rng.random(num_draws) < p[drafted] / q[drafted]
+    counts = np.bincount(np.where(kept, drafted, drawn), minlength=len(p))
     return (counts / num_draws).tolist()
 
 
@@ -147,7 +148,7 @@ EXAMPLES = {
 
 
 def acceptance_table() -> str:
-    """How often a guess is right, for each pair of `EXAMPLES`, by each way to check."""
+    """How often a draft token is accepted, for each pair of `EXAMPLES`, by each way to check."""
     functions = (distance, acceptance, same_noise, promised, other_noise)
     rows = [
         (name, *(f"{function(target, draft):.3f}" for function in functions))
@@ -157,29 +158,29 @@ def acceptance_table() -> str:
     return table(header, rows)
 
 
-def accepted(rate: float, guesses: int) -> float:
+def accepted(rate: float, drafts: int) -> float:
     """Guesses kept in a step, if each is right with `rate` as long as those before it are."""
-    return tokens_per_step(rate, guesses) - 1
+    return tokens_per_step(rate, drafts) - 1
 
 
-def tokens_per_step(rate: float, guesses: int) -> float:
+def tokens_per_step(rate: float, drafts: int) -> float:
     """And the token that comes after them, or in the place of the first wrong one."""
     if rate == 1:
-        return guesses + 1
-    return (1 - rate ** (guesses + 1)) / (1 - rate)
+        return drafts + 1
+    return (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
-def speedup(rate: float, guesses: int, draft_cost: float, check_cost: float = 1.0) -> float:
-    """Tokens per time, over plain decoding. Costs in plain steps: of a guess, and of the check."""
-    return tokens_per_step(rate, guesses) / (check_cost + guesses * draft_cost)
+def speedup(rate: float, drafts: int, draft_cost: float, check_cost: float = 1.0) -> float:
+    """Tokens per time, over plain decoding. Costs in plain steps: a draft token, and the check."""
+    return tokens_per_step(rate, drafts) / (check_cost + drafts * draft_cost)
 
 
-def best_guesses(rate: float, draft_cost: float, most: int = 32) -> int:
-    """The number of guesses with the largest speed-up; 0 if none pays."""
-    return max(range(most + 1), key=lambda guesses: speedup(rate, guesses, draft_cost))
+def best_number(rate: float, draft_cost: float, most: int = 32) -> int:
+    """The number of draft tokens with the largest speed-up; 0 if none pays."""
+    return max(range(most + 1), key=lambda drafts: speedup(rate, drafts, draft_cost))
 
 
-def guesses_table(rate: float, draft_cost: float, guesses: Sequence[int]) -> str:
+def drafts_table(rate: float, draft_cost: float, drafts: Sequence[int]) -> str:
     rows = [
         (
             k,
@@ -187,23 +188,23 @@ def guesses_table(rate: float, draft_cost: float, guesses: Sequence[int]) -> str
             f"{tokens_per_step(rate, k):.2f}",
             f"{speedup(rate, k, draft_cost):.2f}",
         )
-        for k in guesses
+        for k in drafts
     ]
-    return table(("guesses", "of them kept", "tokens a step", "times as fast"), rows)
+    return table(("draft tokens", "of them accepted", "tokens a step", "times as fast"), rows)
 
 
-def batch_table(rate: float, guesses: int, sequences: Sequence[int]) -> str:
-    """What guesses that cost nothing to make bring on that H100, by sequences."""
+def batch_table(rate: float, drafts: int, sequences: Sequence[int]) -> str:
+    """What draft tokens that cost nothing to make bring on that H100, by sequences."""
     rows = []
     for count in sequences:
-        check = step_ms(count * (1 + guesses)) / step_ms(count)
-        rows.append((count, f"{check:.2f}", f"{speedup(rate, guesses, 0.0, check):.2f}"))
+        check = step_ms(count * (1 + drafts)) / step_ms(count)
+        rows.append((count, f"{check:.2f}", f"{speedup(rate, drafts, 0.0, check):.2f}"))
     return table(("sequences", "a check, in plain steps", "times as fast"), rows)
 
 
-def chosen_guesses(runs: Sequence[int], sequences: Sequence[int], most: int) -> str:
+def chosen_drafts(runs: Sequence[int], sequences: Sequence[int], most: int) -> str:
     """What the engine's own `Goodput` chooses, told that steps take what `step_ms` says, and that
-    of all guesses so many are right before one is wrong."""
+    of all draft tokens so many are right before one is wrong."""
     names = [f"{run} of {run + 1} right" for run in runs]
     rows = [(count, *(_chosen(run, count, most) for run in runs)) for count in sequences]
     return table(("sequences", *names), rows)
@@ -213,32 +214,33 @@ def _chosen(run: int, count: int, most: int) -> str:
     from nanoserve.speculative.goodput import Goodput
 
     goodput = Goodput(most)
-    for guesses in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
-        right = round(count * accepted(run / (run + 1), guesses))
-        seconds = step_ms(count * (1 + guesses)) / 1000
-        goodput.note_step(count, count * guesses, right, seconds)
+    for drafts in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
+        right = round(count * accepted(run / (run + 1), drafts))
+        seconds = step_ms(count * (1 + drafts)) / 1000
+        goodput.record_step(count, count * drafts, right, seconds)
     record = goodput.new_record()
     for _ in range(60):
-        goodput.note_guesses(record, run + 1, run)
+        goodput.record_accepted(record, run + 1, run)
     return f"{sum(goodput.choose(count, [(record, most)] * count)) / count:g}"
 
 
-def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str:
-    """One step of the engine's scheduler: `guesses` behind `known` tokens, of which `came` come."""
+def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
+    """One step of the engine's scheduler: `drafts` behind `known` tokens, of which `came` come."""
     from nanoserve.config import EngineConfig
+    from nanoserve.engine.draft_room import add_draft_tokens
+    from nanoserve.engine.extension import Extension
+    from nanoserve.engine.plan import Plan
+    from nanoserve.engine.scheduler import Scheduler
     from nanoserve.engine.sequence import Sequence as Seq
     from nanoserve.sampling_params import SamplingParams
-    from nanoserve.speculative.proposer import TextProposer
-    from nanoserve.speculative.scheduler import SpeculativeScheduler
 
-    class Told(TextProposer):
-        def guess(self, seq: Seq, most: int) -> list[int]:
-            return list(guesses)[:most]
+    class FixedDrafts(Extension):
+        def extend_plan(self, plan: Plan) -> None:
+            if plan.only_decodes:
+                add_draft_tokens(scheduler, plan, 0, list(drafts))
 
-    options = {"method": "ngram", "num_speculative_tokens": len(guesses), "adaptive": False}
-    config = EngineConfig("none", speculative_config=options).for_device("cpu")
-    scheduler = SpeculativeScheduler(config, num_kv_blocks=8, max_model_len=128)
-    scheduler.proposer = Told()
+    config = EngineConfig("none").for_device("cpu")
+    scheduler = Scheduler(config, num_kv_blocks=8, max_model_len=128, extensions=[FixedDrafts()])
     seq = Seq("one", [1] * (known - 1), SamplingParams(max_tokens=None), 128)
     scheduler.add(seq)
     rows: list[tuple[object, ...]] = []
@@ -256,28 +258,26 @@ def rewind_table(guesses: Sequence[int], came: Sequence[int], known: int) -> str
     note("launched")
     scheduler.update(plan, [list(came)])
     note(f"its {len(came)} tokens have joined")
-    scheduler.settle(plan, [list(came)])
-    note("settled")
     return table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
 
 
 def looked_up(words: str, most: int) -> str:
-    """What the engine's `NgramProposer` guesses behind a text of words."""
+    """What the engine's `NgramProposer` proposes behind a text of words."""
     from nanoserve.speculative.ngram import NgramProposer
 
-    return _guessed(NgramProposer(3, 4), [], words, most)
+    return _proposed(NgramProposer(3, 4), [], words, most)
 
 
 def voted(finished: Sequence[str], words: str, most: int) -> str:
-    """What the engine's `SuffixProposer` guesses, when these requests have ended before."""
+    """What the engine's `SuffixProposer` proposes, when these requests have ended before."""
     from nanoserve.speculative.config import SpeculativeConfig
     from nanoserve.speculative.suffix import SuffixProposer
 
     config = SpeculativeConfig("suffix", suffix_decoding_min_token_prob=0.4)
-    return _guessed(SuffixProposer(config), finished, words, most)
+    return _proposed(SuffixProposer(config), finished, words, most)
 
 
-def _guessed(proposer: object, finished: Sequence[str], words: str, most: int) -> str:
+def _proposed(proposer: object, finished: Sequence[str], words: str, most: int) -> str:
     from nanoserve.engine.sequence import Sequence as Seq
     from nanoserve.sampling_params import SamplingParams
 
@@ -291,11 +291,11 @@ def _guessed(proposer: object, finished: Sequence[str], words: str, most: int) -
         seq.token_ids += ids(text)
         proposer.forget(seq)
     seq = Seq("now", ids(words), SamplingParams(), 1000)
-    ((guesses),) = proposer.propose([(seq, most)])
+    ((drafts),) = proposer.propose([(seq, most)])
     names = {token_id: word for word, token_id in known.items()}
-    return " ".join(names[token_id] for token_id in guesses)
+    return " ".join(names[token_id] for token_id in drafts)
 
 
 def share(part: float, whole: float) -> float:
-    """In per cent: of what was measured, as right guesses of all."""
+    """In per cent: of what was measured, as accepted draft tokens of all."""
     return 100 * part / whole

@@ -138,7 +138,7 @@ def test_there_and_back_is_as_if_it_had_not_been(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_engine_follows_a_sequence_with_it(seed: int) -> None:
-    """`Guided` is what stands between a sequence and its grammar: guesses, samples, and all."""
+    """`Guided` stands between a sequence and its grammar: draft tokens, samples, and all."""
     rng = random.Random(seed)
     pattern = rng.choice(list(EXAMPLES))
     seq = Sequence("r", [1], SamplingParams(max_tokens=30), 100)

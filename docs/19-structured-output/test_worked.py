@@ -148,12 +148,12 @@ def test_to_sample_first_and_to_mask_first_choose_the_same_token() -> None:
         sampler.set_slot(SlotUpdate(slot, params, seed=slot))
     logits, slots = torch.zeros(num_rows, size), np.arange(num_rows)
     logits += torch.from_numpy(rng.normal(0, 0.01, (num_rows, size))).float()
-    limits = {slot: Legal(rng.choice(size, 24, replace=False)) for slot in range(num_rows)}
+    masks = {slot: Legal(rng.choice(size, 24, replace=False)) for slot in range(num_rows)}
     masked = logits.clone()
-    for slot, limit in limits.items():
-        masked[slot, [i for i in range(size) if i not in limit.token_ids]] = -torch.inf
+    for slot, mask in masks.items():
+        masked[slot, [i for i in range(size) if i not in mask.token_ids]] = -torch.inf
     expected = sampler.sample(masked, slots, slots).token_ids
-    found = sampler.sample(logits, slots, slots, token_masks=limits).token_ids
+    found = sampler.sample(logits, slots, slots, token_masks=masks).token_ids
     assert found.tolist() == expected.tolist()
-    num_masks = sum(limit.num_fills for limit in limits.values())
+    num_masks = sum(mask.num_fills for mask in masks.values())
     assert num_masks == pytest.approx(worked.rows_with_masks(num_rows, 24 / 32), rel=0.3)

@@ -57,7 +57,7 @@ def run_table(number: str) -> str:
     for step, (forced, chosen) in enumerate(_steps(number), 1):
         told = " ".join(map(_shown, forced)) or "none"
         rows.append((step, told, "ended" if chosen is None else _shown(chosen)))
-    return table(("step", "guessed, because forced", "sampled behind them"), rows)
+    return table(("step", "draft tokens, because forced", "sampled behind them"), rows)
 
 
 def num_steps(number: str, with_runs: bool) -> int:
@@ -70,7 +70,7 @@ def num_tokens(number: str) -> int:
 
 
 def num_forced(number: str) -> int:
-    """Tokens of the output that leave no choice: those guessed, and the first one."""
+    """Tokens of the output that leave no choice: the draft tokens, and the first one."""
     return 1 + sum(len(forced) for forced, _ in _steps(number))
 
 
@@ -230,19 +230,19 @@ def _forced(state: object) -> list[int]:
 def _steps(number: str) -> list[tuple[list[int], int | None]]:
     """Per step, the tokens that were forced, and the one that was sampled behind them.
 
-    In the first step the prompt is computed, and nothing is guessed.
+    In the first step the prompt is computed, and there are no draft tokens.
     """
     wanted, state, steps = f'{{"n": {number}}}', _rule(), []
     while not _may_end(state):
         run = _forced(state)
-        guesses = run if steps else []
-        for i in guesses:
+        drafts = run if steps else []
+        for i in drafts:
             state, wanted = _walk(state, VOCABULARY[i]), wanted[len(VOCABULARY[i]) :]
         fitting = [i for i in _allowed(state) if wanted.startswith(VOCABULARY[i])]
         chosen = max(fitting, key=lambda i: len(VOCABULARY[i])) if fitting else None
         if chosen is not None:
             state, wanted = _walk(state, VOCABULARY[chosen]), wanted[len(VOCABULARY[chosen]) :]
-        steps.append((guesses, chosen))
+        steps.append((drafts, chosen))
     return steps
 
 

@@ -1,11 +1,12 @@
 """Chapter 23's numbers: stages and their bubbles, bytes between ranks, ways to use eight GPUs.
 
-Who runs in which step is decided by the engine's own `PipelinedScheduler`, who gets a request by
+Who runs in which step is decided by the engine's own `PipelineSchedule`, who gets a request by
 its own `PrefixRouter`; the fleet is that of `benchmarks/routing.py`, at a small scale. Layers are
 of equal size where nothing else is said, and times are lower bounds: what it takes to read the
 weights, or to send the bytes, at the full rate.
 """
 
+from dataclasses import replace
 from functools import cache
 from string import ascii_uppercase
 from types import SimpleNamespace
@@ -14,7 +15,11 @@ import routing
 from tables import table
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.pipeline import PipelinedScheduler
+from nanoserve.engine.executor import ForwardInputs, StepResult
+from nanoserve.engine.extension import Extension
+from nanoserve.engine.pipeline import PipelineSchedule
+from nanoserve.engine.plan import Plan
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.prefix_router import DEFAULT_GAMMA, PrefixRouter
 from nanoserve.sampling_params import SamplingParams
@@ -78,23 +83,38 @@ def schedule_table(stages: int, steps: int) -> str:
     return table(("time", *range(length)), rows)
 
 
+class TakesAll(Extension):
+    """Leaves out what waits for its token, and shares nothing out."""
+
+    def __init__(self, engine: object) -> None:
+        pass
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        return 0 if seq.num_pending else num_tokens
+
+
 def who_runs(num_seqs: int, prompt_len: int, stages: int, shared: bool, num_steps: int) -> list:
     """Of each step, {name: tokens}: as many steps are under way as there are stages."""
     config = EngineConfig("none", enable_prefix_caching=False).for_device("cpu")
-    scheduler = PipelinedScheduler(config, num_kv_blocks=4096, max_model_len=4096)
-    under_way: list[SimpleNamespace] = []
-    scheduler.share_out(stages if shared else 1, under_way)
+    scheduler = Scheduler(config, 4096, max_model_len=4096, extensions=(extensions := []))
+    schedule = PipelineSchedule if shared else TakesAll
+    config = replace(config, pipeline_parallel_size=stages)
+    extensions.append(extension := schedule(SimpleNamespace(config=config, scheduler=scheduler)))
+    under_way: list[Plan] = []
     for i in range(num_seqs):
         params = SamplingParams(max_tokens=1000)
         scheduler.add(Sequence(ascii_uppercase[i], [1] * prompt_len, params, 4096, arrival=i))
     planned = []
     for _ in range(num_steps):
         if len(under_way) == stages:  # the oldest has left the last stage
-            plan = under_way.pop(0).plan
-            scheduler.update(plan, [[7] for _ in plan.sampled])
+            plan = under_way.pop(0)
+            token_ids = [[7] for _ in plan.sampled]
+            scheduler.update(plan, token_ids)
+            extension.on_result(plan, StepResult(token_ids))
         plan = scheduler.schedule()
+        extension.forward_inputs(plan, ForwardInputs())
         scheduler.commit(plan)
-        under_way.append(SimpleNamespace(plan=plan))
+        under_way.append(plan)
         planned.append({row.seq.request_id: row.n for row in plan.rows})
     return planned
 

@@ -12,6 +12,8 @@ from tables import table
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.extension import Extension
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
@@ -28,7 +30,6 @@ MATRICES = {
 }
 NUM_LAYERS, PARAMETERS = 32, 8_030_261_248
 BANDWIDTH = 3.35e12
-NO_SLOT = "its adapter has no place"  # a reason to be held
 
 
 # ---------------------------------------------------------------- what an adapter weighs
@@ -184,16 +185,35 @@ def hits_table() -> str:
     return table(("request", "its key", "tokens found"), rows)
 
 
+class AdapterLimit(Extension):
+    """At most `max_loras` adapters in a step. Who would be one too many waits: with `skips` alone,
+    otherwise with all behind it. A request's id is the name of its adapter."""
+
+    def __init__(self, max_loras: int, skips: bool) -> None:
+        self.max_loras, self.skips, self.is_closed = max_loras, skips, False
+        self.scheduler: Scheduler | None = None
+
+    def on_step_start(self) -> None:
+        self.is_closed = False
+
+    def may_admit(self, seq: Sequence, plan: Plan) -> bool:
+        present = {each.request_id for each in self.scheduler.running}
+        fits = len(present | {seq.request_id}) <= self.max_loras
+        self.is_closed = self.is_closed or not (fits or self.skips)
+        return fits and not self.is_closed
+
+
 def first_steps(
     adapters: str, lengths: list[int], max_loras: int, skips: bool, comes: list[int] | None = None
 ) -> list[int]:
     """In which step each request begins. Prompts have one token, so n tokens take n steps.
 
-    A step computes at most `max_loras` adapters. Whoever would be one too many is held; without
-    `skips` so is everybody behind it. `comes`: in which step each arrives; all in the first one.
+    Who is admitted is limited by `AdapterLimit`. `comes`: in which step each arrives; all in the
+    first one.
     """
     config = EngineConfig("none", enable_prefix_caching=False).for_device("cpu")
-    scheduler = Scheduler(config, num_kv_blocks=4096, max_model_len=4096)
+    limit = AdapterLimit(max_loras, skips)
+    scheduler = limit.scheduler = Scheduler(config, 4096, 4096, extensions=[limit])
     requests = [
         Sequence(name, [1], SamplingParams(max_tokens=n), 4096, arrival=i)
         for i, (name, n) in enumerate(zip(adapters, lengths, strict=True))
@@ -204,14 +224,7 @@ def first_steps(
         step += 1
         for seq in requests:
             if (comes or [1] * len(requests))[seq.arrival] == step:
-                scheduler.hold(seq, NO_SLOT)
-        present = {seq.request_id for seq in scheduler.running}
-        for seq in sorted(scheduler.held, key=lambda seq: seq.arrival):
-            if len(present | {seq.request_id}) <= max_loras:
-                present.add(seq.request_id)
-                scheduler.release([seq])
-            elif not skips:
-                break
+                scheduler.add(seq)
         plan = scheduler.schedule()
         begun |= dict.fromkeys(plan.admitted, step)
         scheduler.commit(plan)

@@ -70,6 +70,9 @@ def test_a_failed_transfer_is_computed_here() -> None:
     assert side.admit() == {"a": 10}, "nothing of a has come"
 
 
+KV_ON_ITS_WAY = "its K and V are on their way"  # a reason to be held
+
+
 class ByTheEngine:
     """The same with `Scheduler`: what waits is held, and sequences that never run keep blocks."""
 
@@ -85,7 +88,7 @@ class ByTheEngine:
         params, number = SamplingParams(max_tokens=max_tokens), len(self.answers)
         make = lambda: Sequence(name, list(token_ids), params, 256, arrival=number)  # noqa: E731
         self.answers[name], self.keepers[name] = make(), make()
-        self.scheduler.hold(self.answers[name], "its K and V are on their way")
+        self.scheduler.hold(self.answers[name], KV_ON_ITS_WAY)
         self.line.append(name)
 
     def start_transfers(self) -> list[str]:
@@ -108,11 +111,11 @@ class ByTheEngine:
     def arrived(self, name: str) -> None:
         keeper = self.keepers[name]
         self.manager.cache(keeper, len(keeper.block_table) * self.manager.block_size)
-        self.scheduler.release([self.answers[name]])
+        self.scheduler.release([self.answers[name]], KV_ON_ITS_WAY)
 
     def failed(self, name: str) -> None:
         self.manager.free(self.keepers[name])
-        self.scheduler.release([self.answers[name]])
+        self.scheduler.release([self.answers[name]], KV_ON_ITS_WAY)
 
     def step(self) -> tuple[dict[str, int], int, list[str]]:
         """Whom it admits with how many tokens, the free blocks then, and who ends with this."""

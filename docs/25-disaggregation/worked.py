@@ -329,7 +329,7 @@ class TwoPools:
         seq = self.held.pop(transfer.job)
         self.kept[seq] = transfer
         self.under_way -= 1
-        decode.scheduler.release([seq])
+        decode.scheduler.release([seq], KV_ON_ITS_WAY)
         transfer.job.log["released"] = run.now
         run.wake(0)  # whose blocks are free again
         run.wake(1)

@@ -17,7 +17,7 @@ class ShortestPromptFirst(Scheduler):
 
     aging = 2
 
-    def _order(self, seq: Sequence) -> tuple[int, int]:
+    def order(self, seq: Sequence) -> tuple[int, int]:
         return (seq.num_prompt_tokens + self.aging * seq.arrival, seq.arrival)
 
 

@@ -161,13 +161,13 @@ def report(what: str, yours: list[Any], theirs: list[Any]) -> bool:
 
 def lengths(file: ModuleType) -> str:
     sys.path.append(str(ROOT / "benchmarks"))
-    from reading import evening_path, lines_of_code
+    from reading import lines_of_code, stops
 
-    evening = [ROOT / name for stop in evening_path() for name in stop.files]
+    path = [ROOT / stop.file for stop in stops()]
     everything = (ROOT / "nanoserve").rglob("*.py")
     yours = lines_of_code(Path(file.__file__))
-    some, total = sum(map(lines_of_code, evening)), sum(map(lines_of_code, everything))
-    return f"{yours} of yours, {some:,} of nanoserve's evening path, {total:,} of all of it"
+    some, total = sum(map(lines_of_code, path)), sum(map(lines_of_code, everything))
+    return f"{yours} of yours, {some:,} of nanoserve's reading path, {total:,} of all of it"
 
 
 def main() -> int:

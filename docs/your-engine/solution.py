@@ -153,6 +153,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list, repr=False)  # of its full blocks
     num_published: int = 0  # full blocks that the prefix cache has been told of
+    # Stage 9: asked behind each token that joins, whether its text has come to a stop string.
+    is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
     text: str = ""  # as much as has been shown
 
@@ -279,8 +281,9 @@ class Scheduler:
         for seq, token_id in zip(sampled, token_ids, strict=True):
             if token_id not in seq.eos:
                 seq.token_ids.append(token_id)
-            if token_id in seq.eos or len(seq.token_ids) >= seq.max_len:
-                self.finish(seq, "stop" if token_id in seq.eos else "length")
+            is_stopped = token_id in seq.eos or seq.is_stopped(seq)
+            if is_stopped or len(seq.token_ids) >= seq.max_len:
+                self.finish(seq, "stop" if is_stopped else "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
@@ -395,7 +398,7 @@ class Engine:
         if not 0 < len(tokens) < self.max_len:
             raise ValueError(f"a prompt has 1 to {self.max_len - 1} tokens, not {len(tokens)}")
         max_len = min(self.max_len, len(tokens) + max_tokens)
-        seq = Sequence(tokens, len(tokens), max_len, self.eos, **sampling)
+        seq = Sequence(tokens, len(tokens), max_len, self.eos, is_stopped=self._stops, **sampling)
         self.scheduler.add(seq)
         return seq
 
@@ -413,13 +416,16 @@ class Engine:
         if not seq.finish_reason:
             self.scheduler.finish(seq, "abort")
 
+    def _text(self, seq: Sequence) -> str:
+        return self.tokenizer.decode(seq.token_ids[seq.num_prompt :])
+
+    def _stops(self, seq: Sequence) -> bool:
+        return any(stop in self._text(seq) for stop in seq.stop)
+
     def _show(self, seq: Sequence) -> str:
-        text = self.tokenizer.decode(seq.token_ids[seq.num_prompt :])
         # As long as more comes, half a character may be the end.
-        shown = text if seq.finish_reason else text.rstrip("\ufffd")
-        visible, stop = until_stop(shown, seq.stop, bool(seq.finish_reason))
-        if stop:
-            self.scheduler.finish(seq, "stop")
+        shown = self._text(seq) if seq.finish_reason else self._text(seq).rstrip("\ufffd")
+        visible, _ = until_stop(shown, seq.stop, bool(seq.finish_reason))
         piece, seq.text = visible[len(seq.text) :], visible
         return piece
 

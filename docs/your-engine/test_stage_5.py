@@ -99,8 +99,21 @@ def test_to_finish_is_possible_anywhere_and_twice() -> None:
 
 
 @stage(5)
+def test_a_sequence_that_is_stopped_keeps_the_token() -> None:
+    """It is asked behind each token that joins, and before the length."""
+    scheduler = Scheduler(Config(**LARGE, max_num_seqs=2))
+    seq = Sequence([1, 2], max_len=4, is_stopped=lambda seq: seq.token_ids[-1] == 9)
+    scheduler.add(seq)
+    scheduler.update(scheduler.schedule(), [8])
+    assert seq.finish_reason is None, "stopped at 9, and 8 came"
+    scheduler.update(scheduler.schedule(), [9])
+    case = "stopped at 9, which came and was the last of max_len 4"
+    assert (seq.finish_reason, seq.token_ids, seq.block_table) == ("stop", [1, 2, 8, 9], []), case
+
+
+@stage(5)
 def test_who_has_ended_only_gets_another_reason() -> None:
-    """A stop string is seen when a sequence has ended already, perhaps by its length."""
+    """Such as one that is aborted in the step in which it has ended by its length."""
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2))
     ends, stays = Sequence([1, 2, 3], max_len=4), Sequence([4, 5])
     scheduler.add(ends)

@@ -166,6 +166,8 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list, repr=False)  # of its full blocks
     num_published: int = 0  # full blocks that the prefix cache has been told of
+    # Stage 9: asked behind each token that joins, whether its text has come to a stop string.
+    is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
     text: str = ""  # as much as has been shown
 
@@ -279,7 +281,8 @@ class Scheduler:
         """The step has run, and the rows that catch up have got a token each, in their order.
 
         Count what is computed. A token of `seq.eos` ends a sequence ("stop") and does not join; any
-        other joins, and ends it ("length") if that makes `max_len` tokens.
+        other joins, and ends it if `seq.is_stopped(seq)` ("stop") or if that makes `max_len` tokens
+        ("length"; "stop" if it is both).
         """
         raise NotImplementedError("stage 5")
 

@@ -41,16 +41,11 @@ def attend_rows(
 
     q is the whole batch's; what is returned is [num_rows x n, num_heads, head_dim].
     """
-    # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim]. The heads of a
-    #    block follow each other in the cache, so that one index finds a head of a block.
-    num_rows, num_kv_heads, block_size = end - first, layer.num_kv_heads, kv_cache.shape[3]
+    # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
+    num_rows, num_kv_heads = end - first, layer.num_kv_heads
     lens = metadata.context_lens[first:end]
     shortest, length = int(lens.min()), int(lens.max())
-    blocks = metadata.block_tables[first:end, None, : -(-length // block_size)].long()
-    index = blocks * num_kv_heads + torch.arange(num_kv_heads, device=q.device)[:, None]
-    heads = (cache.flatten(0, 1).index_select(0, index.flatten()) for cache in kv_cache)
-    shape = (num_rows, num_kv_heads, -1, layer.head_dim)
-    k, v = (head.view(shape)[:, :, :length] for head in heads)
+    k, v = _gather(layer, kv_cache, metadata.block_tables[first:end], length)
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
     #    head. Of one token, they are the rows of one product; of several, the KV head is repeated.
@@ -77,11 +72,34 @@ def attend_rows(
             queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )
     else:
-        # Scaled before the product: in float16, unscaled scores could overflow.
-        scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
-        scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
-        attended = scores.softmax(dim=-1).to(v.dtype) @ v
+        attended = _capped_attention(layer, queries, k, v, visible)
     return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
+
+
+def _gather(
+    layer: AttentionLayer, kv_cache: Tensor, block_tables: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return K and V of some rows, up to the longest: [num_rows, num_kv_heads, length, head_dim].
+
+    The heads of a block follow each other in the cache, so that one index finds a head of a block.
+    """
+    num_kv_heads, block_size = layer.num_kv_heads, kv_cache.shape[3]
+    blocks = block_tables[:, None, : -(-length // block_size)].long()
+    index = blocks * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
+    heads = (cache.flatten(0, 1).index_select(0, index.flatten()) for cache in kv_cache)
+    shape = (len(block_tables), num_kv_heads, -1, layer.head_dim)
+    k, v = (head.view(shape)[:, :, :length] for head in heads)
+    return k, v
+
+
+def _capped_attention(
+    layer: AttentionLayer, queries: Tensor, k: Tensor, v: Tensor, visible: Tensor
+) -> Tensor:
+    """Attention whose scores pass through a soft cap (Gemma 2): cap x tanh(score / cap)."""
+    # Scaled before the product: in float16, unscaled scores could overflow.
+    scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
+    scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 from nanoserve.checks import require, shown
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import SlotState
+    from nanoserve.sampling.slot_state import SlotState
     from nanoserve.sampling_params import SamplingParams
 
 State = TypeVar("State")

@@ -147,7 +147,6 @@ FOREIGN: dict[str, Foreign] = {
     **_known("swa_bounded_replay", "every layer keeps the K and V of all tokens", _off),
     **_known("use_fp64_gumbel", "noise is float32, and the same on every device", _off),
     **_known("num_lookahead_slots", "guesses take blocks that are left over", _one_of(0)),
-    **_known("scheduler_cls", "to change the policy, see scheduling_policy"),
     **_known("external_parameters additional_config", "there is nothing that would read it"),
     **_known("cpu_offload_gb kv_offloading_size", _NOT_MOVED, lambda value: value in (0, None)),
     **_known("offload_group_size", _NOT_MOVED, _one_of(0)),

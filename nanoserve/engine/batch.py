@@ -61,64 +61,77 @@ class Batch:
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
         """Write `plan` into this buffer; `block_tables` is the scheduler's table, by slot.
 
-        Per sequence a few list operations, per token none but numpy's. Said slowly, token i of a
-        row is at position start + i, and its slot is block_table[position // block_size] *
-        block_size + position % block_size.
+        Per sequence a few list operations, per token none but numpy's.
         """
-        # 1) One pass over the sequences, in batch order.
+        # One pass over the sequences, in batch order; all that follows is arrays.
         sequences, starts, counts, num_outputs, num_sampled = zip(*plan.rows, strict=True)
-        start, n = np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32)
         slots = np.array([seq.slot for seq in sequences], dtype=np.int32)
-        input_ids: list[int] = []
-        for seq, first, count in zip(sequences, starts, counts, strict=True):
-            if count > 1:
-                input_ids += seq.token_ids[first : first + count]
-                input_ids += plan.draft_tokens.get(seq, ())
-            elif first < len(seq.token_ids):
-                input_ids.append(seq.token_ids[first])
-            else:  # what is not known yet is the only token of its row
-                input_ids.append(PENDING)
-
-        # 2) Rows.
-        rows, tokens = len(sequences), len(input_ids)
-        ends = self.cu_seqlens_q[1 : rows + 1]
-        self.cu_seqlens_q[0] = 0
-        np.cumsum(n, out=ends)
-        np.add(start, n, out=self.context_lens[:rows])
-        self.row_slots[:rows] = slots
-        max_context_len = int(self.context_lens[:rows].max())
-        width = blocks_needed(max_context_len, block_size)
-        tables = self.block_tables(rows, width)
-        tables[:] = block_tables[slots, :width]
-
-        # 3) Tokens.
-        self.input_ids[:tokens] = input_ids
-        row_of_token = np.repeat(np.arange(rows, dtype=np.int32), n)
-        shift = start - self.cu_seqlens_q[:rows]
-        positions = np.arange(tokens, dtype=np.int32) + shift[row_of_token]
-        self.positions[:tokens] = positions
-        blocks = tables[row_of_token, positions // block_size]
-        self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
-
-        # 4) Outputs. The sampler's come first: the last tokens of the rows that catch up.
-        sampled, outputs, all_outputs = np.array(num_sampled), sum(num_sampled), sum(num_outputs)
-        first_outputs = ends - np.cumsum(sampled)  # of a row's, less the outputs before it
-        self.output_rows[:outputs] = np.repeat(first_outputs, sampled) + np.arange(outputs)
-        self.output_slots[:outputs] = np.repeat(slots, sampled)
+        start = np.array(starts, dtype=np.int32)
+        n = np.array(counts, dtype=np.int32)
+        input_ids = _input_ids(plan)
+        width = self._pack_rows(slots, start, n, block_tables, block_size)
+        self._pack_tokens(input_ids, start, n, width, block_size)
+        outputs = self._pack_outputs(slots, np.array(num_sampled))
+        all_outputs = sum(num_outputs)
         if all_outputs > outputs:
             self._pack_prompt_outputs(plan, outputs)
         self._header[:] = BatchHeader(
             step=self.step,
-            num_tokens=tokens,
-            num_rows=rows,
+            num_tokens=len(input_ids),
+            num_rows=len(sequences),
             num_decode_rows=counts.count(1),
             num_pending=input_ids.count(PENDING),
             num_outputs=all_outputs,
             num_sampled=outputs,
             max_query_len=max(counts),
-            max_context_len=max_context_len,
+            max_context_len=int(self.context_lens[: len(sequences)].max()),
             table_width=width,
         )
+
+    def _pack_rows(
+        self,
+        slots: np.ndarray,
+        start: np.ndarray,
+        n: np.ndarray,
+        block_tables: np.ndarray,
+        block_size: int,
+    ) -> int:
+        """Write what there is one of for each row; returns the width of the block tables."""
+        rows = len(slots)
+        self.cu_seqlens_q[0] = 0
+        np.cumsum(n, out=self.cu_seqlens_q[1 : rows + 1])
+        np.add(start, n, out=self.context_lens[:rows])
+        self.row_slots[:rows] = slots
+        width = blocks_needed(int(self.context_lens[:rows].max()), block_size)
+        self.block_tables(rows, width)[:] = block_tables[slots, :width]
+        return width
+
+    def _pack_tokens(
+        self, input_ids: list[int], start: np.ndarray, n: np.ndarray, width: int, block_size: int
+    ) -> None:
+        """Write what there is one of for each token.
+
+        Said slowly, token i of a row is at position start + i, and its slot in the KV cache is
+        block_table[position // block_size] * block_size + position % block_size.
+        """
+        rows, tokens = len(n), len(input_ids)
+        self.input_ids[:tokens] = input_ids
+        row_of_token = np.repeat(np.arange(rows, dtype=np.int32), n)
+        shift = start - self.cu_seqlens_q[:rows]
+        positions = np.arange(tokens, dtype=np.int32) + shift[row_of_token]
+        self.positions[:tokens] = positions
+        blocks = self.block_tables(rows, width)[row_of_token, positions // block_size]
+        self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
+
+    def _pack_outputs(self, slots: np.ndarray, num_sampled: np.ndarray) -> int:
+        """Write the sampler's outputs: the last tokens of the rows that catch up. Returns how many
+        there are."""
+        outputs = int(num_sampled.sum())
+        ends = self.cu_seqlens_q[1 : len(slots) + 1]
+        first = ends - np.cumsum(num_sampled)  # of a row's, less the outputs before it
+        self.output_rows[:outputs] = np.repeat(first, num_sampled) + np.arange(outputs)
+        self.output_slots[:outputs] = np.repeat(slots, num_sampled)
+        return outputs
 
     def _pack_prompt_outputs(self, plan: Plan, first: int) -> None:
         """Write, from output `first` on, outputs that are not sampled: a known token follows each.
@@ -144,3 +157,17 @@ class Batch:
         ends = header.num_sampled + np.cumsum(self.head_counts)
         spans = zip(self.layout.heads, ends - self.head_counts, ends, strict=True)
         return {name: slice(int(first), int(end)) for name, first, end in spans if first < end}
+
+
+def _input_ids(plan: Plan) -> list[int]:
+    """Return the tokens of all rows, one after the other."""
+    input_ids: list[int] = []
+    for seq, start, n, *_ in plan.rows:
+        if n > 1:
+            input_ids += seq.token_ids[start : start + n]
+            input_ids += plan.draft_tokens.get(seq, ())
+        elif start < len(seq.token_ids):
+            input_ids.append(seq.token_ids[start])
+        else:  # a pending token is the only one of its row
+            input_ids.append(PENDING)
+    return input_ids

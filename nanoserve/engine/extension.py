@@ -16,19 +16,17 @@
 
 Extensions are called in the order of the engine's list. They never call each other: what one has
 to say to another is in the plan. They use the public methods of `Scheduler`, such as `hold`,
-`release`, `add_draft_tokens` and `finish`. An exception in any of these methods is an exception of
+`release`, `grow` and `finish`. An exception in any of these methods is an exception of
 the step, which then has not happened.
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanoserve.engine.llm_engine import LLMEngine
 
 
 class Extension:
@@ -57,7 +55,7 @@ class Extension:
         return num_tokens
 
     def extend_plan(self, plan: Plan) -> None:
-        """Add draft tokens to rows that catch up, with `Scheduler.add_draft_tokens`."""
+        """Add draft tokens to rows that catch up; see `nanoserve.engine.draft_room`."""
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add to what the model gets beside the batch."""
@@ -89,10 +87,12 @@ def register_extension(name: str, location: str) -> None:
     _ON_DEMAND[name] = location
 
 
-def load_extension(name: str, engine: "LLMEngine") -> Extension:
-    """Make the extension that requests ask for by `name`. Raises `ValueError` if there is none."""
+def extension_class(name: str) -> Callable[[Any], Extension]:
+    """Return what makes the extension that requests ask for by `name`, from an `LLMEngine`.
+
+    Raises `ValueError` if there is none of that name.
+    """
     if name not in _ON_DEMAND:
         raise ValueError(f"extension {name!r} is not one of {[*_ON_DEMAND]}")
     module, _, attribute = _ON_DEMAND[name].partition(":")
-    make: Any = getattr(import_module(module), attribute)
-    return make(engine)
+    return getattr(import_module(module), attribute)

@@ -33,7 +33,8 @@ class GuardedEngine(EngineMethods):
     """An `LLMEngine` for use from outside: what `LLM.engine` is, and `nanoserve.LLMEngine`.
 
     Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
-    The arguments are those of `LLMEngine`.
+    The arguments are those of `LLMEngine`, and make_executor: makes another executor from a
+    configuration, for an engine that has slept.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class GuardedEngine(EngineMethods):
         clock: Callable[[], float] = time.perf_counter,
         make_executor: Callable[[EngineConfig], Executor] | None = None,
     ) -> None:
-        loop = LLMEngine(config, model_config, executor, tokenizer, clock, make_executor)
+        loop = LLMEngine(config, model_config, executor, tokenizer, clock)
         self.loop = loop
+        self.refusal: str | None = None  # the state of an engine that takes no requests
         self._lock = EngineLock()
         # The parts of the loop, to look at between two steps.
         self.config, self.model_config = config, model_config
@@ -58,11 +60,6 @@ class GuardedEngine(EngineMethods):
     @property
     def executor(self) -> Executor:
         return self.loop.executor
-
-    @property
-    def refusal(self) -> str | None:
-        """The state of an engine that takes no requests, such as "closed"; None if it does."""
-        return self.loop.refusal
 
     @property
     def stats(self) -> EngineStats:
@@ -92,6 +89,8 @@ class GuardedEngine(EngineMethods):
     def add(self, request: Request) -> None:
         """Queue what `input_processor` made."""
         with self._lock.turn():
+            if self.refusal is not None:
+                raise ValueError(f"this engine is {self.refusal}")
             held_for = self.loop.prepare(request)
             with self._recovery():
                 self.loop.enqueue(request, held_for)
@@ -99,7 +98,7 @@ class GuardedEngine(EngineMethods):
     def add_extension(self, extension: Extension) -> None:
         """Let an extension take part in the engine's steps from the next one on."""
         with self._lock.turn():
-            self.loop.add_extension(extension)
+            self.extensions.append(extension)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever state it is; its blocks are free when this returns.
@@ -176,11 +175,11 @@ class GuardedEngine(EngineMethods):
 
     def suspend(self, state: str) -> None:
         """Refuse requests from now on: "this engine is {state}"."""
-        self.loop.suspend(state)
+        self.refusal = state
 
     def resume(self) -> None:
         """Take requests again."""
-        self.loop.resume()
+        self.refusal = None
 
     def replace_executor(self, executor: Executor) -> None:
         """Use another executor, of the same pool, in the place of one that was closed."""
@@ -221,4 +220,5 @@ class GuardedEngine(EngineMethods):
 
     def _close(self) -> None:
         self._withdraw(list(self.output_processor.requests))
+        self.suspend("closed")
         self.loop.close()

@@ -15,14 +15,14 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.engine.extension import Extension, load_extension
+from nanoserve.engine.extension import Extension, extension_class
 from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.engine.request import Request
-from nanoserve.engine.scheduler import load_scheduler_class
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -45,19 +45,11 @@ class Step:
     outputs: list[RequestOutput] | None = None
 
 
-def accepted_of_drafts(plan: Plan, result: StepResult) -> list[tuple[int, int]]:
-    """Return, for each row with draft tokens, how many were accepted and how many there were."""
-    rows = zip(plan.sampled, result.token_ids, strict=True)
-    return [(max(0, len(ids) - 1), row.num_sampled - 1) for row, ids in rows if row.num_sampled > 1]
-
-
 class LLMEngine:
     """Takes requests at any time and advances all of them step by step.
 
     executor: runs the model; it is closed with the engine. tokenizer: None for token ids only.
-    clock: returns seconds; no other clock is read. make_executor: makes another executor from a
-    configuration, for an engine that has slept. Every argument of a request was validated by
-    `input_processor`.
+    clock: returns seconds; no other clock is read. Requests are validated by `input_processor`.
     """
 
     def __init__(
@@ -67,10 +59,9 @@ class LLMEngine:
         executor: Executor,
         tokenizer: "Tokenizer | None",
         clock: Callable[[], float] = time.perf_counter,
-        make_executor: Callable[[EngineConfig], Executor] | None = None,
     ) -> None:
         self.config, self.model_config = config, model_config
-        self.executor, self.make_executor = executor, make_executor
+        self.executor = executor
         self.tokenizer, self.clock = tokenizer, clock
         max_model_len = executor.max_model_len
         self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
@@ -82,7 +73,6 @@ class LLMEngine:
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []
         self.listeners: Listeners[RequestListener] = Listeners()
-        self.refusal: str | None = None  # the state of an engine that takes no requests
         self._on_demand: dict[str, Extension] = {}  # those that requests have asked for
         self._planned: Plan | None = None  # not launched yet
         self._launched: Step | None = None  # not sampled yet; its launch may not have returned
@@ -101,13 +91,11 @@ class LLMEngine:
 
     def prepare(self, request: Request) -> list[str]:
         """Check that a request can be queued; returns the reasons for which it will be held."""
-        if self.refusal is not None:
-            raise ValueError(f"this engine is {self.refusal}")
         if request.request_id in self.output_processor.requests:
             raise ValueError(f"request_id={request.request_id!r} is already in use")
         for name in request.extensions:
             if name not in self._on_demand:
-                self._on_demand[name] = load_extension(name, self)
+                self._on_demand[name] = extension_class(name)(self)
             if self._on_demand[name] not in self.extensions:
                 # Before the others: what it requires of draft tokens is to be known to them.
                 self.extensions.insert(0, self._on_demand[name])
@@ -248,7 +236,7 @@ class LLMEngine:
         self._in_flight.popleft()
         self._stats.count(plan.num_tokens, step.outputs)
         if plan.draft_tokens:
-            self._stats.count_drafts(accepted_of_drafts(plan, result))
+            self._stats.count_drafts(plan.accepted_of_drafts(result.token_ids))
         self._watch.lap(step.times, "update")
         return step
 
@@ -274,10 +262,6 @@ class LLMEngine:
     def plans_under_way(self) -> list[Plan]:
         """The plans of steps that were launched and not collected, oldest first."""
         return [step.plan for step in self._in_flight]
-
-    def add_extension(self, extension: Extension) -> None:
-        """Let an extension take part from the next step on."""
-        self.extensions.append(extension)
 
     def reset(self) -> list[str]:
         """Return to the end of the last step that has ended; returns the ids of requests that were
@@ -316,14 +300,6 @@ class LLMEngine:
             self.scheduler.reset(self._sequences())
         self.scheduler.block_manager.evict_all()
 
-    def suspend(self, state: str) -> None:
-        """Refuse requests from now on: "this engine is {state}"."""
-        self.refusal = state
-
-    def resume(self) -> None:
-        """Take requests again."""
-        self.refusal = None
-
     def replace_executor(self, executor: Executor) -> None:
         """Use another executor, of the same pool, in the place of one that was closed."""
         expected, found = self.executor.num_kv_blocks, executor.num_kv_blocks
@@ -336,7 +312,6 @@ class LLMEngine:
         for request_id in list(self.output_processor.requests):
             self.abort(request_id)
         self._cancel_steps()
-        self.suspend("closed")
         try:
             for extension in self.extensions:
                 extension.close()

@@ -9,7 +9,7 @@ from nanoserve.engine.executor import StepResult
 from nanoserve.engine.logprobs import PromptLogprobsCollector, collect_logprobs
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.request import Completion, Request
-from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
@@ -71,30 +71,21 @@ class OutputProcessor:
         joined: by row that caught up, how many of its tokens have joined, from `Scheduler.update`.
         finish: ends sequences of a request that has failed.
         """
-        rows, failed = plan.sampled, {}
-        if result.of_heads:
-            failed = self._collect_from_heads(plan, result.of_heads)
-        if result.logprobs is not None:
-            failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
-        for index, error in result.errors.items():
-            if joined[index] >= 0:  # else, with a step ahead, the row comes too late
-                failed.setdefault(self.requests[rows[index].seq.request_id], error)
-        progressed = _note_errors(failed)
-        final_only = RequestOutputKind.FINAL_ONLY
-        for row, num_new, new_ids in zip(rows, joined, result.token_ids, strict=True):
+        progressed = _note_errors(self._failures(plan, result, joined))
+        for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
                 continue  # it had ended before, or its request has failed
             _note_tokens(seq, num_new, now)
-            is_final_only = seq.params.output_kind is final_only
-            if is_final_only and not seq.finished and not seq.params.stop:
-                continue  # nobody looks at it now, and this is by far the most common case
+            is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
+            if is_final_only and not seq.finished:
+                continue  # its output is not needed yet, and this is by far the most common case
             request = self.requests[seq.request_id]
             completions = progressed.setdefault(request, [])
             self._decode(request, seq)
             if seq.finished:
                 seq.metrics.finished_time = now
-            if seq.finished or (not is_final_only and request.error is None):
+            if seq.finished or request.error is None:
                 completion = request.completions[seq.index]
                 text = self._text(request, completion)
                 # One that goes on although its request has failed is completed below, once.
@@ -108,6 +99,20 @@ class OutputProcessor:
             for request, completions in progressed.items()
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
+
+    def _failures(
+        self, plan: Plan, result: StepResult, joined: list[int]
+    ) -> dict[Request, Exception]:
+        """Collect what heads and log-probabilities bring; returns the requests that fail."""
+        rows, failed = plan.sampled, {}
+        if result.of_heads:
+            failed = self._collect_from_heads(plan, result.of_heads)
+        if result.logprobs is not None:
+            failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
+        for index, error in result.errors.items():
+            if joined[index] >= 0:  # else, with a step ahead, the row comes too late
+                failed.setdefault(self.requests[rows[index].seq.request_id], error)
+        return failed
 
     def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
         """End a request with finish reason "abort"; returns its last output."""
@@ -160,34 +165,22 @@ class OutputProcessor:
         return failed
 
     def _revert(self, request: Request, completion: Completion, num_tokens: int) -> None:
-        """Set a completion back to when it had so many tokens and had not ended."""
-        seq = completion.seq
-        if seq.finished:
-            seq.status = SequenceStatus.WAITING
-        seq.finish_reason = seq.stop_reason = None
-        del seq.token_ids[num_tokens:]
-        seq.block_hashes.clear()
-        completion.num_sent = min(completion.num_sent, seq.num_output_tokens)
-        if completion.logprobs is not None:
-            del completion.logprobs[seq.num_output_tokens :]
-            chosen = zip(completion.logprobs, seq.output_token_ids, strict=True)
-            completion.cumulative_logprob = sum(entry[token].logprob for entry, token in chosen)
+        """Set a completion back, its text included."""
+        completion.revert(num_tokens)
         if self._detokenizer is not None:
-            self._detokenizer.restart(seq)
+            self._detokenizer.restart(completion.seq)
         counts = [seq.num_output_tokens for seq in request.sequences]
         request.sequences[0].metrics.num_output_tokens = sum(counts)
         request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)
 
-    def _stop_at_string(self, seq: Sequence) -> None:
-        """End `seq` if its text has run into a stop string: one of its `stop_conditions`."""
+    def _stop_at_string(self, seq: Sequence) -> tuple[str, str | None] | None:
+        """Find the stop string that the text has run into: one of `Sequence.stop_conditions`."""
         try:
             stop_string = self._detokenizer.advance(seq)
         except Exception as error:  # of this text: no other request may end of it
             _note_error(self.requests[seq.request_id], error)
-            seq.finish_reason = "error"
-            return
-        if stop_string is not None:
-            seq.finish_reason, seq.stop_reason = "stop", stop_string
+            return "error", None
+        return None if stop_string is None else ("stop", stop_string)
 
     def _decode(self, request: Request, seq: Sequence) -> None:
         """Decode the new tokens of `seq` if its text is looked at before its end."""

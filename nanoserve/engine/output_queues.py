@@ -26,6 +26,10 @@ class OutputQueues:
         queue = self._queues[request_id] = deque()
         return queue
 
+    @property
+    def num_subscribers(self) -> int:
+        return len(self._queues)
+
     def is_subscribed(self, request_id: str) -> bool:
         return request_id in self._queues
 

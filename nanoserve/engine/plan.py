@@ -60,6 +60,14 @@ class Plan:
     def num_draft_tokens(self) -> int:
         return sum(map(len, self.draft_tokens.values()))
 
+    def accepted_of_drafts(self, token_ids: list[list[int]]) -> list[tuple[int, int]]:
+        """Return, for each row with draft tokens, how many were accepted and how many there were.
+
+        token_ids: what the rows of `sampled` have got.
+        """
+        rows = zip(self.sampled, token_ids, strict=True)
+        return [(max(0, len(i) - 1), row.num_sampled - 1) for row, i in rows if row.num_sampled > 1]
+
     @property
     def only_decodes(self) -> bool:
         """True if sequences that run already compute a token each, and nothing else happens."""
@@ -71,6 +79,17 @@ class Plan:
     def sampled(self) -> list[Row]:
         """The rows that catch up, in batch order: those that get tokens from this step."""
         return [row for row in self.rows if row.num_sampled]
+
+    def set_draft_tokens(self, index: int, token_ids: list[int]) -> None:
+        """Give row `index` draft tokens, for which there is room."""
+        if token_ids:
+            row, count = self.rows[index], len(token_ids)
+            self.rows[index] = row._replace(
+                n=row.n + count,
+                num_outputs=row.num_outputs + count,
+                num_sampled=row.num_sampled + count,
+            )
+            self.draft_tokens[row.seq] = token_ids
 
     def drop(self, seq: Sequence) -> None:
         """Take the row of `seq` back, if it has one, and its tokens with it."""

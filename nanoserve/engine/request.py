@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import CompletionOutput, Logprob
 from nanoserve.sampling_params import SamplingParams
 
@@ -16,6 +16,20 @@ class Completion:
     num_sent: int = 0  # tokens handed out as deltas
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+
+    def revert(self, num_tokens: int) -> None:
+        """Go back to when the sequence had so many tokens and had not ended."""
+        seq = self.seq
+        if seq.finished:
+            seq.status = SequenceStatus.WAITING
+        seq.finish_reason = seq.stop_reason = None
+        del seq.token_ids[num_tokens:]
+        seq.block_hashes.clear()
+        self.num_sent = min(self.num_sent, seq.num_output_tokens)
+        if self.logprobs is not None:
+            del self.logprobs[seq.num_output_tokens :]
+            chosen = zip(self.logprobs, seq.output_token_ids, strict=True)
+            self.cumulative_logprob = sum(entry[token_id].logprob for entry, token_id in chosen)
 
 
 @dataclass(eq=False)

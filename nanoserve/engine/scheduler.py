@@ -15,30 +15,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
-from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.slot_table import SlotTable
 
 SIBLING = "its sibling computes their prompt"  # a reason to be held
-
-
-class Occupancy(NamedTuple):
-    """The KV blocks at one moment: a copy, which later steps do not change.
-
-    tables: the block table of each running sequence, by arrival number; no other sequence has any.
-    cached: by block, 1 if it is in the prefix cache, held or not; entry 0 is the dummy block.
-    """
-
-    tables: dict[int, list[int]]
-    cached: bytes
 
 
 class Scheduler:
@@ -71,10 +57,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
-        # A running sequence keeps its slot, and its row here is extended in place.
-        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         max_blocks = self.block_manager.blocks_needed(max_model_len)
-        self.block_tables = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
+        self._slots = SlotTable(self.max_num_seqs, max_blocks)
+        self.block_tables = self._slots.block_tables  # by slot
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
         self.num_hit_tokens = 0
@@ -142,7 +127,7 @@ class Scheduler:
         """
         self.block_manager.clear()
         self.waiting, self.running, self.held = deque(), [], set()
-        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._slots.clear()
         for seq in sequences:
             if seq.finished:
                 continue
@@ -226,72 +211,21 @@ class Scheduler:
             self._drop_stopped()
         return joined
 
-    # ------------------------------------------------------------------ draft tokens
+    # ------------------------------------------------------------------ rows and blocks
 
-    def max_draft_tokens(self, row: Row) -> int:
-        """Return how many draft tokens `row` may have at most, room and budget aside.
-
-        None before all of its tokens are known and planned, and every token but the last one that
-        the sequence may have can follow a draft token. A logits processor may count how often it is
-        called, so it must not see tokens that are then rejected.
-        """
-        seq = row.seq
-        has_processors = seq.params.logits_processors or self.config.logits_processors
-        if has_processors or seq.num_pending or not row.num_sampled:
-            return 0
-        wanted, limit = seq.params.num_speculative_tokens, seq.max_num_tokens - seq.num_tokens - 1
-        return max(0, limit if wanted is None else min(limit, wanted))
-
-    def reserve_draft_tokens(self, plan: Plan, row: Row, most: int) -> int:
-        """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many.
-
-        Only what is left over: blocks that are free and that the prefix cache does not have. So no
-        sequence is preempted, evicted or kept waiting for draft tokens.
-        """
-        most = min(most, plan.budget, self.max_draft_tokens(row))
-        size = self.block_manager.block_size
-        room = len(row.seq.block_table) * size - row.start - row.n
-        while room < most and self._has_spare_block():
-            self.grow(row.seq, row.n + room + 1)
-            room += size
-        count = max(0, min(room, most))
-        plan.budget -= count
-        return count
-
-    def add_draft_tokens(self, plan: Plan, index: int, token_ids: list[int]) -> int:
-        """Let row `index` of a plan compute draft tokens, too; returns how many of them it does.
-
-        To be called while a step is planned (`Extension.extend_plan`). They are cut where the
-        plan's filters, the budget, the sequence's limits or the blocks end.
-        """
-        row = plan.rows[index]
-        if row.seq in plan.draft_tokens:
-            return 0
-        if row.seq in plan.draft_filters:
-            token_ids = plan.draft_filters[row.seq](token_ids)
-        count = self.reserve_draft_tokens(plan, row, len(token_ids))
-        self.set_draft_tokens(plan, index, token_ids[:count])
-        return count
-
-    def set_draft_tokens(self, plan: Plan, index: int, token_ids: list[int]) -> None:
-        """Give row `index` draft tokens for which room was reserved."""
-        if token_ids:
-            row, count = plan.rows[index], len(token_ids)
-            plan.rows[index] = row._replace(
-                n=row.n + count,
-                num_outputs=row.num_outputs + count,
-                num_sampled=row.num_sampled + count,
-            )
-            plan.draft_tokens[row.seq] = token_ids
-
-    def _has_spare_block(self) -> bool:
-        manager = self.block_manager
-        block = manager.next_free_block()
-        if not block or manager.is_cached(block):
+    def grow(self, seq: Sequence, n: int) -> bool:
+        """Make room in the block table of a running sequence for its next `n` tokens."""
+        num_blocks = len(seq.block_table)
+        if not self.block_manager.allocate(seq, seq.num_computed_tokens + n):
             return False
-        # The next step, if it is planned before this one is over, may need a block for each.
-        is_scarce = manager.num_free_blocks <= len(self.running)
-        return not (self.config.async_scheduling and (self.waiting or is_scarce))
+        if len(seq.block_table) > num_blocks:
+            self._slots.extend(seq, num_blocks)
+        return True
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back blocks that none of its tokens needs."""
+        manager = self.block_manager
+        manager.free(seq, keep=manager.blocks_needed(seq.num_tokens))
 
     def _drop_rejected(self, row: Row, num_joined: int) -> None:
         """Count back what was computed for draft tokens that were not accepted."""
@@ -303,23 +237,6 @@ class Scheduler:
             seq.num_computed_tokens = row.start + row.n - num_drafts + max(0, num_joined - 1)
             self.block_manager.cache(seq, seq.num_computed_tokens)
             self.trim(seq)
-
-    # ------------------------------------------------------------------ rows and blocks
-
-    def grow(self, seq: Sequence, n: int) -> bool:
-        """Make room in the block table of a running sequence for its next `n` tokens."""
-        num_blocks = len(seq.block_table)
-        if not self.block_manager.allocate(seq, seq.num_computed_tokens + n):
-            return False
-        if len(seq.block_table) > num_blocks:
-            new_blocks = seq.block_table[num_blocks:]
-            self.block_tables[seq.slot, num_blocks : len(seq.block_table)] = new_blocks
-        return True
-
-    def trim(self, seq: Sequence) -> None:
-        """Give back blocks that none of its tokens needs."""
-        manager = self.block_manager
-        manager.free(seq, keep=manager.blocks_needed(seq.num_tokens))
 
     def _schedule_running(self, plan: Plan) -> None:
         """Give each running sequence its tokens, preempting for blocks."""
@@ -382,8 +299,7 @@ class Scheduler:
         self.running.append(seq)
         plan.admitted.append(seq)
         seq.status = SequenceStatus.RUNNING
-        seq.slot = self._free_slots.pop()
-        self.block_tables[seq.slot, : len(seq.block_table)] = seq.block_table
+        self._slots.take(seq)
         seq.num_computed_tokens = num_cached_tokens
         self._count_hits(seq)
         num_rows = len(plan.rows)
@@ -425,9 +341,7 @@ class Scheduler:
     def _free(self, seq: Sequence) -> None:
         """Free blocks and slot."""
         self.block_manager.free(seq)
-        if seq.slot >= 0:
-            self._free_slots.append(seq.slot)
-            seq.slot = -1
+        self._slots.give_back(seq)
         for extension in self.extensions:
             extension.on_release(seq)
 
@@ -444,51 +358,17 @@ class Scheduler:
         else:
             insort(self.waiting, seq, key=self.order)
 
-    def snapshot(self) -> Occupancy:
-        """Return who holds which KV block. O(pool): milliseconds for 100,000 blocks.
-
-        Between two steps; with a step ahead, this is the pool as that step was planned to find it.
-        """
-        tables = {seq.arrival: list(seq.block_table) for seq in self.running}
-        return Occupancy(tables, self.block_manager.snapshot())
-
     def check(self) -> None:
         """Raise `RuntimeError` unless queues, slots and pool are consistent. O(pool + tables)."""
-        running, waiting = self.running, self.waiting
-        self.block_manager.check([*running, *waiting])
-        slots = sorted([*self._free_slots, *(seq.slot for seq in running)])
-        rows = [self.block_tables[seq.slot, : len(seq.block_table)] for seq in running]
-        order = [self.order(seq) for seq in waiting]
-        problems = {
-            "slots were lost or given out twice": slots != list(range(self.max_num_seqs)),
-            "a row of block_tables differs from its sequence": any(
-                row.tolist() != seq.block_table for row, seq in zip(rows, running, strict=True)
-            ),
-            "waiting is out of order": not all(a < b for a, b in pairwise(order)),
-            "a sequence is queued twice": len({*map(id, running), *map(id, waiting)})
-            != len(running) + len(waiting),
-            "a waiting sequence holds blocks": any(seq.block_table for seq in waiting),
-        }
-        found = [problem for problem, is_there in problems.items() if is_there]
+        queued = [*self.running, *self.waiting]
+        self.block_manager.check(queued)
+        order = [self.order(seq) for seq in self.waiting]
+        found = self._slots.problems(self.running)
+        if not all(a < b for a, b in pairwise(order)):
+            found.append("waiting is out of order")
+        if len(set(queued)) != len(queued):
+            found.append("a sequence is queued twice")
+        if any(seq.block_table for seq in self.waiting):
+            found.append("a waiting sequence holds blocks")
         if found:
             raise RuntimeError(f"the scheduler is inconsistent: {found}")
-
-
-def load_scheduler_class(scheduler_cls: "type[Scheduler] | str | None") -> type[Scheduler]:
-    """Return the class that the option `scheduler_cls` names: a subclass of `Scheduler`, or its
-    "module.Class". Raises `ValueError` for anything else."""
-    found: Any = Scheduler if scheduler_cls is None else scheduler_cls
-    if isinstance(found, str):
-        module, _, name = found.replace(":", ".").rpartition(".")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"scheduler_cls={scheduler_cls!r} cannot be imported: {error}"
-            ) from error
-    if not (isinstance(found, type) and issubclass(found, Scheduler)):
-        raise ValueError(
-            f"scheduler_cls={scheduler_cls!r} must be a subclass of "
-            f"nanoserve.engine.scheduler.Scheduler, or its 'module.Class'"
-        )
-    return found

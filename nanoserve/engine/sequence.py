@@ -7,6 +7,8 @@ from enum import Enum, auto
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
+StopCondition = Callable[["Sequence"], tuple[str, str | None] | None]
+
 
 class SequenceStatus(Enum):
     HELD = auto()  # waits for something outside the queues: `Sequence.held_for` says what for
@@ -59,8 +61,9 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
-    # Called after each token that joins; they may set `finish_reason`, as a stop string does.
-    stop_conditions: list[Callable[["Sequence"], None]] = field(default_factory=list)
+    # Asked after each token that joins: the finish and stop reason if it is the last, as a stop
+    # string makes it.
+    stop_conditions: list[StopCondition] = field(default_factory=list)
 
     prompt_head: str | None = field(init=False)  # a head that needs every token of the prompt
     num_prompt_tokens: int = field(init=False)
@@ -122,7 +125,9 @@ class Sequence:
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
         for condition in self.stop_conditions:
-            condition(self)
+            end = condition(self)
+            if end is not None:
+                self.finish_reason, self.stop_reason = end
         return True
 
     def __repr__(self) -> str:

@@ -15,8 +15,8 @@ from nanoserve.parameter_table import names_of, stages_before
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import SlotState
     from nanoserve.sampling.sampler import Sampled
+    from nanoserve.sampling.slot_state import SlotState
 
 # Whatever may stand between finite logits of the model and a row that is not.
 _CHANGES = names_of(*stages_before("temperature"))

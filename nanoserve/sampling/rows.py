@@ -10,7 +10,7 @@ import torch
 from nanoserve.engine.executor import TokenMask
 
 if TYPE_CHECKING:
-    from nanoserve.sampling.processors import SlotState
+    from nanoserve.sampling.slot_state import SlotState
 
 
 class Rows(NamedTuple):

@@ -22,7 +22,8 @@ from nanoserve.sampling.stages import apply_stages, make_stages
 
 if TYPE_CHECKING:
     from nanoserve.sampling.logprobs import LogprobTensors
-    from nanoserve.sampling.processors import BatchProcessor, SlotState
+    from nanoserve.sampling.processors import BatchProcessor
+    from nanoserve.sampling.slot_state import SlotState
 
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -83,7 +84,7 @@ class Sampler:
         self._settings[update.slot] = settings_of(update, stages, is_changed=bool(changes))
         state = None
         if changes:
-            from nanoserve.sampling.processors import SlotState
+            from nanoserve.sampling.slot_state import SlotState
 
             state = SlotState(update, [stage.name for stage in changes if stage.is_registered])
         self._states[update.slot] = state

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,12 +35,32 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
-from nanoserve.engine.scheduler import Occupancy
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stopwatch import StepTimes
 
 _MOST_WAITING = 32  # of which more is told than how many there are
 _MOST_TTFTS = 32
+
+
+class Occupancy(NamedTuple):
+    """The KV blocks at one moment: a copy, which later steps do not change.
+
+    tables: the block table of each running sequence, by arrival number; no other sequence has any.
+    cached: by block, 1 if it is in the prefix cache, held or not; entry 0 is the dummy block.
+    """
+
+    tables: dict[int, list[int]]
+    cached: bytes
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "Occupancy":
+        """Look between two steps. O(pool): milliseconds for 100,000 blocks.
+
+        With a step ahead, this is the pool as that step was planned to find it.
+        """
+        tables = {seq.arrival: list(seq.block_table) for seq in scheduler.running}
+        return cls(tables, scheduler.block_manager.snapshot())
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,7 @@ class StepTotals:
         }
         requests = [_request(seq) for seq in scheduler.running]
         waiting = [_request(seq) for seq in islice(scheduler.waiting, _MOST_WAITING)]
-        blocks = scheduler.snapshot()
+        blocks = Occupancy.of(scheduler)
         return State(pool, blocks, requests, waiting, numbers, engine.clock() - began)
 
 

@@ -24,6 +24,7 @@ from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.server.histogram import Histogram
+from nanoserve.speculative.extension import Speculation
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
@@ -201,15 +202,15 @@ class Metrics(RequestListener):
             yield counter
         name, meaning = "spec_decode_num_accepted_tokens_per_pos", "Accepted ones, by position."
         counter = self._counter(name, meaning, "position")
-        for position, value in enumerate(stats.num_accepted_tokens_per_pos):
+        per_pos, options = stats.num_accepted_tokens_per_pos, self._engine.config.speculative_config
+        num_missing = 0 if options is None else options.num_speculative_tokens - len(per_pos)
+        for position, value in enumerate([*per_pos, *[0] * num_missing]):
             counter.add_metric([*self._labels.values(), str(position)], value)
         yield counter
         for extension in self._engine.extensions:
-            goodput = getattr(extension, "goodput", None)  # of the one that speculates
-            if goodput is None:
-                continue
-            meaning = "Tokens of steps with drafts, over those of plain steps in the same time."
-            yield self._gauge("spec_decode_gain", meaning, goodput.gain)
+            if isinstance(extension, Speculation) and extension.goodput is not None:
+                meaning = "Tokens of steps with drafts, over those of plain steps in the same time."
+                yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
 
     def _cache_config(self, num_blocks: int) -> Metric:
         """Return a gauge that is always 1: its labels say what there is."""

@@ -8,7 +8,7 @@ from nanoserve.checks import check_bool, check_choice, check_int, check_number, 
 
 METHODS = ("ngram", "suffix", "draft_model", "hidden_head")
 _WITH_MODEL = ("draft_model", "hidden_head")
-_MOST_GUESSES = 32  # of a row
+_MOST_DRAFT_TOKENS = 32  # of a row
 _SMALLEST = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 1,
@@ -19,27 +19,27 @@ _SMALLEST = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Who guesses, and how much.
+    """How draft tokens are proposed, and how many.
 
     method: "ngram" copies what followed the last tokens when they occurred before, in prompt or
         output; "suffix" follows the longest such match, in finished requests too, by frequency;
-        "draft_model" asks a smaller model of the same vocabulary, which draws with the same
-        noise; "hidden_head" asks a small network that goes on from the model's own hidden states.
-    num_speculative_tokens: at most so many guesses a row, up to 32.
-    adaptive: as many guesses as pay, by the time that steps take and by how many are right; False
-        is always as many as can be had.
+        "draft_model" runs a smaller model of the same vocabulary, which draws with the same
+        noise; "hidden_head" runs a small network that goes on from the model's hidden states.
+    num_speculative_tokens: at most so many draft tokens a row, up to 32.
+    adaptive: as many draft tokens as pay, by the time that steps take and by how many of them are
+        accepted; False is always as many as can be had.
     model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
     revision, dtype, quantization: of "draft_model", its own.
-    enforce_eager: on a GPU, whether steps with guesses are launched kernel by kernel. False records
-        CUDA graphs of them, and cuts their keys into shares, as those of other decode steps are;
-        nobody has run that on a GPU yet.
+    enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
+        records CUDA graphs of them, and cuts their keys into shares, as those of other decode steps
+        are; that has not run on a GPU yet.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
     suffix_decoding_max_cached_requests: how many finished requests are kept, besides the running
         ones. Requests share only with those that have the same `cache_salt`.
-    suffix_decoding_max_spec_factor: at most so many guesses for each token of the match.
-    suffix_decoding_min_token_prob: guesses end where what was seen makes them less likely.
+    suffix_decoding_max_spec_factor: at most so many draft tokens for each token of the match.
+    suffix_decoding_min_token_prob: drafts end where what was seen makes them less likely.
 
     Raises `ValueError` for unknown names and values out of range.
     """
@@ -61,7 +61,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | SpeculativeConfig", config: Any) -> Any:
-        """What `EngineConfig` was given, checked together with the rest of it."""
+        """Return the options of `EngineConfig`, validated together with the rest of it."""
         if not isinstance(options, cls):
             require(
                 isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
@@ -81,8 +81,8 @@ class SpeculativeConfig:
             options = cls(**options)
         require(
             not config.logits_processors,
-            "speculative_config with logits_processors of the engine: they would see guesses as "
-            "if they had been generated; give them to single requests, which then do not guess",
+            "speculative_config with logits_processors of the engine: they would see draft tokens "
+            "as if they had been generated; give them to single requests, which then have none",
         )
         num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
         others = config.enforce_eager, config.capture_sampling, num_ranks
@@ -96,7 +96,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
-        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_GUESSES)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFT_TOKENS)
         check_bool("adaptive", self.adaptive)
         check_bool("enforce_eager", self.enforce_eager)
         require(
@@ -115,7 +115,7 @@ class SpeculativeConfig:
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """The fewest and the most tokens that are looked up."""
+        """Return the fewest and the most tokens that are looked up."""
         given = self.prompt_lookup_min, self.prompt_lookup_max
         low, high = given if given != (None, None) else (3, 4)
         return low or high, high or low

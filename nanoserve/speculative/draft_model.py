@@ -1,4 +1,4 @@
-"""A smaller model guesses (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft tokens of a smaller model (Leviathan et al. 2023; Chen et al. 2023).
 
 It draws with the noise of the very position, as the target will. So both choose the same token
 wherever they agree enough: of probabilities p and q at least (1 - TV) / (1 + TV) of the time, where
@@ -7,10 +7,10 @@ TV is half of the sum of |p - q| (Daliri, Musco, Suresh 2024).
 It is a second runner on rank 0's device with a KV cache of its own, and **the target's block
 tables**: its K and V of a token lie in its cache where the target's lie in the target's. So it has
 no pool to keep, and nothing is allocated, freed or preempted twice. What it has not computed yet (a
-prompt, or tokens that came without its guesses) it computes when it is asked next, and where blocks
+prompt, or tokens that came without its drafts) it computes with its next proposal, and where blocks
 are shared it shares them, too, as far as it has filled them itself.
 
-A guess becomes the draft's own next input without a wait: that is a step ahead, which a runner can.
+A draft token becomes the draft's next input without a wait: a step ahead, which a runner can.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.models.registry import supported_architectures
 from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.speculative.proposer import num_right
+from nanoserve.speculative.proposer import count_accepted
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -37,13 +37,15 @@ if TYPE_CHECKING:
 def prepare_draft_model(
     config: EngineConfig, target: ModelConfig
 ) -> "Callable[[Executor, Scheduler], DraftModelProposer]":
-    """Raises `ValueError` if the draft cannot be read, or has another vocabulary."""
-    asked = config.speculative_config
+    """Return what makes the proposer. Raises `ValueError` if the draft model cannot be read, or has
+    another vocabulary.
+    """
+    options = config.speculative_config
     own = replace(
         config,
-        model=asked.model,
-        dtype=asked.dtype,
-        quantization=asked.quantization,
+        model=options.model,
+        dtype=options.dtype,
+        quantization=options.quantization,
         quantization_group_size=None,
         quantization_activations=None,
         kv_cache_dtype="auto",
@@ -51,16 +53,16 @@ def prepare_draft_model(
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         distributed_executor_backend=None,
-        async_scheduling=True,  # a guess is an input before it is known here
+        async_scheduling=True,  # a draft token is an input before it is known here
         trace=None,
         capture_sampling=False,
     )
-    checkpoint = Checkpoint.find(asked.model, own, asked.revision)
+    checkpoint = Checkpoint.find(options.model, own, options.revision)
     draft = checkpoint.model_config(supported_architectures())
     require(
         draft.vocab_size == target.vocab_size,
-        f"the draft {asked.model} has a vocabulary of {draft.vocab_size} tokens, and the model one "
-        f"of {target.vocab_size}: they must be the same",
+        f"the draft {options.model} has a vocabulary of {draft.vocab_size} tokens, and the model "
+        f"one of {target.vocab_size}: they must be the same",
     )
     checkpoint.fetch_weights()
 
@@ -81,14 +83,16 @@ def prepare_draft_model(
 
 
 class DraftModelProposer:
+    """A proposer that runs a draft model."""
+
     is_model, needs_hidden = True, False
 
     def __init__(self, runner: "ModelRunner", scheduler: Scheduler) -> None:
         self._runner, self._pool = runner, scheduler.block_manager
         self._block_tables = scheduler.block_tables
         self._budget = runner.layout.max_num_tokens
-        # Of each sequence: how many of its tokens have K and V in the draft's cache, and which
-        # guesses behind them.
+        # By sequence: how many of its tokens have K and V in the draft model's cache, and which
+        # draft tokens behind them.
         self._computed: dict[Sequence, tuple[int, list[int]]] = {}
         self._in_slot: dict[int, Sequence] = {}
         # The contents of blocks that the draft has filled itself, by block.
@@ -109,12 +113,12 @@ class DraftModelProposer:
     def close(self) -> None:
         self._runner.close()
 
-    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         longest = self._runner.max_model_len
-        counts = {seq: min(most, longest - len(seq.token_ids)) for seq, most in asked}
+        counts = {seq: min(most, longest - len(seq.token_ids)) for seq, most in wanted}
         counts = {seq: count for seq, count in counts.items() if count > 0}
-        guesses: dict[Sequence, list[int]] = {seq: [] for seq in counts}
-        # The first guess follows the tokens that it has not computed, the others one by one.
+        drafts: dict[Sequence, list[int]] = {seq: [] for seq in counts}
+        # The first one follows the tokens that it has not computed, the others one by one.
         handles = [self._run(self._catch_up(list(counts)))] if counts else []
         for number in range(1, max(counts.values(), default=0)):
             rows = [
@@ -126,16 +130,16 @@ class DraftModelProposer:
         for rows, handle in handles:
             result = self._runner.collect(handle)
             for row, new_ids in zip(rows, result.token_ids, strict=True):
-                guesses[row.seq] += new_ids
-        for seq, own in guesses.items():
-            # The last guess was nobody's input.
+                drafts[row.seq] += new_ids
+        for seq, own in drafts.items():
+            # The last one was no input.
             self._computed[seq] = (len(seq.token_ids), own[:-1])
             self._note_filled(seq)
-        return [guesses.get(seq, []) for seq, _ in asked]
+        return [drafts.get(seq, []) for seq, _ in wanted]
 
     def _catch_up(self, sequences: list[Sequence]) -> list[Row]:
-        """Compute what is missing but for the last rows, which are returned."""
-        starts = {seq: self._num_right(seq) for seq in sequences}
+        """Compute what is missing but for the last rows; returns those."""
+        starts = {seq: self._num_valid(seq) for seq in sequences}
         while sum(len(seq.token_ids) - start for seq, start in starts.items()) > self._budget:
             rows, left = [], self._budget
             for seq, start in starts.items():
@@ -147,14 +151,14 @@ class DraftModelProposer:
             self._run(rows)
         return [Row(seq, start, len(seq.token_ids) - start, 1, 1) for seq, start in starts.items()]
 
-    def _num_right(self, seq: Sequence) -> int:
-        """Of its tokens, how many are computed: those that were known, and the guesses that came.
+    def _num_valid(self, seq: Sequence) -> int:
+        """Return how many of its tokens are computed: those that were known, and the accepted ones.
 
-        Not the last one: what follows it is to be guessed.
+        Not the last one: what follows it is to be drafted.
         """
-        num_known, guesses = self._computed.get(seq, (0, []))
-        num_came = num_right(guesses, seq.token_ids[num_known:])
-        return min(num_known + num_came, len(seq.token_ids) - 1)
+        num_known, drafts = self._computed.get(seq, (0, []))
+        num_accepted = count_accepted(drafts, seq.token_ids[num_known:])
+        return min(num_known + num_accepted, len(seq.token_ids) - 1)
 
     def _run(self, rows: list[Row]) -> tuple[list[Row], Any]:
         plan = Plan(budget=0, rows=list(rows))
@@ -179,8 +183,8 @@ class DraftModelProposer:
         return self._filled.get(block) == self._pool.content_id(block)
 
     def _note_filled(self, seq: Sequence) -> None:
-        """Blocks that others may find in the prefix cache, the last ones first."""
-        computed = self._num_right(seq) // self._pool.block_size
+        """Record blocks that others may find in the prefix cache, the last ones first."""
+        computed = self._num_valid(seq) // self._pool.block_size
         for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
                 break

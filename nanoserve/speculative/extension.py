@@ -1,8 +1,8 @@
 """Speculative decoding as an extension of the engine: draft tokens for rows that decode.
 
 Speculation takes what a step leaves over: tokens of the budget, and free blocks that the prefix
-cache does not have. A step that computes a prompt gets no draft tokens, so whoever waits for its
-first token waits no longer. What is accepted is what would have been sampled anyway, see
+cache does not have. A step that computes a prompt gets no draft tokens, so a request that waits
+for its first token waits no longer. What is accepted is what would have been sampled anyway, see
 `nanoserve.engine.draft_tokens`.
 
 With async scheduling, a sequence with draft tokens under way is left out of the step ahead, and so
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.draft_room import max_draft_tokens, reserve_draft_tokens
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -24,7 +25,7 @@ from nanoserve.speculative.methods import MakeProposer
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
 
-_LATEST = 16  # steps until the proposer is asked again at the latest
+_LATEST = 16  # steps until the proposer is called again at the latest
 _PLAIN_SHARE = 4  # one in so many steps without draft tokens is timed
 
 
@@ -58,9 +59,10 @@ class Speculation(Extension):
             engine.observers.append(self._record_time)
         self._records: dict[Sequence, Record] = {}
         self._drafted: dict[Sequence, list[int]] = {}  # under way, of this extension's own
-        self._foreign: set[int] = set()  # ids of plans with draft tokens of other extensions
+        # By id, plans with draft tokens of other extensions, until they are timed.
+        self._foreign: dict[int, Plan] = {}
         self._step = 0
-        self._ask_at = 0  # the first step in which a sequence can be a candidate
+        self._propose_at = 0  # the first step in which a sequence can be a candidate
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         if self._is_async and seq.num_pending and self._waits(seq):
@@ -70,9 +72,9 @@ class Speculation(Extension):
     def extend_plan(self, plan: Plan) -> None:
         self._step += 1
         for seq in plan.admitted:
-            self._ask_at = 0
+            self._propose_at = 0
             self.proposer.begin(seq)
-        if plan.only_decodes and (self._step >= self._ask_at or self.goodput is None):
+        if plan.only_decodes and (self._step >= self._propose_at or self.goodput is None):
             self._add_drafts(plan)
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
@@ -86,7 +88,6 @@ class Speculation(Extension):
     def on_release(self, seq: Sequence) -> None:
         if seq.finished:
             self._records.pop(seq, None)
-            self._drafted.pop(seq, None)
             self.proposer.forget(seq)
 
     def on_reset(self) -> None:
@@ -101,13 +102,13 @@ class Speculation(Extension):
         if goodput is not None and goodput.is_plain_due:
             return
         if goodput is not None and not goodput.may_pay(num_rows):
-            self._ask_at = self._step + _LATEST
+            self._propose_at = self._step + _LATEST
             return
         candidates = self._candidates(plan)
         if not candidates:
             return
-        # 1) Propose. What a model would draft has to be computed, so it is asked in step 4, for no
-        #    more than has room.
+        # 1) Propose. What a model would draft has to be computed, so it is called in step 4, for
+        #    no more than has room.
         if not self.proposer.is_model:
             self._propose(plan, candidates)
         # 2) Choose how many of them pay.
@@ -117,24 +118,24 @@ class Speculation(Extension):
                 candidate.count = count
             if self.proposer.is_model and not any(counts):
                 goodput.fade([c.record for c in candidates])
-                self._ask_at = self._step + _LATEST
+                self._propose_at = self._step + _LATEST
                 return
         # 3) Make room for these.
         for c in candidates:
-            c.count = self._scheduler.reserve_draft_tokens(plan, c.row, c.count)
+            c.count = reserve_draft_tokens(self._scheduler, plan, c.row, c.count)
         # 4) A model drafts as many, which cannot be given back.
         if self.proposer.is_model:
             self._propose(plan, [c for c in candidates if c.count])
         # 5) Put them into the plan.
         for c in candidates:
             self._put(plan, c)
-            self._ask_at = min(self._ask_at, c.record.ask_at)
+            self._propose_at = min(self._propose_at, c.record.propose_at)
 
     def _put(self, plan: Plan, candidate: Candidate) -> None:
         seq, record = candidate.row.seq, candidate.record
         if candidate.count:
             drafts = candidate.draft_tokens[: candidate.count]
-            self._scheduler.set_draft_tokens(plan, candidate.index, drafts)
+            plan.set_draft_tokens(candidate.index, drafts)
             self._drafted[seq] = drafts
         elif self.goodput is not None and candidate.draft_tokens:
             record.keep(candidate.draft_tokens, len(seq.token_ids), self._step)
@@ -145,29 +146,29 @@ class Speculation(Extension):
     def _candidates(self, plan: Plan) -> list[Candidate]:
         """Return the rows that may have draft tokens now; sets the step to look again."""
         candidates: list[Candidate] = []
-        self._ask_at = self._step + _LATEST
+        self._propose_at = self._step + _LATEST
         for index, row in enumerate(plan.rows):
             seq = row.seq
             if seq in plan.draft_tokens or not self._may_draft(seq):
                 continue
             if row.start < seq.num_prompt_tokens:
-                self._ask_at = 0  # it will be soon
+                self._propose_at = 0  # it will be soon
                 continue
             record = self._records.get(seq)
             if record is None:
                 record = self._records[seq] = (
                     Record() if self.goodput is None else self.goodput.new_record()
                 )
-            if record.ask_at > self._step:
-                self._ask_at = min(self._ask_at, record.ask_at)
+            if record.propose_at > self._step:
+                self._propose_at = min(self._propose_at, record.propose_at)
             elif row.num_sampled and not seq.num_pending:
                 if self.goodput is not None:
                     self.goodput.compare(record, seq.token_ids)
-                most = min(self._most, self._scheduler.max_draft_tokens(row))
+                most = min(self._most, max_draft_tokens(self._scheduler, row))
                 if most > 0:
                     candidates.append(Candidate(index, row, record, most))
             else:
-                self._ask_at = 0
+                self._propose_at = 0
         return candidates
 
     def _propose(self, plan: Plan, candidates: list[Candidate]) -> None:
@@ -186,7 +187,7 @@ class Speculation(Extension):
     def _waits(self, seq: Sequence) -> bool:
         """Return whether it had better wait for its pending token, to draft what comes after it."""
         record = self._records.get(seq)
-        if not self._may_draft(seq) or (record is not None and record.ask_at > self._step):
+        if not self._may_draft(seq) or (record is not None and record.propose_at > self._step):
             return False
         return self.goodput is None or self.goodput.may_pay(len(self._scheduler.running))
 
@@ -197,19 +198,18 @@ class Speculation(Extension):
             if drafts is None:
                 continue
             if self._drafted.pop(row.seq, None) is not drafts:
-                if self.goodput is not None and row.seq.status is not SequenceStatus.FINISHED:
-                    self._foreign.add(id(plan))  # until its time is there
+                if self.goodput is not None:
+                    self._foreign[id(plan)] = plan
                 continue
             record = self._records.get(row.seq)
             if record is not None and self.goodput is not None:  # else it has ended
-                self.goodput.note_guesses(record, len(drafts), max(0, len(token_ids) - 1))
-                self._ask_at = min(self._ask_at, record.ask_at)
+                self.goodput.record_accepted(record, len(drafts), max(0, len(token_ids) - 1))
+                self._propose_at = min(self._propose_at, record.propose_at)
 
     def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Learn what a step that only decodes takes. An observer."""
-        if id(plan) in self._foreign:
-            self._foreign.discard(id(plan))  # their cost says nothing about this proposer's
-            return
+        if self._foreign.pop(id(plan), None) is not None:
+            return  # their cost says nothing about this proposer's
         if not plan.draft_tokens and batch.step % _PLAIN_SHARE:
             return  # there are enough of them
         if not plan.only_decodes:
@@ -217,4 +217,4 @@ class Speculation(Extension):
         seconds = times.schedule + times.pack + times.execute + times.update
         rows = zip(plan.sampled, result.token_ids, strict=True)
         num_accepted = sum(max(0, len(ids) - 1) for row, ids in rows if row.num_sampled > 1)
-        self.goodput.note_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
+        self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)

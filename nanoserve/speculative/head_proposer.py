@@ -1,4 +1,4 @@
-"""Guesses of a head on the target's hidden states: see `nanoserve.speculative.hidden_head`.
+"""Draft tokens of a head on the target's hidden states: see `nanoserve.speculative.hidden_head`.
 
 It has no cache. What it needs of a sequence is the hidden state that its last token came of, which
 the step that is just over has left on the device. It chooses with the target's own sampler, so with
@@ -31,7 +31,9 @@ _BUNDLED = {"tiny-qwen3": Path(__file__).parents[1] / "tiny_qwen3" / "head.safet
 def prepare_hidden_head(
     config: EngineConfig, target: ModelConfig
 ) -> "Callable[[Executor, Scheduler], HeadProposer]":
-    """Raises `ValueError` for a file that is no head, or one of another model's size."""
+    """Return what makes the proposer. Raises `ValueError` for a file that is no head, or one of
+    another model's size.
+    """
     require(
         config.tensor_parallel_size == 1 and not config.capture_sampling,
         f"method='hidden_head' with tensor_parallel_size={config.tensor_parallel_size}, "
@@ -65,6 +67,8 @@ def prepare_hidden_head(
 
 
 class HeadProposer:
+    """A proposer that runs a head on hidden states."""
+
     is_model = needs_hidden = True
 
     def __init__(self, head: HiddenHead, runner: "ModelRunner") -> None:
@@ -85,27 +89,27 @@ class HeadProposer:
         self._known.clear()
 
     @torch.inference_mode()
-    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         # After an exception its tokens may have been taken back.
-        able = [seq for seq, _ in asked if self._num_tokens(seq) == len(seq.token_ids)]
+        able = [seq for seq, _ in wanted if self._num_tokens(seq) == len(seq.token_ids)]
         if not able:
-            return [[] for _ in asked]
-        runner, num_guesses = self._runner, max(count for _, count in asked)
+            return [[] for _ in wanted]
+        runner, num_drafts = self._runner, max(count for _, count in wanted)
         slots = np.array([seq.slot for seq in able])
         positions = np.array([len(seq.token_ids) for seq in able])
-        guesses: list[torch.Tensor] = []
+        drafts: list[torch.Tensor] = []
         with runner.device.guard():
             state = torch.stack([self._known[seq][0][self._known[seq][1]] for seq in able])
             last = [seq.token_ids[-1] for seq in able]
             token_ids = torch.tensor(last, dtype=torch.int32, device=state.device)
-            for number in range(num_guesses):
+            for number in range(num_drafts):
                 state, hidden = self._head(state, runner.model.model.embed(token_ids))
                 logits = runner.model.compute_logits(hidden)
                 sampled = runner.sampler.sample(logits, slots, positions + number)
-                guesses.append(sampled.token_ids.clamp(min=0))  # also what is no token is a guess
-                token_ids = guesses[-1].int()
-            rows = dict(zip(able, torch.stack(guesses, dim=1).tolist(), strict=True))
-        return [rows.get(seq, [])[:count] for seq, count in asked]
+                drafts.append(sampled.token_ids.clamp(min=0))  # none (-1) may be a draft, too
+                token_ids = drafts[-1].int()
+            rows = dict(zip(able, torch.stack(drafts, dim=1).tolist(), strict=True))
+        return [rows.get(seq, [])[:count] for seq, count in wanted]
 
     def _num_tokens(self, seq: Sequence) -> int:
         return self._known[seq][2] if seq in self._known else -1

@@ -1,16 +1,16 @@
-"""A head that guesses on from the target's own hidden state: no second model, no second KV cache.
+"""A head that drafts from the target's own hidden state: no second model, no second KV cache.
 
 The hidden state at position t has given token t + 1. From these two the head makes a stand-in for
-the hidden state at t + 1, from which the target's LM head makes logits: the first guess, token
-t + 2. Whoever calls chooses it, greedily or with the noise of its position, and comes back with
-its embedding for the next. The idea is that of EAGLE (Li et al. 2024, arXiv 2401.15077); that the
+the hidden state at t + 1, from which the target's LM head makes logits: the first draft token,
+t + 2. The caller chooses it, greedily or with the noise of its position, and its embedding is the
+input for the next. The idea is that of EAGLE (Li et al. 2024, arXiv 2401.15077); that the
 state is all there is, with no attention to what came before, is that of the Recurrent Drafter
 (Cheng et al. 2024, arXiv 2403.09919).
 
     state = hidden                               # [num_rows, hidden_size]
-    for _ in range(num_guesses):
-        state, guessed = head(state, embed(token_ids))
-        token_ids = choose(lm_head(guessed))     # [num_rows]
+    for _ in range(num_draft_tokens):
+        state, drafted = head(state, embed(token_ids))
+        token_ids = choose(lm_head(drafted))     # [num_rows]
 """
 
 import math
@@ -55,7 +55,7 @@ class HiddenHead(nn.Module):
         self.norm = RMSNorm(hidden_size, eps, context)
 
     def forward(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """One position on: (the next state, what the LM head reads), both as `state`.
+        """Return (the next state, what the LM head reads), both as `state`: one position on.
 
         state: [num_rows, hidden_size], at first the target's hidden states as its LM head reads
         them. embedding: the same shape, of the tokens that came of them.
@@ -65,31 +65,31 @@ class HiddenHead(nn.Module):
         return state, self.norm(state)
 
     def unroll(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """All steps where the tokens are known: what the LM head reads for each guess.
+        """Return what the LM head reads for each draft token, where the tokens are known.
 
-        hidden: [num_rows, hidden_size]; embeddings and result: [num_rows, num_guesses,
-        hidden_size]. A guess counts only if all before it were right, so one judges (and trains) a
-        guess behind the tokens that did come.
+        hidden: [num_rows, hidden_size]; embeddings and result: [num_rows, num_draft_tokens,
+        hidden_size]. A draft token is accepted only if all before it were, so one measures (and
+        trains) each behind the tokens that did come.
         """
-        guessed = []
+        drafted = []
         for embedding in embeddings.unbind(dim=1):
             hidden, for_lm_head = self(hidden, embedding)
-            guessed.append(for_lm_head)
-        return torch.stack(guessed, dim=1)
+            drafted.append(for_lm_head)
+        return torch.stack(drafted, dim=1)
 
     def save(self, path: Path) -> None:
-        """Weights in bfloat16, with their shape beside them."""
+        """Write the weights in bfloat16, with their shape beside them."""
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
         hidden_size, intermediate_size = self.down_proj.weight.shape
         shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
         # A single key: several would come out in any order, and the same head as other bytes.
         save_file(weights, path, {_SHAPE: shape})
-        # The file comes out readable by its owner alone; a package is read by everybody.
+        # The file comes out readable by its owner alone; a package is read by every user.
         path.chmod(0o644)
 
     @classmethod
     def untrained(cls, hidden_size: int, intermediate_size: int, eps: float = 1e-6) -> "HiddenHead":
-        """In float32, to be trained."""
+        """Return a head in float32, to be trained."""
         head = cls(hidden_size, intermediate_size, LayerContext(), eps)
         for linear in (head.gate_up_proj, head.down_proj):
             nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))  # as torch's own linears
@@ -99,7 +99,7 @@ class HiddenHead(nn.Module):
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], context: LayerContext) -> "HiddenHead":
-        """To be asked. weights: of `read_head`, which become what `context` says."""
+        """Return a head for inference. weights: of `read_head`; `context` says what they become."""
         head = cls(*weights["down_proj.weight"].shape, context)
         head.load_state_dict(weights)
         for linear in (head.gate_up_proj, head.down_proj):
@@ -108,16 +108,16 @@ class HiddenHead(nn.Module):
 
 
 def read_head(path: Path) -> dict[str, Tensor]:
-    """The weights by name, in a file that `HiddenHead.save` wrote.
+    """Return the weights by name, of a file that `HiddenHead.save` wrote.
 
     Raises `ValueError` for a file that is none.
     """
     with open_weights(path) as file:
         metadata = file.metadata() or {}
         require(_SHAPE in metadata, f"{path} does not say the shape of a head")
-        told = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
+        shape = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
         names = ("hidden_size", "intermediate_size")
-        sizes = [check_int(f"{path}: {name}", told.get(name), 1, _MAX_SIZE) for name in names]
+        sizes = [check_int(f"{path}: {name}", shape.get(name), 1, _MAX_SIZE) for name in names]
         # What the file is too small for takes no memory.
         head = HiddenHead(*sizes, LayerContext(device=torch.device("meta")))
         expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Who guesses, by name."""
+"""The proposers by name."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,12 @@ from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.speculative.proposer import Proposer
 
-# Makes one, with the executor and the scheduler that it is for.
+# Makes a proposer, with the executor and the scheduler that it is for.
 MakeProposer = Callable[[Executor, Scheduler], Proposer]
 
 
 def prepare_proposer(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Raises `ValueError` for what cannot be had, before any weight is read."""
+    """Return what makes the configured proposer. Raises `ValueError` before any weight is read."""
     speculative = config.speculative_config
     if speculative.method == "suffix":
         from nanoserve.speculative.suffix import SuffixProposer

@@ -2,7 +2,7 @@
 
 It pays where output repeats input: summaries, corrections, code that is changed, records that are
 copied. A sequence has a table for each length of n-gram: where its latest occurrence ends. A token
-enters each table once, so a guess costs a few lookups, however long the text is.
+enters each table once, so a draft costs a few lookups, however long the text is.
 """
 
 from nanoserve.engine.sequence import Sequence
@@ -16,7 +16,7 @@ class NgramProposer(TextProposer):
         self._lengths = range(longest, shortest - 1, -1)
         self._indexes: dict[Sequence, NgramIndex] = {}
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         index = self._indexes.get(seq)
         # After an exception a sequence may have fewer tokens than before.
         if index is None or index.num_tokens > len(seq.token_ids):
@@ -29,19 +29,19 @@ class NgramProposer(TextProposer):
 
 
 def continued(token_ids: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on, as if the text went on as it did there.
+    """Return `count` tokens from `start` on, as if the text went on as it did there.
 
     [1, 2, 1, 2] from 2 on, with count 5: [1, 2, 1, 2, 1].
     """
-    guesses = token_ids[start : start + count]
-    period = len(guesses)  # from here on, what was guessed is copied
-    while len(guesses) < count:
-        guesses.append(guesses[len(guesses) - period])
-    return guesses
+    drafts = token_ids[start : start + count]
+    period = len(drafts)  # from here on, draft tokens are copied
+    while len(drafts) < count:
+        drafts.append(drafts[len(drafts) - period])
+    return drafts
 
 
 class NgramIndex:
-    """Of one text that only grows: where each n-gram occurred last, but for those at its end.
+    """An index of one text that grows: where each n-gram occurred last, but for those at its end.
 
     Where no short n-gram has occurred, no longer one has: so most texts need only one table.
     """
@@ -52,7 +52,7 @@ class NgramIndex:
         self.num_tokens = 0
 
     def find(self, token_ids: list[int]) -> int:
-        """Where the latest earlier occurrence of the longest n-gram at the end ends; or 0."""
+        """Return where the latest earlier occurrence of the longest last n-gram ends, or 0."""
         self.num_tokens = len(token_ids)
         found = 0
         for table in self._tables:
@@ -64,13 +64,15 @@ class NgramIndex:
 
 
 class NgramTable:
+    """A table of n-grams of one length: where each of them ends."""
+
     def __init__(self, length: int) -> None:
         self._length = length
         self._ends: dict[tuple[int, ...], int] = {}
         self._first = length  # the first end that is new
 
     def find(self, token_ids: list[int]) -> int:
-        """Where the last tokens have occurred before, or 0."""
+        """Return where the last tokens have occurred before, or 0."""
         # All n-grams that end before the last token: behind them a token is known.
         first, n = self._first, self._length
         self._first = max(first, len(token_ids))

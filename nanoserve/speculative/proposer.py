@@ -1,4 +1,4 @@
-"""Who guesses: the seam."""
+"""What proposes draft tokens: the seam."""
 
 from itertools import takewhile
 from typing import Any, Protocol
@@ -7,46 +7,50 @@ from nanoserve.engine.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """It may guess anything: a wrong guess costs time, and nothing else."""
+    """Proposes any tokens: a rejected one costs time, and nothing else.
 
-    # Whether a guess costs computing, and a place in the KV cache. Then it is asked for no more
-    # guesses than will be verified, and each of them has its place before that.
+    is_model: True if a draft token costs computing, and a place in the KV cache. Then no more of
+        them are requested than will be verified, and each has its place before that.
+    needs_hidden: True if `learn` is to be called.
+    """
+
     is_model: bool
-    needs_hidden: bool  # whether it is to `learn`
+    needs_hidden: bool
 
-    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """For each sequence at most so many guesses of what comes after its tokens.
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return for each sequence at most so many draft tokens, to come after its tokens.
 
-        All of these are known. Called when a step is planned, which waits for it.
+        All of its tokens are known. Called when a step is planned, which waits for it.
         """
 
     def begin(self, seq: Sequence) -> None:
-        """It was admitted, for the first time or again, to blocks that it has now."""
+        """Called when a sequence is admitted, for the first time or again: it has new blocks."""
 
     def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
-        """The last token of `seq` came of this row of the target's hidden states."""
+        """Called when the last token of `seq` was sampled from this row of the hidden states."""
 
     def forget(self, seq: Sequence) -> None:
-        """It has ended, with the tokens that it has now."""
+        """Called when a sequence has ended, with the tokens that it has now."""
 
     def close(self) -> None: ...
 
 
-def num_right(guesses: list[int], token_ids: list[int]) -> int:
-    """How many of `guesses` came, one after the other from the first on."""
-    pairs = zip(guesses, token_ids, strict=False)
+def count_accepted(draft_tokens: list[int], token_ids: list[int]) -> int:
+    """Return how many draft tokens are the same as `token_ids`, from the first one on."""
+    pairs = zip(draft_tokens, token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class TextProposer:
-    """One that looks at a sequence's tokens, and at nothing else of it."""
+    """Base of proposers that look at a sequence's tokens, and at nothing else of it."""
 
     is_model = needs_hidden = False
 
-    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [self.guess(seq, most) for seq, most in asked]
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self.draft(seq, most) for seq, most in wanted]
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        """Return at most so many tokens that may come after those of `seq`."""
         raise NotImplementedError
 
     def begin(self, seq: Sequence) -> None:

@@ -3,7 +3,7 @@
 Agents ask the same thing with small changes, again and again, and what they get is long stretches
 of what others got. So outputs of finished requests are searched besides the sequence's own tokens.
 Of all places where the last tokens occurred, those count where the most tokens before agree; they
-vote for the next token, one after the other, and guesses end where they are too divided.
+vote for the next token, one after the other, and a draft ends where they are too divided.
 
 The paper keeps a suffix tree. Here an index says where the last few tokens have occurred, a match
 is followed back from there, and only the latest places are looked at: a bound on time and memory.
@@ -32,11 +32,11 @@ class SuffixProposer(TextProposer):
         self._min_prob = config.suffix_decoding_min_token_prob
         self._max_requests = config.suffix_decoding_max_cached_requests
         self._own: dict[Sequence, PlaceIndex] = {}
-        # A guess that is right is quick, which tells what others got: those alone share an index
+        # An accepted draft token is quick, which shows what others got: those alone share an index
         # that share a cache.
         self._finished: OrderedDict[tuple[str, ...], FinishedTexts] = OrderedDict()
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         token_ids, own = seq.token_ids, self._own.get(seq)
         if len(token_ids) < _KEY:
             return []
@@ -73,11 +73,11 @@ class SuffixProposer(TextProposer):
         return length
 
     def _follow(self, places: list[Place], own: list[int], most: int) -> list[int]:
-        """What most places have next, while they agree enough."""
-        guesses: list[int] = []
+        """Return what most places have next, while they agree enough."""
+        drafts: list[int] = []
         probability = 1.0
-        while len(guesses) < most:
-            following = [_following(place, own, guesses) for place in places]
+        while len(drafts) < most:
+            following = [_following(place, own, drafts) for place in places]
             votes = Counter(token_id for token_id in following if token_id is not None)
             if not votes:
                 break
@@ -86,22 +86,22 @@ class SuffixProposer(TextProposer):
             if probability < self._min_prob:
                 break
             places = [p for p, t in zip(places, following, strict=True) if t == token_id]
-            guesses.append(token_id)
-        return guesses
+            drafts.append(token_id)
+        return drafts
 
 
-def _following(place: Place, own: list[int], guesses: list[int]) -> int | None:
-    """The token that comes there after as many as were guessed; None behind a text's end."""
+def _following(place: Place, own: list[int], drafts: list[int]) -> int | None:
+    """Return the token that comes there after so many draft tokens; None behind a text's end."""
     text, end = place
-    end += len(guesses)
+    end += len(drafts)
     if end < len(text):
         return text[end] if text[end] != _NO_TOKEN else None
-    # Behind the end of the sequence itself come its guesses.
-    return guesses[end - len(text)] if text is own else None
+    # Behind the end of the sequence itself come its draft tokens.
+    return drafts[end - len(text)] if text is own else None
 
 
 class PlaceIndex:
-    """Where each `_KEY` tokens of a list that grows have occurred lately.
+    """An index of a list that grows: where each `_KEY` tokens have occurred lately.
 
     Most have once: that is a number, and only for others there is a list.
     """
@@ -112,7 +112,7 @@ class PlaceIndex:
         self._ends: dict[tuple[int, ...], int | list[int]] = {}
 
     def add(self, first: int, last: int) -> None:
-        """What ends at `first` ... `last`, if it was not added before."""
+        """Add what ends at `first` ... `last`, if it was not added before."""
         first, token_ids, ends = max(first, self.num_added + 1), self.token_ids, self._ends
         tails = (token_ids[first - _KEY + i : last - _KEY + i + 1] for i in range(_KEY))
         for end, key in enumerate(zip(*tails, strict=True), first):
@@ -132,7 +132,7 @@ class PlaceIndex:
 
 
 class FinishedTexts:
-    """The latest of them, in two halves: when the newer one is full, the older one goes."""
+    """The latest finished texts, in two halves: when the newer is full, the older one goes."""
 
     def __init__(self, max_requests: int) -> None:
         self._most_texts = max(1, max_requests // 2)

@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # of Python 3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanoserve.engine.draft_room import add_draft_tokens, max_draft_tokens
 from nanoserve.engine.executor import SampleInputs, StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -160,11 +161,12 @@ class StructuredOutputs(Extension):
             if self._stop_if_terminated not in seq.stop_conditions:
                 seq.stop_conditions.append(self._stop_if_terminated)
 
-    def _stop_if_terminated(self, seq: Sequence) -> None:
-        """End a sequence whose grammar lets nothing follow: one of its `stop_conditions`."""
+    def _stop_if_terminated(self, seq: Sequence) -> tuple[str, str | None] | None:
+        """Return an end if the grammar lets nothing follow: one of `Sequence.stop_conditions`."""
         guided = self._guided.get(seq)
-        if guided is not None and seq.finish_reason in (None, "length") and guided.is_terminated():
-            seq.finish_reason = "stop"
+        if guided is None or seq.finish_reason not in (None, "length"):
+            return None
+        return ("stop", None) if guided.is_terminated() else None
 
     def _is_known(self, seq: Sequence) -> bool:
         """Return whether a sequence was queued; an exception may have come in between."""
@@ -184,9 +186,9 @@ class StructuredOutputs(Extension):
         """Add jump-forward tokens to a row, and have draft tokens of others cut by the grammar."""
         seq, guided = row.seq, self._guided[row.seq]
         if self._may_jump(seq) and row.num_sampled and not seq.num_pending:
-            most = min(MOST_FORCED, plan.budget, self._scheduler.max_draft_tokens(row))
+            most = min(MOST_FORCED, plan.budget, max_draft_tokens(self._scheduler, row))
             forced = guided.forced(most) if most > 0 else []
-            if forced and self._scheduler.add_draft_tokens(plan, index, forced):
+            if forced and add_draft_tokens(self._scheduler, plan, index, forced):
                 self._forced[seq] = plan.draft_tokens[seq]
         plan.draft_filters[seq] = guided.legal
 

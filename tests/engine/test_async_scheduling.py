@@ -347,7 +347,7 @@ def slot_freed_when_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, plan)
         for row in plan.rows:
             if row.num_sampled and row.seq.num_tokens + 1 >= row.seq.max_num_tokens:
-                self._free_slots.append(row.seq.slot)
+                self._slots._free.append(row.seq.slot)
 
     monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
 

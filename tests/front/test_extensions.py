@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
+from nanoserve.engine.draft_room import add_draft_tokens
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan
@@ -158,7 +159,7 @@ class FixedDrafts(Extension):
             for text in self._texts:
                 if text[: row.seq.num_prompt_tokens] == row.seq.prompt_token_ids:
                     rest = text[len(row.seq.token_ids) :]
-                    self._scheduler.add_draft_tokens(plan, index, rest[:5])
+                    add_draft_tokens(self._scheduler, plan, index, rest[:5])
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "one step ahead"])

@@ -89,7 +89,7 @@ def test_each_thread_reads_its_own_streams(llm: LLM) -> None:
                 wrong.append(index)
 
     assert in_threads(*(lambda i=i: job(i) for i in range(4))) == [] == wrong
-    assert not llm.engine.mailboxes and not llm.engine.has_unfinished_requests()
+    assert not llm.engine.loop.outputs.num_subscribers and not llm.engine.has_unfinished_requests()
 
 
 def test_requests_may_come_and_go_from_other_threads(by_size: Callable[..., int]) -> None:
@@ -163,7 +163,8 @@ def test_threads_may_read_streams_of_one_engine() -> None:
     assert in_threads(stepper, *(lambda i=i: reader(10 * i) for i in (1, 2, 3))) == [] == wrong
     assert [o.request_id for o in direct] == [f"direct-{i}" for i in range(20) for _ in range(6)]
     assert [o.outputs[0].token_ids[0] for o in direct] == list(range(101, 107)) * 20
-    assert not engine.mailboxes and not engine.has_unfinished_requests()
+    assert not engine.loop.outputs.num_subscribers
+    assert not engine.has_unfinished_requests()
 
 
 class SlowlySearched(dict):
@@ -261,7 +262,7 @@ def test_ctrl_c_ends_the_wait_for_another_threads_step() -> None:
             wait()
     go_on.set()
     other.join(60)
-    assert not engine.has_unfinished_requests() and not engine._turns.is_inside
+    assert not engine.has_unfinished_requests() and not engine.is_stepping
 
 
 def test_a_second_ctrl_c_at_the_end_of_a_hold_leaves_none_held(

@@ -23,7 +23,7 @@ from nanoserve.drop_in.logits_processors import (
     process_dict_updates,
 )
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.sampling.processors import SlotState
+from nanoserve.sampling.slot_state import SlotState
 
 ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 VOCAB_SIZE = 12

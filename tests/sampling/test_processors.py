@@ -14,8 +14,8 @@ from fresh_modules import fresh_modules
 from in_stages import change_logits
 
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.sampling.processors import SlotState, TokenCounts
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.slot_state import SlotState, TokenCounts
 from nanoserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -402,7 +402,7 @@ WHAT_IS_LOADED = [
     ({"temperature": 0, "logprobs": 0}, ["logprobs"]),
     ({"temperature": 0, "min_tokens": 1}, ["processors"]),
     ({"temperature": 0, "presence_penalty": 1}, ["processors"]),
-    ({"temperature": 0, "of_engine": True}, ["processors"]),
+    ({"temperature": 0, "of_engine": True}, []),
     (
         {"temperature": 1, "top_p": 0.5, "bad_words": ["x"], "logprobs": 2},
         ["noise", "filters", "processors", "logprobs"],

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from counting_executor import make_engine
-from nanoserve.engine.recovery import restart
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
@@ -418,7 +417,7 @@ def bring_into(
         assert first.num_computed_tokens == 16 and group.are(SequenceStatus.HELD)
         if state == "undone in its prompt":
             scheduler.schedule()
-            restart(scheduler, group.sequences)
+            scheduler.reset(group.sequences)
             assert first.metrics.num_preemptions == 1 and group.are(SequenceStatus.HELD)
         return group, others
     step(scheduler)

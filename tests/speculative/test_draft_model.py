@@ -1,8 +1,8 @@
 """A draft model beside the target, on the target's block tables.
 
-If it is the target's own checkpoint, every guess must be right, in float32: it has the same noise,
-and if its K and V are those of the tokens that came, the same logits. One that is wrong shows that
-something was missing in its cache, or written over.
+If it is the target's own checkpoint, every draft token must be accepted, in float32: it has the
+same noise, and if its K and V are those of the tokens that came, the same logits. A rejected one
+shows that something was missing in its cache, or written over.
 """
 
 import random
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proposers import speculation_of
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
@@ -67,14 +68,14 @@ def life(path: Path, seed: int) -> dict[str, int]:
                 engine.scheduler.check()
             if rng.random() < 0.1:
                 engine.abort_request(str(rng.randint(0, number)))
-            # Now and then nobody guesses for a while, and the draft falls behind.
-            engine.scheduler._most = rng.choice([0, 4, 4, 4])
-        engine.scheduler._most = 4
+            # Now and then nothing is drafted for a while, and the draft model falls behind.
+            speculation_of(llm)._most = rng.choice([0, 4, 4, 4])
+        speculation_of(llm)._most = 4
         while engine.has_unfinished_requests():
             engine.step()
         stats = llm.stats
     return {
-        "guesses": stats.num_draft_tokens,
+        "draft tokens": stats.num_draft_tokens,
         "wrong": stats.num_draft_tokens - stats.num_accepted_tokens,
         "preempted": stats.num_preemptions,
         "hits": stats.prefix_cache_hits,
@@ -93,16 +94,16 @@ def test_a_draft_that_is_the_target_is_always_right(
     found = lives(path, range(FIRST_SEED, FIRST_SEED + num_lives))
     print(found)
     assert found["wrong"] == 0
-    assert found["guesses"] > 40 * num_lives and found["preempted"] and found["hits"], found
+    assert found["draft tokens"] > 40 * num_lives and found["preempted"] and found["hits"], found
 
 
-def last_guess_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was nobody's input: its K and V are missing when all guesses are right."""
+def last_draft_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was no input: its K and V are missing when all draft tokens are accepted."""
     propose = DraftModelProposer.propose
 
-    def propose_and_note(self: Any, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        proposed = propose(self, asked)
-        for (seq, _), own in zip(asked, proposed, strict=True):
+    def propose_and_note(self: Any, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        proposed = propose(self, wanted)
+        for (seq, _), own in zip(wanted, proposed, strict=True):
             if own:
                 self._computed[seq] = (len(seq.token_ids), own)
         return proposed
@@ -128,7 +129,7 @@ def preempted_ones_keep_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        last_guess_counts_as_computed,
+        last_draft_counts_as_computed,
         cached_prefixes_count_as_computed,
         preempted_ones_keep_what_they_had,
     ],
@@ -163,7 +164,7 @@ def test_a_draft_that_is_not_there_is_refused(
         LLM(path, skip_tokenizer_init=True, speculative_config=options)
 
 
-def test_a_shorter_draft_guesses_as_far_as_it_reaches(path: Path, tmp_path: Path) -> None:
+def test_a_shorter_draft_model_drafts_as_far_as_it_reaches(path: Path, tmp_path: Path) -> None:
     make_qwen3(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=32)
     draft = {"method": "draft_model", "model": str(tmp_path), "adaptive": False}
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -171,9 +172,9 @@ def test_a_shorter_draft_guesses_as_far_as_it_reaches(path: Path, tmp_path: Path
         (plain,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     with LLM(path, skip_tokenizer_init=True, max_model_len=96, speculative_config=draft) as llm:
         llm.engine.observers.append(lambda *_: _hold_no_more_than_needed(llm.engine.scheduler))
-        (guessed,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        (drafted,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
         assert 0 < llm.stats.num_draft_tokens <= 32
-    assert guessed.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 def _hold_no_more_than_needed(scheduler: Scheduler) -> None:

@@ -21,24 +21,24 @@ def head(tmp_path: Path) -> Path:
 
 
 def engine(path: Path | str, **options: Any) -> LLM:
-    guesses = {"method": "hidden_head", "model": str(path), "num_speculative_tokens": 3}
-    guesses |= {"adaptive": False}
-    return LLM("tiny-qwen3", dtype="float32", speculative_config=guesses, **options)
+    config = {"method": "hidden_head", "model": str(path), "num_speculative_tokens": 3}
+    config |= {"adaptive": False}
+    return LLM("tiny-qwen3", dtype="float32", speculative_config=config, **options)
 
 
 def test_it_is_given_the_state_that_the_last_token_came_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happened before: a prompt, right guesses and wrong ones."""
+    """Whatever happened before: a prompt, accepted draft tokens and rejected ones."""
     num_checked = 0
     propose = HeadProposer.propose
 
-    def checked(self: HeadProposer, asked: Any) -> Any:
+    def checked(self: HeadProposer, wanted: Any) -> Any:
         nonlocal num_checked
-        for seq, _ in asked:
+        for seq, _ in wanted:
             hidden, row, _ = self._known[seq]
             logits = self._runner.model.compute_logits(hidden[row : row + 1])
             assert logits.argmax() == seq.token_ids[-1]
             num_checked += 1
-        return propose(self, asked)
+        return propose(self, wanted)
 
     monkeypatch.setattr(HeadProposer, "propose", checked)
     messages = [[{"role": "user", "content": text}] for text in [*QUESTIONS, "What is 17 + 45?"]]
@@ -81,8 +81,8 @@ def test_what_it_cannot_go_with_is_refused(
 
 def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
     HiddenHead.untrained(64, 8).save(tmp_path / "head.safetensors")
-    told = f"hidden states of 64 numbers, and the model's have {HIDDEN_SIZE}"
-    with pytest.raises(ValueError, match=told):
+    message = f"hidden states of 64 numbers, and the model's have {HIDDEN_SIZE}"
+    with pytest.raises(ValueError, match=message):
         engine(tmp_path / "head.safetensors")
     with pytest.raises(ValueError, match="is no file, and not one of"):
         engine(tmp_path / "no.safetensors")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from nanoserve.layers.context import LayerContext
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
 
-HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_ROWS, NUM_GUESSES = 12, 20, 5, 3
+HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_ROWS, NUM_DRAFTS = 12, 20, 5, 3
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def head() -> HiddenHead:
 def test_it_unrolls_to_its_steps(head: HiddenHead) -> None:
     """What training and measuring call is what an engine does one by one."""
     state = torch.randn(NUM_ROWS, HIDDEN_SIZE)
-    embeddings = torch.randn(NUM_ROWS, NUM_GUESSES, HIDDEN_SIZE)
+    embeddings = torch.randn(NUM_ROWS, NUM_DRAFTS, HIDDEN_SIZE)
     unrolled = head.unroll(state, embeddings)
-    for j in range(NUM_GUESSES):
+    for j in range(NUM_DRAFTS):
         state, for_lm_head = head(state, embeddings[:, j])
         assert state.shape == for_lm_head.shape == (NUM_ROWS, HIDDEN_SIZE)
         assert torch.equal(for_lm_head, unrolled[:, j])
@@ -32,7 +32,7 @@ def test_it_unrolls_to_its_steps(head: HiddenHead) -> None:
 
 def test_its_rows_are_their_own(head: HiddenHead) -> None:
     hidden = torch.randn(NUM_ROWS, HIDDEN_SIZE)
-    embeddings = torch.randn(NUM_ROWS, NUM_GUESSES, HIDDEN_SIZE)
+    embeddings = torch.randn(NUM_ROWS, NUM_DRAFTS, HIDDEN_SIZE)
     alone = head.unroll(hidden[2:3], embeddings[2:3])
     torch.testing.assert_close(head.unroll(hidden, embeddings)[2:3], alone)
 
@@ -55,7 +55,7 @@ def rewrite(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda weights, metadata: metadata.pop("shape"), "does not say the shape"),
         (lambda weights, metadata: metadata.update(shape="[12]"), "is not a JSON object"),
@@ -76,11 +76,11 @@ def rewrite(path: Path, change) -> None:
         ),
     ],
 )
-def test_a_file_of_another_shape_is_refused(head: HiddenHead, tmp_path, change, told) -> None:
+def test_a_file_of_another_shape_is_refused(head: HiddenHead, tmp_path, change, message) -> None:
     path = tmp_path / "head.safetensors"
     head.save(path)
     rewrite(path, change)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_head(path)
 
 

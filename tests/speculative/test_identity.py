@@ -1,4 +1,4 @@
-"""With guesses, whoever makes them, each request gets what it gets alone and without them."""
+"""With any proposer's draft tokens each request gets what it gets alone and without them."""
 
 import logging
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
-from proposers import Mixed, Oracle, Wrong
+from proposers import Mixed, Oracle, Wrong, speculation_of
 from tiny_checkpoints import TINY_QWEN3, make_qwen3
 
 from nanoserve import LLM
@@ -22,7 +22,7 @@ SUFFIX = {"method": "suffix"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("guessed")
+    path = tmp_path_factory.mktemp("drafted")
     make_qwen3(path, vocab_size=VOCAB_SIZE)
     return path
 
@@ -41,8 +41,8 @@ def reference(path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def guessing_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun:
-    """`other` is another model, whose guesses are wrong."""
+def drafting_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun:
+    """`other` is another model, whose draft tokens are rejected."""
     rng = random.Random(f"guesses of {seed}")
     draft = {"method": "draft_model", "model": str(rng.choice([path, other])), "dtype": "float32"}
     head = {"method": "hidden_head", "model": str(other / "head.safetensors")}
@@ -51,16 +51,18 @@ def guessing_run(seed: int, path: Path, other: Path, reference: LLM) -> ModelRun
         "adaptive": rng.random() < 0.2,
     }
     run = ModelRun(seed, path, reference, speculative_config=options)
-    scheduler = run.engine.scheduler
+    speculation = speculation_of(run.llm)
     oracle, wrong = Oracle(reference), Wrong(VOCAB_SIZE)
-    others = [scheduler.proposer, SuffixProposer(SpeculativeConfig(**SUFFIX)), oracle]
+    others = [speculation.proposer, SuffixProposer(SpeculativeConfig(**SUFFIX)), oracle]
     mixed = Mixed(rng, VOCAB_SIZE, others)
-    if not scheduler.proposer.is_model:
-        scheduler.proposer = rng.choice([scheduler.proposer, oracle, wrong, mixed, mixed, mixed])
+    if not speculation.proposer.is_model:
+        speculation.proposer = rng.choice(
+            [speculation.proposer, oracle, wrong, mixed, mixed, mixed]
+        )
     return run
 
 
-def test_every_request_gets_what_it_gets_without_guesses(
+def test_every_request_gets_what_it_gets_without_draft_tokens(
     path: Path,
     other: Path,
     reference: LLM,
@@ -71,15 +73,15 @@ def test_every_request_gets_what_it_gets_without_guesses(
     counts: Counter[str] = Counter()
     for seed in by_size(range(3, 8), range(50), range(300)):
         try:
-            run = guessing_run(seed, path, other, reference)
+            run = drafting_run(seed, path, other, reference)
             run.run()
         except (Difference, RuntimeError) as error:
             pytest.fail(f"seed {seed}, {run.options}: {error!r}")
         counts += run.counts
         stats = run.llm.stats
-        counts["guesses"] += stats.num_draft_tokens
-        counts["right ones"] += stats.num_accepted_tokens
+        counts["draft tokens"] += stats.num_draft_tokens
+        counts["accepted ones"] += stats.num_accepted_tokens
     print(dict(counts))
     # The runs must be hard enough to mean something.
     wanted = ["requests", "aborts", "aborts inside a step", "preemptions", "hit tokens", "streams"]
-    assert all(counts[name] for name in [*wanted, "guesses", "right ones"]), counts
+    assert all(counts[name] for name in [*wanted, "draft tokens", "accepted ones"]), counts

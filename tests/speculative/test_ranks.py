@@ -1,4 +1,4 @@
-"""Guesses on two ranks: rank 0 guesses, and both compute."""
+"""Draft tokens on two ranks: rank 0 proposes them, and both compute."""
 
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,21 @@ def answers(llm: LLM) -> list[Any]:
 
 @pytest.mark.size("full")
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_two_ranks_answer_as_one_that_does_not_guess(method: str, tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_without_draft_tokens(method: str, tmp_path: Path) -> None:
     make_qwen3(tmp_path, vocab_size=2048)
     options: dict[str, Any] = {"tokenizer": "tiny-qwen3", "num_kv_blocks": 40, "block_size": 4}
     with LLM(tmp_path, **options) as llm:
         expected = answers(llm)
-    guesses: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}
+    config: dict[str, Any] = {"method": method, "adaptive": False, "num_speculative_tokens": 4}
     if method == "ngram":
-        guesses |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
     else:
-        guesses |= {"model": str(tmp_path)}
+        config |= {"model": str(tmp_path)}
     with LLM(
         tmp_path,
         tensor_parallel_size=2,
         async_scheduling=True,
-        speculative_config=guesses,
+        speculative_config=config,
         **options,
     ) as llm:
         assert answers(llm) == expected

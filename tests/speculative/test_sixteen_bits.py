@@ -29,15 +29,15 @@ def answers(count: int, speculative_config: Any) -> tuple[list[RequestOutput], i
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=5)
     with LLM("tiny-qwen3", max_num_seqs=8, speculative_config=speculative_config) as llm:
         outputs = llm.chat(questions(count), params, use_tqdm=False)
-        num_right = getattr(llm.stats, "num_accepted_tokens", 0)
-    return outputs, num_right
+        num_accepted = getattr(llm.stats, "num_accepted_tokens", 0)
+    return outputs, num_accepted
 
 
-def first_differences(plain: list[RequestOutput], guessed: list[RequestOutput]) -> list[float]:
-    """Of the answers that differ, by how much the tokens do that come first: what they were in
-    log-probability without guesses."""
+def first_differences(plain: list[RequestOutput], drafted: list[RequestOutput]) -> list[float]:
+    """Return, of the answers that differ, by how much the first tokens do that do: what they were
+    in log-probability without draft tokens."""
     gaps = []
-    for a, b in zip(plain, guessed, strict=True):
+    for a, b in zip(plain, drafted, strict=True):
         a, b = a.outputs[0], b.outputs[0]
         pairs = zip(a.token_ids, b.token_ids, strict=True)
         first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
@@ -56,7 +56,7 @@ def plain(by_size: Callable[..., int]) -> list[RequestOutput]:
 @pytest.mark.parametrize(
     "method",
     [
-        # It guesses what it has seen, which takes more answers than a few.
+        # It drafts what it has seen, which takes more answers than a few.
         pytest.param({"method": "suffix"}, marks=pytest.mark.size("full")),
         pytest.param(
             {"method": "draft_model", "model": "tiny-qwen3-draft"}, marks=pytest.mark.size("full")
@@ -69,11 +69,13 @@ def test_where_tokens_differ_they_nearly_tied(
     method: dict[str, Any], plain: list[RequestOutput]
 ) -> None:
     count = len(plain)
-    guessed, num_right = answers(count, method | {"adaptive": False, "num_speculative_tokens": 5})
-    gaps = first_differences(plain, guessed)
-    print(f"{method['method']}: {num_right} right guesses, {len(gaps)} of {count} answers differ")
+    drafted, num_accepted = answers(
+        count, method | {"adaptive": False, "num_speculative_tokens": 5}
+    )
+    gaps = first_differences(plain, drafted)
+    print(f"{method['method']}: {num_accepted} accepted, {len(gaps)} of {count} answers differ")
     assert max(gaps, default=0) < NEAR_TIE
-    assert num_right > 5 * count
+    assert num_accepted > 5 * count
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
@@ -85,14 +87,14 @@ def test_a_model_that_is_sure_of_nothing_differs_in_near_ties_alone(
     make_qwen3(tmp_path, vocab_size=2048, dtype="bfloat16", hidden_size=128, num_hidden_layers=4)
     prompts = [[rng.randrange(2048) for _ in range(20)] for _ in range(count)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=5)
-    guesses = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False}
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False}
     found = []
-    for config in (None, guesses):
+    for config in (None, drafts):
         options = {"attention_backend": backend, "speculative_config": config}
         with LLM(tmp_path, skip_tokenizer_init=True, max_num_seqs=8, **options) as llm:
             found.append(llm.generate(prompts, params, use_tqdm=False))
-            num_guesses = getattr(llm.stats, "num_draft_tokens", 0)
+            num_drafts = getattr(llm.stats, "num_draft_tokens", 0)
     gaps = first_differences(*found)
-    print(f"{backend}: {num_guesses} guesses, {len(gaps)} of {count} answers differ, by {gaps}")
-    assert num_guesses > 10 * count
+    print(f"{backend}: {num_drafts} draft tokens, {len(gaps)} of {count} answers differ, by {gaps}")
+    assert num_drafts > 10 * count
     assert max(gaps, default=0) <= 2 / 16 + 1e-3

@@ -1,17 +1,18 @@
-"""Guesses in a whole engine: what is counted, recorded and refused."""
+"""Draft tokens in a whole engine: what is counted, recorded and refused."""
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from proposers import Oracle, Wrong
+from proposers import Oracle, Wrong, speculation_of
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.speculative.ngram import NgramProposer
-from nanoserve.speculative.scheduler import SpeculativeScheduler
+from nanoserve.engine.scheduler import Scheduler
+from nanoserve.speculative.extension import Speculation
 from nanoserve.trace.reader import read_trace
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -40,71 +41,71 @@ def plain(path: Path) -> Any:
         yield llm
 
 
-def guessing(path: Path) -> LLM:
+def drafting(path: Path) -> LLM:
     return LLM(path, speculative_config=ALWAYS, **OPTIONS)
 
 
 def test_an_answer_that_was_given_before_takes_a_fraction_of_the_steps(
     plain: LLM, path: Path
 ) -> None:
-    with guessing(path) as llm:
+    with drafting(path) as llm:
         expected = answer_of(plain)
         assert answer_of(llm) == expected
         before = llm.stats
         assert answer_of(llm) == expected
         stats = llm.stats
     num_tokens = len(expected[0])
-    num_right = stats.num_accepted_tokens - before.num_accepted_tokens
-    # Each step yields one token, and one for each right guess.
-    assert stats.num_steps - before.num_steps == num_tokens - num_right
-    assert num_right > 0.6 * num_tokens
+    num_accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+    # Each step yields one token, and one for each accepted draft token.
+    assert stats.num_steps - before.num_steps == num_tokens - num_accepted
+    assert num_accepted > 0.6 * num_tokens
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
     assert stats.num_draft_tokens >= stats.num_accepted_tokens and stats.num_drafts > 0
     at = stats.num_accepted_tokens_per_pos
     assert len(at) == 4 and all(a >= b for a, b in pairwise(at))
 
 
-def test_perfect_guesses_leave_a_step_for_every_five_tokens(plain: LLM, path: Path) -> None:
+def test_perfect_drafts_leave_a_step_for_every_five_tokens(plain: LLM, path: Path) -> None:
     params = SamplingParams(temperature=0.9, seed=7, max_tokens=21, ignore_eos=True)
     expected = answer_of(plain, params)
-    with guessing(path) as llm:
-        llm.engine.scheduler.proposer = Oracle(plain)
+    with drafting(path) as llm:
+        speculation_of(llm).proposer = Oracle(plain)
         assert answer_of(llm, params) == expected
         # The first token comes with the prompt, the others in runs of five.
         assert llm.stats.num_steps == 1 + 20 / 5
         assert llm.stats.num_accepted_tokens == 20 * 4 / 5
 
 
-def test_a_request_may_ask_for_fewer_guesses_or_none(plain: LLM, path: Path) -> None:
-    with guessing(path) as llm:
-        llm.engine.scheduler.proposer = Oracle(plain)
-        for asked, num_steps in ((0, 21), (1, 1 + 10), (3, 1 + 5), (9, 1 + 4)):
+def test_a_request_may_have_fewer_draft_tokens_or_none(plain: LLM, path: Path) -> None:
+    with drafting(path) as llm:
+        speculation_of(llm).proposer = Oracle(plain)
+        for most, num_steps in ((0, 21), (1, 1 + 10), (3, 1 + 5), (9, 1 + 4)):
             before = llm.stats.num_steps
             params = SamplingParams(
-                temperature=0, max_tokens=21, ignore_eos=True, num_speculative_tokens=asked
+                temperature=0, max_tokens=21, ignore_eos=True, num_speculative_tokens=most
             )
             answer_of(llm, params)
-            assert llm.stats.num_steps - before == num_steps, asked
+            assert llm.stats.num_steps - before == num_steps, most
 
 
-def test_a_processor_of_its_own_keeps_a_request_from_guessing(plain: LLM, path: Path) -> None:
+def test_a_request_with_a_processor_of_its_own_has_no_draft_tokens(plain: LLM, path: Path) -> None:
     calls: list[int] = []
 
     def processor(output_token_ids: list[int], logits: Any) -> Any:
         calls.append(len(output_token_ids))
         return logits
 
-    with guessing(path) as llm:
-        llm.engine.scheduler.proposer = Oracle(plain)
+    with drafting(path) as llm:
+        speculation_of(llm).proposer = Oracle(plain)
         params = SamplingParams(temperature=0, max_tokens=10, logits_processors=[processor])
         answer_of(llm, params)
         assert llm.stats.num_draft_tokens == 0
     assert calls == list(range(10))  # in order, each once
 
 
-def test_wrong_guesses_are_given_up_where_they_do_not_pay() -> None:
+def test_rejected_drafts_end_where_they_do_not_pay() -> None:
     with LLM("tiny-qwen3", speculative_config={"method": "ngram"}) as llm:
-        llm.engine.scheduler.proposer = Wrong(2048)
+        speculation_of(llm).proposer = Wrong(2048)
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         answer_of(llm, params)
         stats = llm.stats
@@ -112,18 +113,25 @@ def test_wrong_guesses_are_given_up_where_they_do_not_pay() -> None:
     assert stats.num_draft_tokens < 40  # of some 1600 that could be had
 
 
-def test_a_stream_gets_its_tokens_one_by_one(plain: LLM, path: Path) -> None:
+def test_a_stream_gets_the_tokens_of_a_step_in_one_output(plain: LLM, path: Path) -> None:
     one_token = SamplingParams(temperature=0, max_tokens=1)
     prompt = plain.chat(QUESTION, one_token, use_tqdm=False)[0].prompt
-    pieces = [(o.outputs[0].text, o.outputs[0].token_ids) for o in plain.stream(prompt, GREEDY)]
-    with guessing(path) as llm:
-        llm.engine.scheduler.proposer = Oracle(plain)
-        found = [(o.outputs[0].text, o.outputs[0].token_ids) for o in llm.stream(prompt, GREEDY)]
-        assert llm.stats.num_accepted_tokens > 20
-    assert found == pieces
+    params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
+    expected = [(o.outputs[0].text, o.outputs[0].token_ids) for o in plain.stream(prompt, params)]
+    with drafting(path) as llm:
+        speculation_of(llm).proposer = Oracle(plain)
+        found = [(o.outputs[0].text, o.outputs[0].token_ids) for o in llm.stream(prompt, params)]
+        assert llm.stats.num_accepted_tokens == 32
+    assert [len(token_ids) for _, token_ids in expected] == [1] * 41
+    assert [len(token_ids) for _, token_ids in found] == [1] + [5] * 8
+    assert joined(found) == joined(expected)
 
 
-def test_a_trace_tells_right_guesses_from_wrong_ones(tmp_path: Path) -> None:
+def joined(pieces: list[tuple[str, list[int]]]) -> tuple[str, list[int]]:
+    return "".join(text for text, _ in pieces), [i for _, ids in pieces for i in ids]
+
+
+def test_a_trace_shows_accepted_and_rejected_draft_tokens(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     options = {"dtype": "float32", "speculative_config": ALWAYS, "trace": path}
     with LLM("tiny-qwen3", **options) as llm:
@@ -131,16 +139,16 @@ def test_a_trace_tells_right_guesses_from_wrong_ones(tmp_path: Path) -> None:
         answer_of(llm)
         stats = llm.stats
     rows = [row for step in read_trace(path).steps for row in step["rows"]]
-    guessed = [row for row in rows if "guesses" in row]
-    assert len(guessed) == stats.num_drafts
-    assert sum(len(row["guesses"]) for row in guessed) == stats.num_draft_tokens
-    assert sum(row["right"] for row in guessed) == stats.num_accepted_tokens
-    told = [[], []]
+    drafted = [row for row in rows if "guesses" in row]
+    assert len(drafted) == stats.num_drafts
+    assert sum(len(row["guesses"]) for row in drafted) == stats.num_draft_tokens
+    assert sum(row["right"] for row in drafted) == stats.num_accepted_tokens
+    tokens_of = [[], []]
     for row in rows:
-        right = [token_id for token_id, _ in row.get("guesses", [])[: row.get("right", 0)]]
-        told[row["seq"] - 1] += [*right, row["token"]]
+        accepted = [token_id for token_id, _ in row.get("guesses", [])[: row.get("right", 0)]]
+        tokens_of[row["seq"] - 1] += [*accepted, row["token"]]
         assert row["kind"] == "decode" or "guesses" not in row
-    assert [tokens[: len(token_ids)] for tokens in told] == [token_ids, token_ids]
+    assert [tokens[: len(token_ids)] for tokens in tokens_of] == [token_ids, token_ids]
     texts = [
         text
         for row in rows
@@ -173,19 +181,34 @@ def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
         LLM("no such model", speculative_config=options)
 
 
-def test_processors_of_the_engine_do_not_go_with_guesses() -> None:
+def test_processors_of_the_engine_do_not_go_with_draft_tokens() -> None:
     with pytest.raises(ValueError, match="logits_processors of the engine"):
         LLM("tiny-qwen3", speculative_config=ALWAYS, logits_processors=(print,))
 
 
-def test_a_negative_number_of_guesses_is_refused() -> None:
+def test_a_negative_number_of_draft_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens=-1"):
         SamplingParams(num_speculative_tokens=-1)
 
 
-def test_a_step_without_rows_asks_nobody() -> None:
+class Untouched:
+    """A proposer that must not be called."""
+
+    is_model = needs_hidden = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was called")
+
+
+def test_a_step_without_rows_calls_no_proposer() -> None:
     """As when all that run wait for a step that is still under way."""
-    config = EngineConfig("none", speculative_config={"method": "ngram"}).for_device("cpu")
-    scheduler = SpeculativeScheduler(config, num_kv_blocks=8, max_model_len=64)
-    scheduler.proposer = NgramProposer(3, 4)
-    assert not scheduler.schedule().rows
+    for adaptive in (False, True):
+        drafts = {"method": "ngram", "adaptive": adaptive}
+        config = EngineConfig("none", speculative_config=drafts).for_device("cpu")
+        extensions: list[Speculation] = []
+        scheduler = Scheduler(config, 8, 64, extensions)
+        engine: Any = SimpleNamespace(
+            config=config, scheduler=scheduler, executor=None, observers=[]
+        )
+        extensions.append(Speculation(engine, lambda *_: Untouched()))
+        assert not scheduler.schedule().rows

@@ -1,4 +1,4 @@
-"""How often guesses are right, and what is generated, on distributions that are known.
+"""How many draft tokens are accepted, and what is generated, on distributions that are known.
 
 The model's logits are nought and `logit_bias` says what is likely, so each token is drawn from the
 same p. The proposer draws from a q of its own, with the noise of the position or with another one.
@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from proposers import speculation_of
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling.noise import Noise, row_keys
@@ -33,7 +36,7 @@ NEAR = [0.55, 0.25, 0.08, 0.06, 0.02, 0.02, 0.01, 0.01]
 
 
 class Drawn(TextProposer):
-    """Draws guesses from q, with the noise that the target has, or that of a further seed."""
+    """Draws draft tokens from q, with the noise that the target has, or that of a further seed."""
 
     def __init__(self, q: list[float], further: int = 0) -> None:
         self._logits = torch.full((1, VOCAB_SIZE), -torch.inf)
@@ -41,7 +44,7 @@ class Drawn(TextProposer):
         self._noise, self._further = Noise(VOCAB_SIZE, torch.device("cpu")), further
         self._drawn: dict[int, list[int]] = {}
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         if seq.seed not in self._drawn:
             self._drawn[seq.seed] = self._draw(seq.seed, 2 * MAX_TOKENS)
         return self._drawn[seq.seed][len(seq.token_ids) :][:most]
@@ -59,8 +62,8 @@ class Drawn(TextProposer):
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = tmp_path_factory.mktemp("nought")
     make_qwen3(path, vocab_size=VOCAB_SIZE, num_hidden_layers=1)
-    guesses = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    with LLM(path, skip_tokenizer_init=True, speculative_config=guesses) as llm:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(path, skip_tokenizer_init=True, speculative_config=config) as llm:
         model = llm.engine.executor.model
         model.compute_logits = lambda hidden: torch.zeros(len(hidden), VOCAB_SIZE)
         yield llm
@@ -74,14 +77,15 @@ def num_drawn(by_size: Callable[..., int]) -> int:
 def draw(
     llm: LLM, p: list[float], proposer: Any, num_drawn: int
 ) -> tuple[Counter[int], float, int]:
-    """What was generated, the share of guesses that were right, and how many were judged."""
-    llm.engine.scheduler.proposer = proposer
-    judged: Counter[bool] = Counter()
+    """Return what was generated, the share of draft tokens that were accepted, and how many were
+    verified."""
+    speculation_of(llm).proposer = proposer
+    verified: Counter[bool] = Counter()
 
-    def judge(plan: Plan, *_: Any) -> None:
-        for seq, guesses in plan.guesses.items():
-            judged[True] += plan.num_right[seq]
-            judged[False] += plan.num_right[seq] < len(guesses)  # what follows is not judged
+    def observe(plan: Plan, batch: Batch, result: StepResult, times: Any) -> None:
+        for num_accepted, num_drafts in plan.accepted_of_drafts(result.token_ids):
+            verified[True] += num_accepted
+            verified[False] += num_accepted < num_drafts  # what follows is not verified
 
     bias = {token_id: float(np.log(value)) for token_id, value in enumerate(p)}
     params = [
@@ -96,11 +100,11 @@ def draw(
         for seed in range(num_drawn // MAX_TOKENS)
     ]
     prompts = [[seed % VOCAB_SIZE] for seed in range(len(params))]
-    llm.engine.observers.append(judge)
+    llm.engine.observers.append(observe)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    llm.engine.observers.remove(judge)
+    llm.engine.observers.remove(observe)
     drawn = Counter(token_id for output in outputs for token_id in output.outputs[0].token_ids)
-    return drawn, judged[True] / judged.total(), judged.total()
+    return drawn, verified[True] / verified.total(), verified.total()
 
 
 def total_variation(p: list[float], q: list[float]) -> float:
@@ -112,11 +116,11 @@ def total_variation(p: list[float], q: list[float]) -> float:
     [(SHARP, SHARP), (SHARP, NEAR), (SHARP, FLAT), (FLAT, SHARP), (SHARP, TURNED)],
     ids=["itself", "near", "flat", "sharp", "turned"],
 )
-def test_what_is_drawn_follows_the_target_and_guesses_are_right_as_often_as_they_can(
+def test_what_is_drawn_follows_the_target_and_drafts_are_accepted_as_often_as_they_can(
     llm: LLM, p: list[float], q: list[float], num_drawn: int
 ) -> None:
-    drawn, coupled, num_judged = draw(llm, p, Drawn(q), num_drawn)
-    _, apart, num_judged_apart = draw(llm, p, Drawn(q, further=12345), num_drawn)
+    drawn, coupled, num_verified = draw(llm, p, Drawn(q), num_drawn)
+    _, apart, num_verified_apart = draw(llm, p, Drawn(q, further=12345), num_drawn)
     tv, independent = total_variation(p, q), float(np.dot(p, q))
     print(
         f"TV {tv:.3f}: the optimum is {1 - tv:.3f}, same noise {coupled:.3f} (at least "
@@ -126,18 +130,18 @@ def test_what_is_drawn_follows_the_target_and_guesses_are_right_as_often_as_they
     chi_square = sum((drawn[i] - total * p[i]) ** 2 / (total * p[i]) for i in range(TOKENS))
     assert chi_square < CHI_SQUARE_7, drawn
     # Four standard deviations of the least certain share, 1/2.
-    spread = 4 * (0.25 / min(num_judged, num_judged_apart)) ** 0.5
+    spread = 4 * (0.25 / min(num_verified, num_verified_apart)) ** 0.5
     assert (1 - tv) / (1 + tv) - spread < coupled < 1 - tv + spread
     assert abs(apart - independent) < spread
     assert coupled >= apart - spread
 
 
 def test_a_chi_square_sees_the_bias_of_a_rule_that_reuses_noise() -> None:
-    """A guess that is kept because it is likely enough, and not because it was drawn, shifts p."""
+    """A draft token that is kept because it is likely enough, and was not drawn, shifts p."""
     rng, num_drawn = np.random.default_rng(0), 8_000
     p, q = np.array(SHARP), np.array(FLAT)
     noise = rng.exponential(size=(num_drawn, TOKENS))
-    guessed, sampled = (noise / q).argmin(axis=1), (noise / p).argmin(axis=1)
-    is_kept = rng.random(num_drawn) < p[guessed] / q[guessed]
-    drawn = np.bincount(np.where(is_kept, guessed, sampled), minlength=TOKENS)
+    drafted, sampled = (noise / q).argmin(axis=1), (noise / p).argmin(axis=1)
+    is_kept = rng.random(num_drawn) < p[drafted] / q[drafted]
+    drawn = np.bincount(np.where(is_kept, drafted, sampled), minlength=TOKENS)
     assert ((drawn - num_drawn * p) ** 2 / (num_drawn * p)).sum() > 10 * CHI_SQUARE_7

@@ -14,8 +14,9 @@ from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.engine.guard import GuardedEngine
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
-from nanoserve.structured import engine as structured_engine
+from nanoserve.structured import extension as structured_extension
 from nanoserve.structured.compiler import Compiler
+from nanoserve.structured.extension import StructuredOutputs
 from nanoserve.structured.source import Source
 
 PROMPT = [5, 6, 7]
@@ -39,8 +40,13 @@ def llm(path: Path) -> Iterator[LLM]:
     with open_llm(path) as llm:
         yield llm
         assert not llm.engine.output_processor.requests
-        assert not getattr(llm.engine.scheduler, "guided", None)
+        assert not any(e._guided or e._forced for e in structured_outputs_of(llm))
         llm.engine.scheduler.check()
+
+
+def structured_outputs_of(llm: LLM) -> list[StructuredOutputs]:
+    """Return the extension that knows grammars; an engine has none before the first of them."""
+    return [e for e in llm.engine.extensions if isinstance(e, StructuredOutputs)]
 
 
 def guided(max_tokens: int = 60, **given: Any) -> SamplingParams:
@@ -63,16 +69,17 @@ def answer(llm: LLM, params: SamplingParams) -> Any:
     return output.outputs[0]
 
 
-def test_an_engine_changes_with_its_first_grammar_and_not_before(llm: LLM) -> None:
+def test_the_extension_comes_with_the_first_grammar_and_not_before(llm: LLM) -> None:
     llm.generate([PROMPT], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert type(llm.engine) is GuardedEngine
-    answer(llm, guided(choice=["yes"]))
-    assert type(llm.engine) is structured_engine.GuidedEngine
+    assert llm.engine.extensions == []
+    for _ in range(2):
+        answer(llm, guided(choice=["yes"]))
+        assert len(structured_outputs_of(llm)) == len(llm.engine.extensions) == 1
     plain = llm.generate([PROMPT], SamplingParams(max_tokens=9, temperature=0), use_tqdm=False)
     assert plain[0].outputs[0].finish_reason == "length"
 
 
-def test_it_may_change_while_others_run(path: Path) -> None:
+def test_it_may_come_while_others_run(path: Path) -> None:
     """With a step under way, and a running set that goes on."""
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     for ahead in (False, True):
@@ -184,9 +191,9 @@ class Late:
     """A compiler whose grammars come when the test says so."""
 
     def __init__(self, llm: LLM) -> None:
-        answer(llm, guided(regex="x"))  # a guided engine from now on
-        engine = llm.engine
-        self._compile, engine._compiler.compile = engine._compiler.compile, self.compile
+        answer(llm, guided(regex="x"))  # from now on the engine has the extension
+        compiler = structured_outputs_of(llm)[0]._compiler
+        self._compile, compiler.compile = compiler.compile, self.compile
         self.waiting: list[tuple[Source, Future[Any]]] = []
 
     def compile(self, source: Source) -> "Future[Any]":
@@ -215,7 +222,7 @@ def test_a_request_waits_for_its_grammar_and_nobody_for_it(llm: LLM) -> None:
     assert [len(one.text) for one in finished["guided"].outputs] == [3, 3]
 
 
-def test_who_waits_for_a_grammar_can_be_aborted(llm: LLM) -> None:
+def test_a_request_that_waits_for_a_grammar_can_be_aborted(llm: LLM) -> None:
     late, engine = Late(llm), llm.engine
     engine.add_request("a", PROMPT, guided(regex="[0-9]{3}", n=2, temperature=1.0))
     engine.step()
@@ -224,12 +231,15 @@ def test_who_waits_for_a_grammar_can_be_aborted(llm: LLM) -> None:
     assert not engine.has_unfinished_requests()
     late.deliver()
     engine.step()
-    assert not engine._compiling or engine._compiling["a"].request.finished
+    (extension,) = structured_outputs_of(llm)
+    assert all(seq.finished for seq in extension._compilations)
+    answer(llm, SamplingParams(max_tokens=2))
+    assert not extension._compilations
 
 
 def test_there_is_a_time_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     Late(llm)  # which compiles one, in whatever time it takes
-    monkeypatch.setattr(structured_engine, "_TIME_LIMIT", 0.05)
+    monkeypatch.setattr(structured_extension, "_TIME_LIMIT", 0.05)
     began = time.monotonic()
     (output,) = llm.generate([PROMPT], guided(regex="[0-9]{3}"), use_tqdm=False)
     assert time.monotonic() - began < 15  # and not the 20 s that it is by default

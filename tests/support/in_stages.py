@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.sampling.processors import SlotState
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.settings import SETTINGS, settings_of
+from nanoserve.sampling.slot_state import SlotState
 from nanoserve.sampling.stages import apply_stages, make_stages
 
 

@@ -292,7 +292,7 @@ class ModelRun:
         scheduler, output_processor = engine.scheduler, engine.output_processor
         left = {
             "blocks": scheduler.block_manager.num_free_blocks != self.options["num_kv_blocks"],
-            "slots": len(scheduler._free_slots) != self.options["max_num_seqs"],
+            "slots": len(scheduler._slots._free) != self.options["max_num_seqs"],
             "sequences": scheduler.running or scheduler.waiting or scheduler.held,
             "requests": output_processor.requests,
             "decoded text": output_processor._detokenizer._streams,

@@ -1,4 +1,4 @@
-"""Who guesses in tests: right, wrong, at random, too much, past the end."""
+"""Proposers for tests: perfect, wrong, random, too long, past the end."""
 
 import random
 from dataclasses import replace
@@ -6,17 +6,24 @@ from typing import Any
 
 from nanoserve import LLM
 from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.extension import Speculation
 from nanoserve.speculative.proposer import TextProposer
 
 
+def speculation_of(llm: LLM) -> Speculation:
+    """Return the extension of an engine that adds its proposer's draft tokens."""
+    (speculation,) = (e for e in llm.engine.extensions if isinstance(e, Speculation))
+    return speculation
+
+
 class Oracle(TextProposer):
-    """Knows what everybody gets: it asks an engine that does not guess."""
+    """Drafts what each sequence gets in an engine without draft tokens."""
 
     def __init__(self, reference: LLM) -> None:
         self._reference = reference
         self._answers: dict[Sequence, list[int]] = {}
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         if seq not in self._answers:
             params = replace(seq.params, seed=seq.seed)
             (output,) = self._reference.generate(seq.prompt_token_ids, params, use_tqdm=False)
@@ -28,12 +35,12 @@ class Oracle(TextProposer):
 
 
 class Wrong(TextProposer):
-    """Never the same token twice, and hardly ever the right one."""
+    """Never the same token twice, and hardly ever the one that is sampled."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         last = seq.token_ids[-1]
         return [(last + 1 + i) % self._vocab_size for i in range(most)]
 
@@ -44,7 +51,7 @@ class Mixed(TextProposer):
     def __init__(self, rng: random.Random, vocab_size: int, proposers: list[Any]) -> None:
         self._rng, self._vocab_size, self._proposers = rng, vocab_size, proposers
 
-    def guess(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         rng = self._rng
         kind = rng.random()
         if kind < 0.15:
@@ -54,10 +61,10 @@ class Mixed(TextProposer):
             return [rng.choice(stops) for _ in range(most)]
         if kind < 0.35:
             return []
-        guesses = rng.choice(self._proposers).guess(seq, most)
-        if guesses and kind < 0.7:  # right up to some point
-            guesses[rng.randrange(len(guesses))] = rng.randrange(self._vocab_size)
-        return guesses
+        drafts = rng.choice(self._proposers).draft(seq, most)
+        if drafts and kind < 0.7:  # as they are up to some point
+            drafts[rng.randrange(len(drafts))] = rng.randrange(self._vocab_size)
+        return drafts
 
     def forget(self, seq: Sequence) -> None:
         for proposer in self._proposers:

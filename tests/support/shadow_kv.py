@@ -164,10 +164,13 @@ class ShadowRun:
             scheduler.commit(plan)
             self._check_progress(plan)
         if fails:
-            scheduler.reset(self.live)
+            self._reset()
         else:
             self._update(plan)
         scheduler.check()
+
+    def _reset(self) -> None:
+        self.scheduler.reset(self.live)
 
     def _update(self, plan: Plan) -> None:
         """Mostly one token for each row, sometimes two, or none because its request has failed."""

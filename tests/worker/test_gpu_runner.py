@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import GIB, FakeCuda
-from nanoserve.speculative.engine import prepare_engine
 from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
@@ -33,6 +32,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
 from nanoserve.worker.cuda_runner import make_cuda_runner
@@ -620,12 +620,10 @@ def test_guessing_requests_get_what_the_cpu_answers(
             capture_sampling=kind == "captured sampling",
             **options,
         )
-        make_engine = prepare_engine(runner.config, runner.model_config)
-        engine = make_engine(runner.config, runner.model_config, runner, None)
+        engine = GuardedEngine(runner.config, runner.model_config, runner, None)
         proposers = [Oracle(reference), Wrong(runner.model_config.vocab_size)]
-        engine.scheduler.proposer = Mixed(
-            random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers]
-        )
+        mixed = Mixed(random.Random(0), runner.model_config.vocab_size, [proposers[0], *proposers])
+        engine.add_extension(Speculation(engine, lambda executor, scheduler: mixed))
         poison_what_is_stale(runner)
         cuda.events.clear()
         assert tokens(run(engine, asked)) == expected

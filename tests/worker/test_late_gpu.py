@@ -19,7 +19,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
-from nanoserve.make_engine import _guide
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
@@ -200,7 +199,6 @@ def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
     made = make_engine(tmp_path, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     tokenizer = Tokenizer(bundled_checkpoint("tiny-qwen3"))
     engine = GuardedEngine(made.config, made.model_config, made.executor, tokenizer)
-    engine.guide = _guide
     assert answers(engine) == expected
     assert engine.stats.num_draft_tokens == 0  # runs are not forced where nobody has tried it
     engine.close()

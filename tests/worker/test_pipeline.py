@@ -287,7 +287,7 @@ def test_steps_are_shared_out(path: Path, three_stages: Callable[[], LLM]) -> No
 
     def observe(plan: Any, batch: Any, result: Any, times: Any) -> None:
         assert batch.header.num_pending == 0
-        under_way = [row.seq for step in engine._in_flight for row in step.plan.sampled]
+        under_way = [row.seq for plan in engine.plans_under_way for row in plan.sampled]
         assert len(under_way) == len(set(under_way))
         rows.append(len(plan.rows))
 

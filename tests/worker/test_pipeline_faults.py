@@ -122,10 +122,10 @@ def test_who_is_aborted_leaves_no_rank_waiting(engine: LLM) -> None:
             llm.engine.add_request(str(number), {"prompt_token_ids": prompt}, LONG)
         for _ in range(5):
             llm.engine.step()
-        assert llm.engine._in_flight
+        assert llm.engine.plans_under_way
         for number in range(len(ASKED)):
             llm.engine.abort_request(str(number))
-        assert not llm.engine._in_flight and not llm.engine.executor._launched
+        assert not llm.engine.plans_under_way and not llm.engine.executor._launched
         start = time.monotonic()
         assert llm.engine.executor._workers.are_waiting(PATIENCE)
         tell_time(start)

@@ -31,7 +31,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.executor import StepResult
-from nanoserve.sampling.processors import SlotState
+from nanoserve.sampling.slot_state import SlotState
 from nanoserve.worker import tensor_parallel
 from nanoserve.worker.model_runner import Handle
 from nanoserve.worker.process_group import Group

@@ -40,7 +40,7 @@ class NanoserveEngine(Engine):
         self.begin()
 
     def begin(self) -> None:
-        self._before = vars(self.llm.stats)
+        self._before = self.llm.stats
         if self.timer is not None:
             self.timer.steps.clear()
 
@@ -59,13 +59,13 @@ class NanoserveEngine(Engine):
         return [(int(output.request_id), output.outputs[0].token_ids) for output in outputs]
 
     def facts(self) -> dict[str, Any]:
-        now = vars(self.llm.stats)
-        did = {name: total - self._before[name] for name, total in now.items()}
-        queries, hits = did["prefix_cache_queries"], did["prefix_cache_hits"]
+        now, before = self.llm.stats, self._before
+        queries = now.prefix_cache_queries - before.prefix_cache_queries
+        hits = now.prefix_cache_hits - before.prefix_cache_hits
         return {
             "KV blocks": self.llm.engine.executor.num_kv_blocks,
-            "steps": did["num_steps"],
-            "preemptions": did["num_preemptions"],
+            "steps": now.num_steps - before.num_steps,
+            "preemptions": now.num_preemptions - before.num_preemptions,
             "prefix-cache hit rate": f"{hits / queries:.1%}" if queries else "none",
             **self.options,
         }

@@ -1,4 +1,4 @@
-"""The head and the draft model that ship with tiny-qwen3: how often they guess what it says.
+"""The head and the draft model that ship with tiny-qwen3: how often they draft what it says.
 
 Thresholds are a little below what `python -m nanoserve.tiny_qwen3.acceptance` shows. Weights that
 have gone astray are not a little below them.
@@ -22,44 +22,45 @@ from nanoserve.tiny_qwen3.acceptance import (
 from nanoserve.tiny_qwen3.train_draft import DRAFT_PATH
 from nanoserve.tiny_qwen3.train_head import HEAD_PATH
 
-NUM_GUESSES = 4
+NUM_DRAFTS = 4
 MOST_BYTES = 1 << 20  # of either file: a package carries them
 
 
 @pytest.fixture(scope="module")
-def guessers():
+def proposers():
     return shipped_guessers()
 
 
 @pytest.mark.small(temperature=[1.0])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_they_guess_what_it_says(guessers, by_size: Callable[..., int], temperature: float) -> None:
+def test_they_draft_what_it_says(
+    proposers, by_size: Callable[..., int], temperature: float
+) -> None:
     questions = held_out_questions(per_set=by_size(3, 20, 60))
     answers = own_answers(questions, temperature)
     accepted = {
-        name: accepted_per_step([guess(answer) for answer in answers], NUM_GUESSES)
-        for name, guess in guessers.items()
+        name: accepted_per_step([is_drafted(answer) for answer in answers], NUM_DRAFTS)
+        for name, is_drafted in proposers.items()
     }
     print(temperature, accepted)
     assert all(mean > 3.2 for mean in accepted.values()), accepted
 
 
 def test_a_step_begins_where_the_last_one_ended() -> None:
-    right, wrong = True, False
-    is_right = torch.tensor([[right, right], [wrong, right], [right, wrong], [right, right]])
+    is_right = torch.tensor([[True, True], [False, True], [True, False], [True, True]])
     # Tokens 1 and 2 are accepted behind token 0, and 3 comes with them: nothing is left.
     assert accepted_per_step([is_right], 2) == 2
-    # With one guess: token 1 behind 0, then 2 from the model; 3 behind 2.
+    # With one draft token: token 1 behind 0, then 2 from the model; 3 behind 2.
     assert accepted_per_step([is_right], 1) == 1
-    # Nothing behind a wrong guess counts: token 1 from the model, then 2, then 3.
-    assert accepted_per_step([torch.tensor([[wrong, right]] * 4)], 2) == 0
+    # Nothing behind a rejected one counts: token 1 from the model, then 2, then 3.
+    assert accepted_per_step([torch.tensor([[False, True]] * 4)], 2) == 0
 
 
-def test_the_model_itself_would_guess_every_token() -> None:
+def test_the_model_itself_would_draft_every_token() -> None:
     """So noise and positions are those with which the engine has sampled."""
-    guess = draft_guesser(load_model(bundled_checkpoint("tiny-qwen3")))
+    is_drafted = draft_guesser(load_model(bundled_checkpoint("tiny-qwen3")))
     for answer in own_answers(held_out_questions(per_set=1), temperature=1.0):
-        assert guess(answer)[:-1, 0].all()
+        assert is_drafted(answer)[:-1, 0].all()
 
 
 def test_the_draft_model_is_a_checkpoint() -> None:

@@ -1,0 +1,63 @@
+"""Room for draft tokens in a step that is being planned.
+
+Draft tokens take what is left over: tokens of the budget, and blocks that are free and that the
+prefix cache does not have. So no sequence is preempted, evicted or kept waiting for them.
+"""
+
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.scheduler import Scheduler
+
+
+def add_draft_tokens(scheduler: Scheduler, plan: Plan, index: int, token_ids: list[int]) -> int:
+    """Let row `index` of a plan compute draft tokens, too; returns how many of them it does.
+
+    To be called in `Extension.extend_plan`. They are cut where the plan's filters, the budget, the
+    sequence's limits or the blocks end. A row has the draft tokens of one extension only.
+    """
+    row = plan.rows[index]
+    if row.seq in plan.draft_tokens:
+        return 0
+    if row.seq in plan.draft_filters:
+        token_ids = plan.draft_filters[row.seq](token_ids)
+    count = reserve_draft_tokens(scheduler, plan, row, len(token_ids))
+    plan.set_draft_tokens(index, token_ids[:count])
+    return count
+
+
+def reserve_draft_tokens(scheduler: Scheduler, plan: Plan, row: Row, most: int) -> int:
+    """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many."""
+    most = min(most, plan.budget, max_draft_tokens(scheduler, row))
+    size = scheduler.block_manager.block_size
+    room = len(row.seq.block_table) * size - row.start - row.n
+    while room < most and _has_spare_block(scheduler):
+        scheduler.grow(row.seq, row.n + room + 1)
+        room += size
+    count = max(0, min(room, most))
+    plan.budget -= count
+    return count
+
+
+def max_draft_tokens(scheduler: Scheduler, row: Row) -> int:
+    """Return how many draft tokens `row` may have at most, room and budget aside.
+
+    None before all of its tokens are known and planned, and every token but the last one that the
+    sequence may have can follow a draft token. A logits processor may count how often it is called,
+    so it must not see tokens that are then rejected.
+    """
+    seq = row.seq
+    has_processors = seq.params.logits_processors or scheduler.config.logits_processors
+    if has_processors or seq.num_pending or not row.num_sampled:
+        return 0
+    wanted = seq.params.num_speculative_tokens
+    limit = max(0, seq.max_num_tokens - seq.num_tokens - 1)
+    return limit if wanted is None else min(limit, wanted)
+
+
+def _has_spare_block(scheduler: Scheduler) -> bool:
+    manager = scheduler.block_manager
+    block = manager.next_free_block()
+    if not block or manager.is_cached(block):
+        return False
+    # The next step, if it is planned before this one is over, may need a block for each sequence.
+    is_scarce = manager.num_free_blocks <= len(scheduler.running)
+    return not (scheduler.config.async_scheduling and (scheduler.waiting or is_scarce))
