@@ -61,10 +61,8 @@ def attend_rows(
     #    less than a vector of 16 scores that are all NaN, its quick way makes plain zeros.
     is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
-    if shortest < length:  # behind a row's end, what may be another's, even NaN, and 0 x NaN is NaN
-        slots = torch.arange(shortest, length, device=q.device)
-        for x in (k, v):
-            x[:, :, shortest:].masked_fill_((slots >= lens[:, None])[:, None, :, None], 0)
+    if shortest < length:
+        _clear_ends(k, v, lens, shortest)
 
     # 4) Attention itself.
     if layer.soft_cap is None:
@@ -90,6 +88,13 @@ def _gather(
     shape = (len(block_tables), num_kv_heads, -1, layer.head_dim)
     k, v = (head.view(shape)[:, :, :length] for head in heads)
     return k, v
+
+
+def _clear_ends(k: Tensor, v: Tensor, lens: Tensor, shortest: int) -> None:
+    """Write zeros behind each row's end: there may be another's, even NaN, and 0 x NaN is NaN."""
+    slots = torch.arange(shortest, k.shape[2], device=k.device)
+    for x in (k, v):
+        x[:, :, shortest:].masked_fill_((slots >= lens[:, None])[:, None, :, None], 0)
 
 
 def _capped_attention(
