@@ -20,6 +20,7 @@ import numpy as np
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.plan import Plan
+from nanoserve.engine.sequence import Sequence
 
 PENDING = -1  # an input id that only the device knows: `last_token` of the row's slot
 
@@ -68,11 +69,15 @@ class Batch:
         slots = np.array([seq.slot for seq in sequences], dtype=np.int32)
         start = np.array(starts, dtype=np.int32)
         n = np.array(counts, dtype=np.int32)
-        input_ids = _input_ids(plan)
-        width = self._pack_rows(slots, start, n, block_tables, block_size)
-        self._pack_tokens(input_ids, start, n, width, block_size)
-        outputs = self._pack_outputs(slots, np.array(num_sampled))
-        all_outputs = sum(num_outputs)
+        input_ids = _input_ids(sequences, starts, counts, plan.draft_tokens)
+        context_lens = start + n
+        max_context_len = int(context_lens.max())
+        width = blocks_needed(max_context_len, block_size)
+        tables = block_tables[slots, :width]
+        self._pack_rows(slots, n, context_lens, tables)
+        self._pack_tokens(input_ids, start, n, tables, block_size)
+        outputs, all_outputs = sum(num_sampled), sum(num_outputs)
+        self._pack_outputs(slots, np.array(num_sampled), outputs)
         if all_outputs > outputs:
             self._pack_prompt_outputs(plan, outputs)
         self._header[:] = BatchHeader(
@@ -84,30 +89,28 @@ class Batch:
             num_outputs=all_outputs,
             num_sampled=outputs,
             max_query_len=max(counts),
-            max_context_len=int(self.context_lens[: len(sequences)].max()),
+            max_context_len=max_context_len,
             table_width=width,
         )
 
     def _pack_rows(
-        self,
-        slots: np.ndarray,
-        start: np.ndarray,
-        n: np.ndarray,
-        block_tables: np.ndarray,
-        block_size: int,
-    ) -> int:
-        """Write what there is one of for each row; returns the width of the block tables."""
-        rows = len(slots)
+        self, slots: np.ndarray, n: np.ndarray, context_lens: np.ndarray, tables: np.ndarray
+    ) -> None:
+        """Write what there is one of for each row; tables: [num_rows, width]."""
+        rows, width = tables.shape
         self.cu_seqlens_q[0] = 0
         np.cumsum(n, out=self.cu_seqlens_q[1 : rows + 1])
-        np.add(start, n, out=self.context_lens[:rows])
+        self.context_lens[:rows] = context_lens
         self.row_slots[:rows] = slots
-        width = blocks_needed(int(self.context_lens[:rows].max()), block_size)
-        self.block_tables(rows, width)[:] = block_tables[slots, :width]
-        return width
+        self.block_tables(rows, width)[:] = tables
 
     def _pack_tokens(
-        self, input_ids: list[int], start: np.ndarray, n: np.ndarray, width: int, block_size: int
+        self,
+        input_ids: list[int],
+        start: np.ndarray,
+        n: np.ndarray,
+        tables: np.ndarray,
+        block_size: int,
     ) -> None:
         """Write what there is one of for each token.
 
@@ -120,18 +123,15 @@ class Batch:
         shift = start - self.cu_seqlens_q[:rows]
         positions = np.arange(tokens, dtype=np.int32) + shift[row_of_token]
         self.positions[:tokens] = positions
-        blocks = self.block_tables(rows, width)[row_of_token, positions // block_size]
+        blocks = tables[row_of_token, positions // block_size]
         self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
 
-    def _pack_outputs(self, slots: np.ndarray, num_sampled: np.ndarray) -> int:
-        """Write the sampler's outputs: the last tokens of the rows that catch up. Returns how many
-        there are."""
-        outputs = int(num_sampled.sum())
+    def _pack_outputs(self, slots: np.ndarray, num_sampled: np.ndarray, outputs: int) -> None:
+        """Write the sampler's outputs: the last tokens of the rows that catch up."""
         ends = self.cu_seqlens_q[1 : len(slots) + 1]
         first = ends - np.cumsum(num_sampled)  # of a row's, less the outputs before it
         self.output_rows[:outputs] = np.repeat(first, num_sampled) + np.arange(outputs)
         self.output_slots[:outputs] = np.repeat(slots, num_sampled)
-        return outputs
 
     def _pack_prompt_outputs(self, plan: Plan, first: int) -> None:
         """Write, from output `first` on, outputs that are not sampled: a known token follows each.
@@ -159,13 +159,18 @@ class Batch:
         return {name: slice(int(first), int(end)) for name, first, end in spans if first < end}
 
 
-def _input_ids(plan: Plan) -> list[int]:
+def _input_ids(
+    sequences: tuple[Sequence, ...],
+    starts: tuple[int, ...],
+    counts: tuple[int, ...],
+    draft_tokens: dict[Sequence, list[int]],
+) -> list[int]:
     """Return the tokens of all rows, one after the other."""
     input_ids: list[int] = []
-    for seq, start, n, *_ in plan.rows:
+    for seq, start, n in zip(sequences, starts, counts, strict=True):
         if n > 1:
             input_ids += seq.token_ids[start : start + n]
-            input_ids += plan.draft_tokens.get(seq, ())
+            input_ids += draft_tokens.get(seq, ())
         elif start < len(seq.token_ids):
             input_ids.append(seq.token_ids[start])
         else:  # a pending token is the only one of its row

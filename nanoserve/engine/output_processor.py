@@ -72,12 +72,13 @@ class OutputProcessor:
         finish: ends sequences of a request that has failed.
         """
         progressed = _note_errors(self._failures(plan, result, joined))
+        final_only = RequestOutputKind.FINAL_ONLY  # once a step: it takes as long as the rest
         for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
                 continue  # it had ended before, or its request has failed
             _note_tokens(seq, num_new, now)
-            is_final_only = seq.params.output_kind is RequestOutputKind.FINAL_ONLY
+            is_final_only = seq.params.output_kind is final_only
             if is_final_only and not seq.finished:
                 continue  # its output is not needed yet, and this is by far the most common case
             request = self.requests[seq.request_id]

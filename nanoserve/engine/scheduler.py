@@ -160,7 +160,7 @@ class Scheduler:
         # block that this step fills may be shared at once: every layer stores the K and V of the
         # whole batch before it attends.
         size = self.block_manager.block_size
-        for seq, start, n, *_ in plan.rows:
+        for seq, start, n, _, _ in plan.rows:
             if (start + n) % size < n:  # else it fills no block
                 self.block_manager.cache(seq, start + n)
         if not plan.preempted:
@@ -190,6 +190,7 @@ class Scheduler:
         """
         joined: list[int] = []
         any_finished = False
+        drafts = plan.draft_tokens
         finished = SequenceStatus.FINISHED  # once a step: to ask an enum takes as long as a row
         for row, new_ids in zip(plan.sampled, token_ids, strict=True):
             seq, num_joined = row.seq, 0
@@ -205,7 +206,7 @@ class Scheduler:
                     any_finished = True
                     break
             joined.append(num_joined)
-            if seq in plan.draft_tokens:
+            if drafts and seq in drafts:
                 self._drop_rejected(row, num_joined)
         if any_finished:
             self._drop_stopped()
@@ -254,8 +255,9 @@ class Scheduler:
         n = num_tokens - start
         if n > 1 or n > plan.budget:
             n = min(n, plan.budget, self.max_tokens_per_seq)
-        for extension in self.extensions:
-            n = extension.limit_tokens(seq, n, plan)
+        if self.extensions:
+            for extension in self.extensions:
+                n = extension.limit_tokens(seq, n, plan)
         has_room = start + n <= len(seq.block_table) * self.block_manager.block_size
         if n == 0 or not (has_room or self._make_room(seq, n, plan)):
             return

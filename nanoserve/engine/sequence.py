@@ -124,10 +124,11 @@ class Sequence:
         self.token_ids.append(token_id)
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
-        for condition in self.stop_conditions:
-            end = condition(self)
-            if end is not None:
-                self.finish_reason, self.stop_reason = end
+        if self.stop_conditions:
+            for condition in self.stop_conditions:
+                end = condition(self)
+                if end is not None:
+                    self.finish_reason, self.stop_reason = end
         return True
 
     def __repr__(self) -> str:
