@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY  # to ask an enum takes as long as a row of a step
+
 # Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
 # the row's first output in it). Returns an exception if that is to end the request.
 Collector = Callable[[Request, Row, Any, int], Exception | None]
@@ -72,13 +74,12 @@ class OutputProcessor:
         finish: ends sequences of a request that has failed.
         """
         progressed = _note_errors(self._failures(plan, result, joined))
-        final_only = RequestOutputKind.FINAL_ONLY  # once a step: it takes as long as the rest
         for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
                 continue  # it had ended before, or its request has failed
             _note_tokens(seq, num_new, now)
-            is_final_only = seq.params.output_kind is final_only
+            is_final_only = seq.params.output_kind is _FINAL_ONLY
             if is_final_only and not seq.finished:
                 continue  # its output is not needed yet, and this is by far the most common case
             request = self.requests[seq.request_id]
@@ -98,7 +99,7 @@ class OutputProcessor:
         return [
             self._output(request, completions)
             for request, completions in progressed.items()
-            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            if request.finished or request.params.output_kind is not _FINAL_ONLY
         ]
 
     def _failures(

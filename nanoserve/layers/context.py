@@ -1,6 +1,6 @@
 """What all layers of one model share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,13 @@ class LayerContext:
     max_model_len: int | None = None  # what the user chose
     num_positions: int | None = None  # that occur, where fewer do than the model allows
     parts: Any = None  # the model's class, whose attributes name its parts: see Qwen3ForCausalLM
+
+    def of_layer(self, index: int) -> "LayerContext":
+        """Return the context of one layer: without memory, if another pipeline stage has it."""
+        stage = self.tp.stage
+        if stage is None or index in stage.layers:
+            return self
+        return replace(self, device=torch.device("meta"))
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""

@@ -121,7 +121,7 @@ class Qwen3Model(nn.Module):
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         self.layers = nn.ModuleList(
-            context.parts.layer_class(config, index, rotary, context)
+            context.parts.layer_class(config, index, rotary, context.of_layer(index))
             for index in range(config.num_hidden_layers)
         )
         self.norm = context.parts.norm_class(config.hidden_size, config.rms_norm_eps, context)

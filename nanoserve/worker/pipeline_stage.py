@@ -12,7 +12,7 @@ takes the place of that. The last one has the final norm and the head; in the ot
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,13 +57,9 @@ class Stage:
         """What builds this stage of models of the class `whole`."""
 
         def build(config: ModelConfig, context: LayerContext) -> nn.Module:
-            def layer(config: ModelConfig, index: int, rotary: nn.Module, own: LayerContext) -> Any:
-                # Others are built without memory, then dropped: models may look at all of theirs.
-                device = own.device if index in self.layers else torch.device("meta")
-                return whole.layer_class(config, index, rotary, replace(own, device=device))
-
-            part = type(whole.__name__, (whole,), {"layer_class": staticmethod(layer)})
-            model = part(config, context)
+            # Other stages' layers are built without memory (`LayerContext.of_layer`), then dropped:
+            # models may look at all of theirs.
+            model = whole(config, context)
             everywhere = expected_tensors(model).keys()
             self._cut(model, context)
             model.elsewhere = everywhere - expected_tensors(model).keys()
