@@ -25,3 +25,9 @@ def test_the_table_has_a_line_for_each_policy() -> None:
 
 def test_an_observer_sees_every_step() -> None:
     assert worked.tokens_per_step() == [13, 2, 2]
+
+
+def test_a_tenant_takes_no_more_of_a_step_than_the_limit() -> None:
+    rows = worked.tenant_table(16).splitlines()[2:]
+    long, short = ([int(cell) for cell in row.split("|")[2:-1]] for row in rows)
+    assert long[:3] == [16, 16, 8] and short[:4] == [6, 1, 1, 1]

@@ -2,6 +2,8 @@
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
+from nanoserve.engine.extension import Extension
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
@@ -62,3 +64,43 @@ def tokens_per_step() -> list[int]:
         llm.engine.observers.append(lambda plan, batch, result, times: seen.append(plan.num_tokens))
         llm.generate([[1] * 9, [1] * 4], SamplingParams(max_tokens=3, ignore_eos=True))
     return seen
+
+
+class TenantLimit(Extension):
+    """Gives each tenant at most so many tokens of a step; a long prompt is cut into chunks."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def may_admit(self, seq: Sequence, plan: Plan) -> bool:
+        return self._used(seq, plan) < self.most
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        return min(num_tokens, self.most - self._used(seq, plan))
+
+    def _used(self, seq: Sequence, plan: Plan) -> int:
+        """Return how many tokens of a step its tenant, known by the salt, has already."""
+        return sum(row.n for row in plan.rows if row.seq.cache_key == seq.cache_key)
+
+
+def tenant_table(most: int) -> str:
+    """Tokens of each tenant in the first steps of two prompts, one of them long."""
+    rows: list[list[int]] = []
+
+    def watch(plan: Plan, *step: object) -> None:
+        by_salt = {row.seq.request_id: row.n for row in plan.rows}
+        rows.append([by_salt.get(name, 0) for name in ("long", "short")])
+
+    with LLM("tiny-qwen3") as llm:
+        llm.engine.add_extension(TenantLimit(most))
+        llm.engine.observers.append(watch)
+        for name, length in (("long", 40), ("short", 6)):
+            prompt = {"prompt_token_ids": [1] * length, "cache_salt": name}
+            llm.engine.add_request(name, prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+    steps = range(1, len(rows) + 1)
+    lines = [f"| step | {' | '.join(map(str, steps))} |", "|---|" + "---:|" * len(rows)]
+    for index, name in enumerate(("the long prompt", "the short one")):
+        lines.append(f"| {name} | {' | '.join(str(row[index]) for row in rows)} |")
+    return "\n".join(lines)

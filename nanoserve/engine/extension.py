@@ -51,7 +51,10 @@ class Extension:
         return True
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out."""
+        """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out.
+
+        Also called for one that has just been admitted, which is then the last of `plan.admitted`.
+        """
         return num_tokens
 
     def extend_plan(self, plan: Plan) -> None:

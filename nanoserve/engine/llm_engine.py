@@ -74,8 +74,9 @@ class LLMEngine:
         self.observers: list[Observer] = []
         self.listeners: Listeners[RequestListener] = Listeners()
         self._on_demand: dict[str, Extension] = {}  # those that requests have asked for
-        self._planned: Plan | None = None  # not launched yet
-        self._launched: Step | None = None  # not sampled yet; its launch may not have returned
+        # What `reset` has to know of a step that an exception has struck before it was in flight:
+        self._planned: Plan | None = None  # whose requests were in it
+        self._launched: Step | None = None  # what is to be cancelled
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
