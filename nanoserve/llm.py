@@ -95,7 +95,9 @@ class LLM(LLMMethods):
         sampling_params: SamplingParams | None = None,
         **chat_options: "Unpack[ChatOptions]",
     ) -> Iterator[RequestOutput]:
-        """Yield what is new after every token; the pieces of text concatenate to the final text.
+        """Yield what is new after every step; the pieces of text concatenate to the final text.
+
+        That is a token, or with speculation and grammars up to as many as a step has accepted.
 
         Messages are answered as `chat` does it, and take its options.
 

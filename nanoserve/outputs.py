@@ -11,8 +11,8 @@ import numpy as np
 class RequestOutputKind(Enum):
     """What `LLMEngine.step` returns of an unfinished request."""
 
-    CUMULATIVE = "cumulative"  # after every token, all text so far
-    DELTA = "delta"  # after every token, only what is new
+    CUMULATIVE = "cumulative"  # after every step, all text so far
+    DELTA = "delta"  # after every step, only what is new
     FINAL_ONLY = "final_only"  # nothing before the end
 
 
