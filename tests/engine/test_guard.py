@@ -618,6 +618,7 @@ class Refuses(Extension):
 
 @pytest.fixture
 def fake_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
     monkeypatch.setattr(extension, "make_compiler", FakeCompiler)
     monkeypatch.setattr(backends, "check", lambda *source: None)
 

@@ -7,6 +7,8 @@ from typing import Any, get_args
 import pytest
 from fresh_modules import fresh_modules
 
+pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")  # one list is of its bodies
+
 from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import _default_sampling
 from nanoserve.commands import chat
