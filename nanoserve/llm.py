@@ -50,7 +50,7 @@ class LLM(LLMMethods):
 
             self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
-        self._streams: Streams | None = None  # made when the first one is asked for
+        self._streams: Streams | None = None  # made when the first one is opened
         self._running: list[str] = []  # ids of the requests of `generate`
         self._lock = threading.RLock()  # one `generate` at a time; other threads wait
 
@@ -101,7 +101,7 @@ class LLM(LLMMethods):
 
         Messages are answered as `chat` does it, and take its options.
 
-        Several streams may be read in turn, or in threads: whichever is asked first runs the engine
+        Several streams may be read in turn, or in threads: the first one to wait runs the engine
         for all. A stream that is dropped before its end is aborted. If the request ends with an
         error, that is raised here.
         """

@@ -1,4 +1,4 @@
-"""What an attention backend is told and what it must do."""
+"""The interface of an attention backend: its inputs, and what it must do."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a backend needs to know of the layer it computes for."""
+    """The layer that a backend computes for."""
 
     num_heads: int
     num_kv_heads: int  # query head h reads KV head h // (num_heads // num_kv_heads)

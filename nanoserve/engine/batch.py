@@ -56,7 +56,7 @@ class Batch:
         return self._tables[: num_rows * width].reshape(num_rows, width)
 
     def num_bytes_used(self, header: BatchHeader) -> int:
-        """How much of the buffer a step needs."""
+        """Return how much of the buffer a step needs."""
         return self._before_tables + header.num_rows * header.table_width * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:

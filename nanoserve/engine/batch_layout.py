@@ -1,4 +1,4 @@
-"""Where each integer of a packed step lies: the fields of a batch, and the header before them."""
+"""The layout of a packed step: the fields of a batch, and the header before them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class BatchHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where each field of a batch lies. All fields are int32.
+    """The place of each field of a batch. All fields are int32.
 
     `block_tables` is last and only as wide as a step needs, so that a step copies the first
     `Batch.num_bytes_used` bytes only. `heads` are the names of those that take outputs of a

@@ -123,7 +123,7 @@ class BlockManager:
         """
         table = seq.block_table
         num_new = self.blocks_needed(num_tokens) - len(table) - len(cached_blocks)
-        # A cached block that nobody uses is in the free queue, and sharing it takes it out.
+        # A cached block without users is in the free queue, and sharing it takes it out.
         num_revived = sum(self._ref_counts[block] == 0 for block in cached_blocks)
         if max(num_new, 0) + num_revived > len(self._free):
             return False

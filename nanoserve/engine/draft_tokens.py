@@ -1,4 +1,4 @@
-"""Which draft tokens of a step are accepted.
+"""Acceptance of the draft tokens of a step.
 
 A row with k draft tokens is computed at k + 1 positions, and a token is sampled at each of them:
 one *output* each. The sampler is the verifier: its noise is a function of the position, so the

@@ -70,7 +70,7 @@ class TokenMask(Protocol):
 
 @dataclass
 class ForwardInputs:
-    """What the model needs beside the batch.
+    """Inputs of the model beside the batch.
 
     slot_updates: sequences that are new in their slots.
     draft_tokens: by slot, the draft tokens that are packed behind the last token of its row.
@@ -82,7 +82,7 @@ class ForwardInputs:
 
 @dataclass
 class SampleInputs:
-    """What the sampler needs beside the logits.
+    """Inputs of the sampler beside the logits.
 
     token_masks: by slot, the tokens that its sequence may take.
     """
@@ -96,7 +96,7 @@ class StepResult:
 
     token_ids: zero or more new tokens of each row. With k draft tokens a row gets up to k + 1:
         the accepted ones and the token after them.
-    logprobs: for each token of a row that asked for them, an entry; `logprob_places` says which:
+    logprobs: for each token of a row that wants them, an entry; `logprob_places` says which:
         (row, index among its tokens).
     errors: by row, why it has no token; its request ends with that.
     of_heads: by name of a head, what it made of its outputs.

@@ -80,18 +80,18 @@ class Extension:
         """Release threads, memory and files. The engine is not used again."""
 
 
-# Extensions that a request asks for by name (`Request.extensions`), as "module:Class"; an engine
+# Extensions that a request needs, by name (`Request.extensions`), as "module:Class"; an engine
 # that gets no such request never imports them. They are made with the engine as their argument.
 _ON_DEMAND = {"structured_outputs": "nanoserve.structured.extension:StructuredOutputs"}
 
 
 def register_extension(name: str, location: str) -> None:
-    """Add an extension that requests can ask for, as "module:Class"."""
+    """Add an extension that requests can need, as "module:Class"."""
     _ON_DEMAND[name] = location
 
 
 def extension_class(name: str) -> Callable[[Any], Extension]:
-    """Return what makes the extension that requests ask for by `name`, from an `LLMEngine`.
+    """Return what makes the extension that requests need by `name`, from an `LLMEngine`.
 
     Raises `ValueError` if there is none of that name.
     """

@@ -1,4 +1,4 @@
-"""What is around the engine loop, so that it may be shared, interrupted and called from anywhere.
+"""The guard around the engine loop: it may be shared, interrupted and called from anywhere.
 
 - Threads may share an engine: one at a time is inside, the others wait.
 - Ctrl-C waits for the end of a step. What must not wait, such as an abort from within a step, is

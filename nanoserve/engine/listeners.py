@@ -1,4 +1,4 @@
-"""What an engine reports to those who watch it. Listeners only look; extensions take part.
+"""Listeners hear what an engine does. They only look; extensions take part.
 
 `LLMEngine.listeners` hear of requests, `BlockManager.listeners` of blocks in the prefix cache (the
 field's *KV events*), and `LLMEngine.observers` of steps: each of these is called as

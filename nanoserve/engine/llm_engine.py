@@ -73,7 +73,7 @@ class LLMEngine:
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []
         self.listeners: Listeners[RequestListener] = Listeners()
-        self._on_demand: dict[str, Extension] = {}  # those that requests have asked for
+        self._on_demand: dict[str, Extension] = {}  # those that requests have needed
         # What `reset` has to know of a step that an exception has struck before it was in flight:
         self._planned: Plan | None = None  # whose requests were in it
         self._launched: Step | None = None  # what is to be cancelled

@@ -19,7 +19,7 @@ def collect_logprobs(
     result: StepResult,
     text_of_token: Callable[[int], str],
 ) -> dict[Request, Exception]:
-    """Append the log-probabilities of a step to the completions that asked for them.
+    """Append the log-probabilities of a step to the completions that want them.
 
     joined: by row, how many of its tokens have joined. Returns the requests whose texts could not
     be made, and why.

@@ -10,7 +10,7 @@ class OutputQueues:
     """Keeps outputs until they are read, in order.
 
     `step` returns the outputs of requests without a subscriber; a stream subscribes to its request
-    and reads its own queue, whoever steps.
+    and reads its own queue, in whichever thread the engine steps.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which scheduler an engine has: the option `scheduler_cls`."""
+"""The scheduler that an engine has, by the option `scheduler_cls`."""
 
 from importlib import import_module
 from typing import Any

@@ -9,7 +9,7 @@ from nanoserve.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Completion:
-    """What has been collected for one sequence, besides its tokens."""
+    """Collected results of one sequence, besides its tokens."""
 
     seq: Sequence
     latest: CompletionOutput | None = None

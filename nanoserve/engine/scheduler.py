@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and how many tokens of each.
+"""The scheduler decides which sequences run in the next step, and how many tokens of each.
 
 One rule: every step gives each sequence some tokens so that `num_computed_tokens` catches up with
 `num_tokens`. Prefill is a large number, decode is one, chunked prefill is a number cut by the

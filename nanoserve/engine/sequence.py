@@ -61,8 +61,8 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
-    # Asked after each token that joins: the finish and stop reason if it is the last, as a stop
-    # string makes it.
+    # Called after each token that joins; they return the finish and stop reason if it is the last,
+    # as a stop string makes it.
     stop_conditions: list[StopCondition] = field(default_factory=list)
 
     prompt_head: str | None = field(init=False)  # a head that needs every token of the prompt

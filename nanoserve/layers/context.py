@@ -1,4 +1,4 @@
-"""What all layers of one model share."""
+"""The context that all layers of one model share."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from nanoserve.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):
-    """How a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
+    """The way a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: "LayerContext"

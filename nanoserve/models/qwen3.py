@@ -69,7 +69,7 @@ class Qwen3Attention(nn.Module):
             # 4) And turned by its position, so that q k depends on how far apart the two are.
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            # 5) K and V go to their slots of the cache, before anybody reads it.
+            # 5) K and V go to their slots of the cache, before it is read.
             store_kv(k, v, kv_cache, metadata.slot_mapping)
         # 6) Every token looks at those before it, in the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)

@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is chosen from it, greedily or not.
+"""Stages that change a row's logits before a token is chosen from it, greedily or not.
 
 In vLLM's order, each on what the one before has left:
 
@@ -103,7 +103,7 @@ def run_own_processors(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """What a request's own processor has returned; torch would broadcast or convert anything."""
+    """Check what a request's own processor has returned: torch would broadcast or convert it."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(
             f"a logits processor returned {type(logits).__name__}, and must return a tensor: the "

@@ -30,7 +30,7 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class Sampled(NamedTuple):
-    """What a step has chosen; tensors may not have been computed yet.
+    """Tokens that a step has chosen; tensors may not have been computed yet.
 
     token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.no_token`.
     logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries].
@@ -196,7 +196,7 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
     ) -> "tuple[LogprobTensors | None, np.ndarray]":
-        """At the rows that asked for them, as many as the most curious of them asked.
+        """Compute log-probabilities at the rows that want them, as many as any of them wants.
 
         Of the model's own logits, whatever was done to a copy of them.
         """

@@ -1,4 +1,4 @@
-"""How each slot is sampled, as one row of a table, so that a step takes its rows with one index."""
+"""Settings of each slot as one row of a table, so that a step takes its rows with one index."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from nanoserve.sampling_params import SamplingParams
 
 
 class Program(IntEnum):
-    """What has to be done with a row's logits until its token is known.
+    """The work that a row's logits need until its token is known.
 
     Each program does what those before it do, and more. A sampler works on logits as the model left
     them up to its own `Sampler.direct`; rows beyond that are copied first, in float32.

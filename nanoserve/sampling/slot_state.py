@@ -1,4 +1,4 @@
-"""What the stages of the sampler know of the sequence in a slot."""
+"""State of the sequence in a slot, for the stages of the sampler."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> np.ndarray:
-        """How often each of `ids` was generated; 0 for those that only the prompt has."""
+        """Number of times that each of `ids` was generated; 0 for tokens of the prompt alone."""
         return self._counts[: len(self._index)]
 
     def append(self, token_id: int) -> None:
@@ -48,7 +48,7 @@ class TokenCounts:
 
 
 class SlotState:
-    """What the stages know of the sequence in a slot.
+    """The sequence in a slot, as the stages of the sampler know it.
 
     It is made on admission, from the prompt and from what was generated before a preemption.
     own_stages: names of the registered stages that its rows go through.

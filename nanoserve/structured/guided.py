@@ -25,7 +25,7 @@ class Guided:
 
     @property
     def grammar(self) -> Grammar:
-        """Where the sequence is now. Raises `ValueError` if it cannot be followed."""
+        """The grammar at the end of the sequence. Raises `ValueError` if it cannot be followed."""
         if self.error is not None:
             raise self.error
         num_new = self.seq.num_output_tokens - self._num_accepted
@@ -119,7 +119,7 @@ class Guided:
 
 
 class GrammarMask:
-    """What a grammar allows in one step: a `TokenMask`.
+    """The tokens that a grammar allows in one step: a `TokenMask`.
 
     draft_tokens: those of the step before the first illegal one. What follows that one is never
     accepted, so there nothing is forbidden.

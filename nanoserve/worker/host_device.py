@@ -1,4 +1,4 @@
-"""What a runner asks of its device, and what a CPU answers."""
+"""The device of a runner: what a CPU does with a step, and how much memory it has."""
 
 import os
 from collections.abc import Callable
@@ -51,11 +51,11 @@ class HostDevice:
     def pool_before_loading(
         self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
     ) -> int | None:
-        """How many KV blocks to have, if that can be told before the weights are there."""
+        """Return the number of KV blocks, if it is known before the weights are loaded."""
         return decide_num_kv_blocks(config, model_config, tp)
 
     def pool_after_loading(self, runner: Any) -> int:
-        """And if not, how many when they are."""
+        """Return the number of KV blocks, computed after the weights are loaded."""
         raise NotImplementedError
 
     def make_room(self, layout: BatchLayout) -> None:
@@ -71,7 +71,7 @@ class HostDevice:
 
     def warm_up(self, runner: Any) -> None:
         """Whatever would otherwise be done while serving: compiling, capturing."""
-        # All ranks must run the model, or none: so this asks nothing of the process.
+        # All ranks must run the model, or none: so this looks at nothing of the process.
         method = runner.context.linear_method
         parts = (runner.context.attention, getattr(method, "make_integer", None))
         if any(getattr(part, "__module__", None) in _COMPILED for part in parts):
@@ -107,7 +107,7 @@ class HostDevice:
         return fetched.tolist()
 
     def drop_recorded(self) -> None:
-        """What was recorded for tensors that are about to go; `warm_up` records it again."""
+        """Drop graphs of tensors that are about to go; `warm_up` records them again."""
 
     def finish(self) -> None:
         """Wait for everything that was launched."""

@@ -1,4 +1,4 @@
-"""How many KV blocks fit, and the memory they take.
+"""The KV cache: how many blocks fit, and the memory they take.
 
 Worked numbers (the course's first chapter): LLaMA-2-7B in 16 bits keeps half a MiB per token, so
 4,096 reserved tokens a user are 2 GiB, and 64 GiB serve 32 users; in blocks of 16, a user of 300
@@ -54,7 +54,7 @@ def decide_num_kv_blocks(
 
 
 def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
-    """What `max_num_seqs` sequences of full length need."""
+    """Return the number of blocks that `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     return config.max_num_seqs * blocks_needed(max_model_len, config.block_size)
 

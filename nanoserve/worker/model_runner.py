@@ -58,7 +58,7 @@ class ModelRunner:
         self.heads = Heads(config.max_num_seqs)
         self._num_batches = 0
         # By slot, the token that was sampled last: the next step's input, before the host knows it.
-        # The last place is for what is sampled for nobody.
+        # The last place is for tokens of padding rows.
         num_slots = config.max_num_seqs
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
         start(self, path)
@@ -96,7 +96,7 @@ class ModelRunner:
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
             tensors, hidden = self.device.run(batch, header, self.last_token, self.run_model)
             handle = Handle(batch, header, tensors, inputs.draft_tokens)
-            # 3) Only the rows that somebody asked for become logits: a prompt of a thousand tokens
+            # 3) Only the rows that are wanted become logits: a prompt of a thousand tokens
             #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
             if header.num_outputs > header.num_sampled:
                 compute_logits = self.model.compute_logits
@@ -172,7 +172,7 @@ class ModelRunner:
         """Do nothing: what runs on the device runs to its end without being waited for."""
 
     def close(self) -> None:
-        """Release weights and cache, even if somebody still holds the runner."""
+        """Release weights and cache, even if the runner is still referenced."""
         self.device.finish()
         self.model = self.kv_cache = self.sampler = self.last_token = self.batches = None
         self.device.close()
