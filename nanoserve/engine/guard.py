@@ -167,7 +167,7 @@ class GuardedEngine(EngineMethods):
                 self.loop.report(finished)
                 self._lock.run_deferred()
                 if fetch:
-                    outputs = self.loop.outputs.take()
+                    self.loop.outputs.move_to(outputs)
         except BaseException:  # such as a Ctrl-C that waited: the caller gets nothing now
             self.loop.outputs.give_back(outputs)
             raise

@@ -51,12 +51,23 @@ class OutputQueues:
 
     def take(self) -> list[RequestOutput]:
         """Return the outputs of all requests without a subscriber, each of them once."""
-        taken, self._unclaimed = self._unclaimed, []
+        taken: list[RequestOutput] = []
+        self.move_to(taken)
         return taken
 
+    def move_to(self, outputs: list[RequestOutput]) -> None:
+        """Fill `outputs` with those of all requests without a subscriber, each of them once.
+
+        At every moment each output is in one of the two lists, so that an exception that comes as
+        this returns loses none: the caller can `give_back` what it has.
+        """
+        outputs[:] = self._unclaimed
+        self._unclaimed = []
+
     def give_back(self, outputs: list[RequestOutput]) -> None:
-        """Put what was taken, and did not reach the caller, at the front again."""
-        self._unclaimed = outputs + self._unclaimed
+        """Put what was moved, and did not reach the caller, at the front again."""
+        there = {id(output) for output in self._unclaimed}
+        self._unclaimed = [o for o in outputs if id(o) not in there] + self._unclaimed
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Remove the queues and outputs of these requests."""

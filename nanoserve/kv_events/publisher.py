@@ -24,7 +24,11 @@ class ZmqPublisher:
         import zmq
 
         self._topic, self._num_sent = topic.encode(), 0
-        self._socket = zmq.Context.instance().socket(zmq.PUB)
+        # A context of its own, whose end waits until the address is free. Within a process,
+        # subscribers are found in the same context only.
+        self._is_own = not endpoint.startswith("inproc://")
+        self._context = zmq.Context() if self._is_own else zmq.Context.instance()
+        self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(hwm)
         try:
             if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
@@ -32,7 +36,7 @@ class ZmqPublisher:
             else:
                 self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self._close(linger_ms=0)
             raise ValueError(f"endpoint={endpoint!r} of kv_events_config: {error}") from error
 
     def __call__(self, batch: KVEventBatch) -> None:
@@ -43,8 +47,13 @@ class ZmqPublisher:
         self._socket.send_multipart([self._topic, number, msgpack.encode(batch.wire())])
 
     def close(self) -> None:
-        """Idempotent."""
-        self._socket.close(linger=_LINGER_MS)
+        """Close the socket and free its address. Idempotent."""
+        self._close(_LINGER_MS)
+
+    def _close(self, linger_ms: int) -> None:
+        self._socket.close(linger=linger_ms)
+        if self._is_own:
+            self._context.term()
 
 
 class KVEvents(Extension, EventCollector):

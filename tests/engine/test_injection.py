@@ -281,7 +281,7 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
 
 def is_delivering(frame: FrameType) -> bool:
     """A step's outputs are on their way to the caller, who alone has them: without a call."""
-    deliveries = (GuardedEngine.step.__code__, OutputQueues.take.__code__)
+    deliveries = (GuardedEngine.step.__code__, OutputQueues.move_to.__code__)
     return frame.f_code in deliveries and not looks_for_signals(frame)
 
 
