@@ -50,6 +50,7 @@ class GuardedEngine(EngineMethods):
         self.loop = loop
         self.refusal: str | None = None  # the state of an engine that takes no requests
         self._lock = EngineLock()
+        self._unclaimed = loop.outputs.unclaimed
         # The parts of the loop, to look at between two steps.
         self.config, self.model_config = config, model_config
         self.tokenizer, self.clock, self.make_executor = tokenizer, clock, make_executor
@@ -167,9 +168,10 @@ class GuardedEngine(EngineMethods):
                 self.loop.report(finished)
                 self._lock.run_deferred()
                 if fetch:
-                    self.loop.outputs.move_to(outputs)
+                    outputs[:] = self._unclaimed
+                    del self._unclaimed[:]
         except BaseException:  # such as a Ctrl-C that waited: the caller gets nothing now
-            self.loop.outputs.give_back(outputs)
+            self._unclaimed[:0] = outputs  # no call, at which a second Ctrl-C could come
             raise
         return outputs
 

@@ -14,12 +14,14 @@ class OutputQueues:
     """
 
     def __init__(self) -> None:
-        self._unclaimed: list[RequestOutput] = []
+        # Of requests without a subscriber. It stays the same list, so that it can be emptied and
+        # filled without a call: a Ctrl-C comes with calls.
+        self.unclaimed: list[RequestOutput] = []
         self._queues: dict[str, deque[RequestOutput]] = {}
 
     def __len__(self) -> int:
         """Return how many outputs `take` would return."""
-        return len(self._unclaimed)
+        return len(self.unclaimed)
 
     def subscribe(self, request_id: str) -> "deque[RequestOutput]":
         """Return the queue that gets the outputs of a request from now on."""
@@ -51,29 +53,15 @@ class OutputQueues:
 
     def take(self) -> list[RequestOutput]:
         """Return the outputs of all requests without a subscriber, each of them once."""
-        taken: list[RequestOutput] = []
-        self.move_to(taken)
+        taken = self.unclaimed[:]
+        del self.unclaimed[:]
         return taken
-
-    def move_to(self, outputs: list[RequestOutput]) -> None:
-        """Fill `outputs` with those of all requests without a subscriber, each of them once.
-
-        At every moment each output is in one of the two lists, so that an exception that comes as
-        this returns loses none: the caller can `give_back` what it has.
-        """
-        outputs[:] = self._unclaimed
-        self._unclaimed = []
-
-    def give_back(self, outputs: list[RequestOutput]) -> None:
-        """Put what was moved, and did not reach the caller, at the front again."""
-        there = {id(output) for output in self._unclaimed}
-        self._unclaimed = [o for o in outputs if id(o) not in there] + self._unclaimed
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Remove the queues and outputs of these requests."""
         for request_id in request_ids:
             self._queues.pop(request_id, None)
-        self._unclaimed = [o for o in self._unclaimed if o.request_id not in request_ids]
+        self.unclaimed[:] = [o for o in self.unclaimed if o.request_id not in request_ids]
 
     def _queue_of(self, request_id: str) -> "deque[RequestOutput] | list[RequestOutput]":
-        return self._queues.get(request_id, self._unclaimed)
+        return self._queues.get(request_id, self.unclaimed)

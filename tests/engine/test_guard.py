@@ -65,7 +65,7 @@ def test_what_did_not_reach_the_caller_is_taken_again_in_order() -> None:
     queues.put([first, second])
     taken = queues.take()
     queues.put([third])
-    queues.give_back(taken)
+    queues.unclaimed[:0] = taken
     assert queues.take() == [first, second, third]
 
 

@@ -25,7 +25,6 @@ from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.speculative.extension import Speculation
 from nanoserve.streams import Streams
@@ -281,8 +280,7 @@ def compare(scenario: Scenario, expected: dict[tuple[str, int], Any]) -> None:
 
 def is_delivering(frame: FrameType) -> bool:
     """A step's outputs are on their way to the caller, who alone has them: without a call."""
-    deliveries = (GuardedEngine.step.__code__, OutputQueues.move_to.__code__)
-    return frame.f_code in deliveries and not looks_for_signals(frame)
+    return frame.f_code is GuardedEngine.step.__code__ and not looks_for_signals(frame)
 
 
 def fail(scenario: Scenario, frame: FrameType) -> None:
