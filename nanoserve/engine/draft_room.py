@@ -6,6 +6,7 @@ prefix cache does not have. So no sequence is preempted, evicted or kept waiting
 
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
 
 
 def add_draft_tokens(scheduler: Scheduler, plan: Plan, index: int, token_ids: list[int]) -> int:
@@ -41,16 +42,24 @@ def max_draft_tokens(scheduler: Scheduler, row: Row) -> int:
     """Return how many draft tokens `row` may have at most, room and budget aside.
 
     None before all of its tokens are known and planned, and every token but the last one that the
-    sequence may have can follow a draft token. A logits processor may count how often it is called,
-    so it must not see tokens that are then rejected.
+    sequence may have can follow a draft token.
     """
     seq = row.seq
-    has_processors = seq.params.logits_processors or scheduler.config.logits_processors
-    if has_processors or seq.num_pending or not row.num_sampled:
+    if not may_draft(scheduler, seq) or seq.num_pending or not row.num_sampled:
         return 0
     wanted = seq.params.num_speculative_tokens
     limit = max(0, seq.max_num_tokens - seq.num_tokens - 1)
     return limit if wanted is None else min(limit, wanted)
+
+
+def may_draft(scheduler: Scheduler, seq: Sequence) -> bool:
+    """Return whether a sequence may ever have draft tokens.
+
+    A logits processor may count how often it is called, so it must not see tokens that are then
+    rejected.
+    """
+    has_processors = seq.params.logits_processors or scheduler.config.logits_processors
+    return seq.params.num_speculative_tokens != 0 and not has_processors
 
 
 def _has_spare_block(scheduler: Scheduler) -> bool:

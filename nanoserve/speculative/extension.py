@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.draft_room import max_draft_tokens, reserve_draft_tokens
+from nanoserve.engine.draft_room import max_draft_tokens, may_draft, reserve_draft_tokens
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -149,7 +149,7 @@ class Speculation(Extension):
         self._propose_at = self._step + _LATEST
         for index, row in enumerate(plan.rows):
             seq = row.seq
-            if seq in plan.draft_tokens or not self._may_draft(seq):
+            if seq in plan.draft_tokens or not may_draft(self._scheduler, seq):
                 continue
             if row.start < seq.num_prompt_tokens:
                 self._propose_at = 0  # it will be soon
@@ -181,13 +181,12 @@ class Speculation(Extension):
                 drafts = plan.draft_filters[c.row.seq](drafts)
             c.draft_tokens, c.count = drafts, len(drafts)
 
-    def _may_draft(self, seq: Sequence) -> bool:
-        return seq.params.num_speculative_tokens != 0 and not seq.params.logits_processors
-
     def _waits(self, seq: Sequence) -> bool:
         """Return whether it had better wait for its pending token, to draft what comes after it."""
         record = self._records.get(seq)
-        if not self._may_draft(seq) or (record is not None and record.propose_at > self._step):
+        if record is not None and record.propose_at > self._step:
+            return False
+        if not may_draft(self._scheduler, seq):
             return False
         return self.goodput is None or self.goodput.may_pay(len(self._scheduler.running))
 
@@ -215,6 +214,5 @@ class Speculation(Extension):
         if not plan.only_decodes:
             return
         seconds = times.schedule + times.pack + times.execute + times.update
-        rows = zip(plan.sampled, result.token_ids, strict=True)
-        num_accepted = sum(max(0, len(ids) - 1) for row, ids in rows if row.num_sampled > 1)
+        num_accepted = sum(count for count, _ in plan.accepted_of_drafts(result.token_ids))
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)

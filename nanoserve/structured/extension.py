@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # of Python 3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoserve.engine.draft_room import add_draft_tokens, max_draft_tokens
+from nanoserve.engine.draft_room import add_draft_tokens, max_draft_tokens, may_draft
 from nanoserve.engine.executor import SampleInputs, StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
@@ -194,11 +194,8 @@ class StructuredOutputs(Extension):
 
     def _may_jump(self, seq: Sequence) -> bool:
         """Return whether jump-forward tokens may follow the last token of a sequence."""
-        if not self._jumps_forward or seq not in self._guided:
-            return False
-        # A logits processor may count how often it is called.
-        has_processors = seq.params.logits_processors or self._engine.config.logits_processors
-        return seq.params.num_speculative_tokens != 0 and not has_processors
+        is_guided = self._jumps_forward and seq in self._guided
+        return is_guided and may_draft(self._scheduler, seq)
 
 
 def _reason(error: Exception) -> Exception:
