@@ -153,7 +153,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for extension in self.extensions:
             extension.on_step_start()
-            budget = extension.token_budget(budget)
+            budget = min(budget, extension.token_budget(budget))
         plan = Plan(budget)
         self._schedule_running(plan)
         # From here on nothing can be preempted any more, so what is planned will be computed, and a
@@ -257,7 +257,7 @@ class Scheduler:
             n = min(n, plan.budget, self.max_tokens_per_seq)
         if self.extensions:
             for extension in self.extensions:
-                n = extension.limit_tokens(seq, n, plan)
+                n = max(0, min(n, extension.limit_tokens(seq, n, plan)))
         has_room = start + n <= len(seq.block_table) * self.block_manager.block_size
         if n == 0 or not (has_room or self._make_room(seq, n, plan)):
             return

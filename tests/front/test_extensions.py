@@ -215,6 +215,41 @@ def test_a_limit_of_tokens_per_tenant(checkpoint: Path, expected) -> None:
         assert limit.largest == 7
 
 
+class Greedy(Extension):
+    """Asks for more than there is, and for less than nothing."""
+
+    def token_budget(self, num_tokens: int) -> int:
+        return 10 * num_tokens
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        return -1 if plan.rows and seq.num_tokens % 3 == 0 else 10 * num_tokens
+
+
+def test_an_extension_can_only_lower_a_limit(checkpoint: Path, expected) -> None:
+    with LLM(checkpoint, **SMALL, max_num_batched_tokens=16) as llm:
+        llm.engine.add_extension(Greedy())
+        largest = 0
+
+        def watch(plan: Plan, *step: object) -> None:
+            nonlocal largest
+            largest = max(largest, plan.num_tokens)
+
+        llm.engine.observers.append(watch)
+        assert answers(llm) == expected
+        assert largest == 16
+
+
+def test_the_loop_runs_without_its_guard(checkpoint: Path, expected) -> None:
+    with LLM(checkpoint, **SMALL) as llm:
+        loop, process = llm.engine.loop, llm.engine.input_processor.process
+        for index, prompt in enumerate(PROMPTS):
+            loop.add(process(str(index), prompt, GREEDY))
+        found = {}
+        while loop.scheduler.has_unfinished():
+            found |= {int(o.request_id): o.outputs[0].token_ids for o in loop.step()}
+    assert [found[index] for index in range(len(PROMPTS))] == expected
+
+
 # ---------------------------------------------------------------------- (f) hidden states
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine.sequence import Sequence
+from nanoserve.speculative.proposer import TextProposer
 from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.structured.source import Source
 
@@ -107,29 +108,12 @@ class FakeCompiler:
                     future.set_exception(ValueError("the pattern is empty"))
 
 
-class HalfRight:
+class HalfRight(TextProposer):
     """A proposer of what the counting executor will sample, with a wrong token somewhere."""
 
-    is_model = needs_hidden = False
-
-    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
-        return [self._drafts(seq.token_ids, most) for seq, most in asked]
-
-    def begin(self, seq: Sequence) -> None:
-        pass
-
-    def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
-        pass
-
-    def forget(self, seq: Sequence) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _drafts(self, token_ids: list[int], most: int) -> list[int]:
-        drafts = [(token_ids[-1] + 1 + index) % 256 for index in range(most)]
-        wrong = len(token_ids) % 4
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        drafts = [(seq.token_ids[-1] + 1 + index) % 256 for index in range(most)]
+        wrong = len(seq.token_ids) % 4
         if wrong < most:
             drafts[wrong] = 0
         return drafts
