@@ -6,6 +6,7 @@ so that 127 + 1 may be -128. A bool is neither.
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from reprlib import Repr
 from typing import Any
 
@@ -102,3 +103,12 @@ def check_list(
 
 def _as_pythons(value: Any) -> int | float:
     return int(value) if is_int(value) else float(value)
+
+
+def check_names(name: str, options: Any, kind: type, example: str) -> None:
+    """Raise `ValueError` unless `options` is a dictionary of fields of the dataclass `kind`."""
+    is_mapping = isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
+    require(is_mapping, f"{name}={shown(options)} must be a dictionary such as {example}")
+    known = [field.name for field in fields(kind)]
+    unknown = sorted(set(options) - set(known))
+    require(not unknown, f"unknown option(s) {unknown} in {name}; known are {known}")

@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from nanoserve.checks import check_bool, check_int, is_text, require, shown
+from nanoserve.checks import check_bool, check_int, check_names, is_text, require, shown
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,8 @@ class KVEventsConfig:
         """Make one of what `EngineConfig` was given."""
         if isinstance(options, cls):
             return options
-        require(
-            isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
-            f"kv_events_config={shown(options)} must be a dictionary such as "
-            f"{{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}}",
-        )
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        require(not unknown, f"unknown option(s) {unknown} in kv_events_config; known are {known}")
+        example = "{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}"
+        check_names("kv_events_config", options, cls, example)
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
 """`structured_outputs_config={...}`, under vLLM's names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from nanoserve.checks import check_bool, check_choice, require
+from nanoserve.checks import check_bool, check_choice, check_names, require
 
 # What each backend's package is called.
 _PACKAGES = {"guidance": "llguidance", "xgrammar": "xgrammar"}
@@ -38,17 +38,7 @@ class StructuredOutputsConfig:
         """What `EngineConfig` was given."""
         if isinstance(options, cls):
             return options
-        require(
-            isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
-            f"structured_outputs_config={options!r} must be a dictionary such as "
-            f"{{'backend': 'xgrammar'}}",
-        )
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        require(
-            not unknown,
-            f"unknown option(s) {unknown} in structured_outputs_config; known are {known}",
-        )
+        check_names("structured_outputs_config", options, cls, "{'backend': 'xgrammar'}")
         return cls(**options)
 
     def __post_init__(self) -> None:
