@@ -8,7 +8,6 @@ weights only headers are read, and the model is built without memory, to count.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
-from nanoserve.worker.startup import check_model, kept_bytes
+from nanoserve.worker.load_model import check_model, kept_bytes
 
 Facts = dict[str, Any]
 _KV_DTYPES = ("auto", "int8", "fp8")
@@ -131,10 +130,8 @@ def _describe_engine(
         if config.device == "cpu":  # a GPU's memory is known when the process is on it
             is_there = has_weights(checkpoint)
             known = config if is_there else replace(config, load_format="dummy")
-            runner = SimpleNamespace(
-                config=known, model_config=model_config, context=context, device=host
-            )
-            check_model(runner, model, checkpoint.folder)
+            memory_bytes = host.memory_bytes(alone)
+            check_model(model, known, model_config, checkpoint.folder, memory_bytes)
 
 
 def _describe_pool(facts: Facts, config: EngineConfig, model_config: ModelConfig) -> None:

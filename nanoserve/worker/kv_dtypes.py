@@ -2,6 +2,7 @@
 
 import logging
 from importlib import import_module
+from typing import Any
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.layers.ops import TorchOps
@@ -23,7 +24,9 @@ _QUANTIZED = {
 }
 
 
-def quantized_backend(name: str, kv_cache_dtype: str) -> tuple[AttentionBackend, TorchOps]:
+def quantized_backend(
+    name: str, kv_cache_dtype: str, **options: Any
+) -> tuple[AttentionBackend, TorchOps]:
     """Of the backend `name`, what works on a cache in `kv_cache_dtype`, which is not "auto".
 
     Raises `ValueError` for flash-attn, which keeps K and V in the type of the queries.
@@ -34,7 +37,8 @@ def quantized_backend(name: str, kv_cache_dtype: str) -> tuple[AttentionBackend,
             f"knows no scale per token and head; {list(_QUANTIZED)} do"
         )
     places = [location.split(":") for location in _QUANTIZED[name]]
-    attention, ops = (getattr(import_module(module), kind)() for module, kind in places)
+    attention, ops = (getattr(import_module(module), kind) for module, kind in places)
+    attention, ops = attention(**options), ops()
     attention.kv_cache_dtype = kv_cache_dtype
     logger.info("KV cache in %s, with a scale per token and head", kv_cache_dtype)
     return attention, ops

@@ -1,0 +1,89 @@
+"""The model and the KV caches of one rank: built, filled, refused where there is no room."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanoserve.checkpoint.loader import check_weights, load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
+from nanoserve.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.worker.kv_cache import allocate_kv_cache
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    context: LayerContext,
+    num_positions: int | None,
+    memory_bytes: int,
+) -> nn.Module:
+    """Return this rank's model with the weights in `path`.
+
+    num_positions: no sequence is longer; None if that is not known yet. memory_bytes: all that the
+    rank has. Raises `ValueError` if the files do not hold this model, or it has no room.
+    """
+    # 1) A model without memory shows what would not fit, before any is taken.
+    make = model_class(model_config.architecture)
+    if context.tp.stage is not None:
+        make = context.tp.stage.part_of(make)
+    meta = replace(context, device=torch.device("meta"), num_positions=1)
+    check_model(make(model_config, meta), config, model_config, path, memory_bytes)
+    # 2) The model; its tables are for positions that occur.
+    context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
+    model = make(model_config, context)
+    is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
+    load = load_weights
+    if is_deferred or model_config.quantization_config:
+        from nanoserve.quantization.deferred import load_deferred as load
+    load(model, path, config.load_format, shows_progress=context.tp.rank == 0)
+    return model
+
+
+def check_model(
+    model: nn.Module,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    memory_bytes: int,
+) -> None:
+    """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
+    if config.load_format != "dummy":
+        check = check_weights
+        if model_config.quantization_config:
+            from nanoserve.quantization.deferred import check_weights as check
+        check(model, path)
+    num_bytes = kept_bytes(model)
+    require(
+        num_bytes <= memory_bytes,
+        f"the weights take {num_bytes} bytes in {model_config.dtype}; a rank has "
+        f"{memory_bytes} of memory",
+    )
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Return the bytes of its weights, those that have no memory yet included.
+
+    Integers are counted without their scales.
+    """
+    bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
+    return sum(bits) // 8
+
+
+def allocate_pool(
+    config: EngineConfig, model_config: ModelConfig, context: LayerContext, num_kv_blocks: int
+) -> Any:
+    """Return the KV caches of this rank's layers, for so many blocks and the dummy block 0."""
+    kv_caches = allocate_kv_cache(model_config, num_kv_blocks, config.block_size, context)
+    if config.num_kv_blocks or config.kv_cache_memory_bytes:
+        kv_caches.zero_()  # asked for, so taken now: no step waits for the system
+    return kv_caches
