@@ -156,7 +156,8 @@ class CudaDevice:
         step = measure_step(self.cuda, self._allocated_before, nccl_bytes, run_step)
         graphs = 0
         if self.graph_sizes:
-            graphs = measure_graphs(self.cuda, self.graph_sizes, self._capture)
+            with torch.inference_mode():
+                graphs = measure_graphs(self.cuda, self.graph_sizes, self._capture)
         # Of the executor only its weights stay.
         self.drop_programs()
         del executor, run_step
@@ -169,7 +170,7 @@ class CudaDevice:
         if self._has_explicit_pool:
             self._run_worst_case(executor)  # or this raises now, and not in the middle of serving
         self._compile(executor)
-        if self.graph_sizes:
+        with torch.inference_mode():
             self.programs = self._capture(self.graph_sizes, shows_progress=True)
 
     @property
@@ -195,7 +196,9 @@ class CudaDevice:
             executor.forward(batch, ForwardInputs())
 
     def _capture(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
-        """Return the programs of steps with up to `sizes` rows, captured."""
+        """Return the programs of steps with up to `sizes` rows, captured; of no sizes none."""
+        if not sizes:
+            return []
         programs = make_programs(self.config, self.cuda, self.buffers, self._computation, sizes)
         for program in reversed(programs):  # some go on from the graphs of those behind them
             program.capture(shows_progress=shows_progress)

@@ -37,7 +37,6 @@ class SizedGraphs:
         """Return the smallest captured size that holds `num_rows`, which is at most the largest."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
-    @torch.inference_mode()
     def capture(
         self, cuda: Cuda, launch: Callable[[int], torch.Tensor], *, shows_progress: bool = True
     ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -77,6 +78,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
 
+@torch.inference_mode()
 def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
     """Run a step of `max_num_batched_tokens`, with `max_num_seqs` rows of logits and sampler.
 

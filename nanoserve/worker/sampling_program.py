@@ -37,6 +37,7 @@ class SamplingProgram:
         self.choices = SizedGraphs(rows.graphs.sizes)  # token ids, int64 [size * query_len]
         self._cuda, self._buffers, self._computation = cuda, buffers, computation
         self._rows, self._keeps = rows, keeps
+        self._nobodys_slot = len(computation.last_token) - 1
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
         if not self._rows.covers(batch, header):
@@ -74,7 +75,7 @@ class SamplingProgram:
         # What fills the graph up is chosen too. It is kept where no sequence is.
         others = slice(sampled, size * self._rows.query_len)
         batch.output_rows[others] = 0
-        batch.output_slots[others] = len(self._computation.last_token) - 1
+        batch.output_slots[others] = self._nobodys_slot
         self._computation.sampler.update_settings()
         output = self._rows.replay(batch, header)
         return output._replace(token_ids=self.choices.replay(size)[:sampled])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
 from transformers import Gemma3ForCausalLM, MixtralForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
-import nanoserve.worker.host_device
+import nanoserve.worker.cpu_device
 from nanoserve import LLM
 from nanoserve.cli import main
 from nanoserve.commands.describe import describe
@@ -45,7 +45,7 @@ def test_the_pool_is_that_of_an_engine(options: dict[str, Any]) -> None:
         executor = llm.engine.executor
         assert facts["num_kv_blocks"] == executor.num_kv_blocks
         assert facts["max_model_len"] == executor.max_model_len
-        pool_bytes = executor.kv_cache.nbytes  # with block 0, which is never given out
+        pool_bytes = executor.kv_caches.nbytes  # with block 0, which is never given out
     assert facts["kv_block_bytes"] * (facts["num_kv_blocks"] + 1) == pool_bytes
     kind = options.get("kv_cache_dtype", "auto")
     assert facts["kv_bytes_per_token"][kind] * facts["block_size"] == facts["kv_block_bytes"]
@@ -86,7 +86,7 @@ def test_what_is_kept_is_what_an_engine_makes_room_for(
     if "quantization" in options:
         pytest.importorskip("numba")
     kept = describe("tiny-qwen3", **CPU, **options)["kept_bytes"]
-    device = nanoserve.worker.host_device.HostDevice
+    device = nanoserve.worker.cpu_device.CpuDevice
     for room, fits in ((kept, True), (kept - 1, False)):
         monkeypatch.setattr(device, "memory_bytes", lambda self, tp, room=room: room)
         refused = describe("tiny-qwen3", **CPU, **options)["refused"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from count_replays import count_replays
+from count_replays import choices, count_replays
 from fake_cuda import GIB, FakeCuda
 
 from nanoserve import LLM, SamplingParams
@@ -16,10 +16,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
-from nanoserve.worker.captured_sampling import CapturingRunner
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.sampling_program import SamplingProgram
 
 Requests = list[tuple[list[int], SamplingParams]]
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
@@ -43,13 +42,14 @@ def make_runner(
     options = {"num_kv_blocks": 60, "max_num_seqs": 5, "capture_sampling": True} | options
     config = EngineConfig.from_options(path, **options).for_device("cuda")
     context = LayerContext(attention=attention or CapturableTorchAttention())
-    return make_cuda_runner(config, ModelConfig.from_checkpoint(path), path, context, cuda)
+    device = CudaDevice(config, cuda, context.attention.capturable)
+    return ModelRunner.load(config, ModelConfig.from_checkpoint(path), path, context, device)
 
 
 def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[GuardedEngine, list[int]]:
     """And a list that gets the size of each graph of choices that is replayed."""
     runner = make_runner(path, FakeCuda(), async_scheduling=ahead, **options)
-    sizes = count_replays(runner.device.graphs.choices)
+    sizes = count_replays(choices(runner.device))
     return GuardedEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
 
 
@@ -146,7 +146,7 @@ def test_settings_arrive_before_a_graph_that_goes_by_them(checkpoint: Path) -> N
 
 
 def keeps_for_nobody_in_slot_0(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.executor.config, "max_num_seqs", 0)
+    monkeypatch.setattr(engine.executor.device.programs[0], "_nobodys_slot", 0)
 
 
 def brings_settings_too_late(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +190,10 @@ def test_memory_of_both_kinds_of_graphs_is_counted(checkpoint: Path) -> None:
     cuda = FakeCuda(total=GIB, free=GIB, **took)
     options = {"num_kv_blocks": None, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     runner = make_runner(checkpoint, cuda, **options)
-    assert isinstance(runner, CapturingRunner)
+    assert isinstance(runner.device.programs[0], SamplingProgram)
     assert cuda.free == GIB - (2 * 40 + 32 + 2 * 3) * 2**20
-    block_bytes = runner.kv_cache.nbytes // (runner.num_kv_blocks + 1)
-    used = GIB - cuda.free + runner.kv_cache.nbytes
+    block_bytes = runner.kv_caches.nbytes // (runner.num_kv_blocks + 1)
+    used = GIB - cuda.free + runner.kv_caches.nbytes
     assert used <= 0.9 * GIB < used + 2 * block_bytes
 
 
@@ -202,7 +202,7 @@ def test_close_lets_go_of_both(checkpoint: Path) -> None:
     run(engine, plain(2))
     runner = engine.executor
     engine.close()
-    assert runner.device.graphs is None and runner.last_token is None
+    assert not runner.device.programs and runner.last_token is None
     for part in (runner, runner.device):
         assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
 

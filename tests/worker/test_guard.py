@@ -100,7 +100,7 @@ def make_runner(
             setattr(owner, name, cuda.watched(getattr(owner, name)))
     context = LayerContext(attention=attention, ops=ops, tp=tp or TensorParallel())
     device = CudaDevice(config, cuda, is_capturable=True)
-    return ModelRunner(config, ModelConfig.from_checkpoint(path), path, context, device)
+    return ModelRunner.load(config, ModelConfig.from_checkpoint(path), path, context, device)
 
 
 MODEL = {"rms_norm", "add_rms_norm", "act_and_mul", "attend"}

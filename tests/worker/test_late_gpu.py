@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from count_replays import count_replays
+from count_replays import choices, count_replays
 from late_cuda import LateCuda
 from tiny_checkpoints import make_qwen3
 
@@ -20,7 +20,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.tokenizer import Tokenizer
-from nanoserve.worker.cuda_runner import make_cuda_runner
+from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -79,8 +79,9 @@ def make_engine(
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
     config = EngineConfig.from_options(path, **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
-    attention.capturable = True
-    runner = make_cuda_runner(config, model_config, path, LayerContext(attention=attention), cuda)
+    device = CudaDevice(config, cuda, is_capturable=True)
+    context = LayerContext(attention=attention)
+    runner = ModelRunner.load(config, model_config, path, context, device)
     next_batch = runner.next_batch
 
     def overwritten_batch() -> Batch:
@@ -114,7 +115,7 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
         lambda plan, batch, result, times: pending.append(batch.header.num_pending)
     )
     choosing = "capture_sampling" in graphs
-    chosen = count_replays(engine.executor.device.graphs.choices) if choosing else []
+    chosen = count_replays(choices(engine.executor.device)) if choosing else []
     assert answers(engine, asked) == expected
     assert (len(chosen) > len(asked) // 2) is choosing
     assert any(pending) is ahead and engine.stats.num_preemptions > 0
