@@ -13,26 +13,27 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.sampling.numba_sampler import NumbaSampler
-from nanoserve.worker.cpu_device import Computation
+from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.dummy_rows import pack_dummy_step
 
 _PATIENCE = 1.0  # seconds after which it is told
 
 
-def compile_ahead(executor: Executor, batch: Batch, computation: Computation) -> None:
+def compile_ahead(
+    executor: Executor, batch: Batch, block_size: int, model: nn.Module, sampler: Sampler
+) -> None:
     """Run the model on one token, then on a prompt of many, in the dummy block.
 
     Many are so many that threads share the small operations, too; a step has no more of them than
     `batch` has room for. Numba keeps what it compiles in files beside the source, or in its cache
     folder: the next start reads them.
     """
-    model, sampler = computation.model, computation.sampler
     with _told("compiling for this processor, once"):
         many = FEW // model.config.hidden_size + 1
         most = min(many, executor.max_model_len, batch.layout.max_num_tokens)
         for num_tokens in (1, most):
             lengths = np.array([num_tokens], dtype=np.int32)
-            pack_dummy_step(batch, lengths, computation.block_size, num_sampled=1)
+            pack_dummy_step(batch, lengths, block_size, num_sampled=1)
             logits = executor.forward(batch, ForwardInputs()).logits
         # Rank 0 has the logits, and chooses.
         if logits is not None and isinstance(sampler, NumbaSampler):

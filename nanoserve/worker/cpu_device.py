@@ -180,7 +180,9 @@ class CpuDevice:
 
             layout, computation = self._prepared
             batch = Batch(layout, self.host_memory(layout.num_bytes))
-            compile_ahead(executor, batch, computation)
+            parts = computation.block_size, computation.model, computation.sampler
+            compile_ahead(executor, batch, *parts)
+            del self._tensors[batch]
 
     def drop_programs(self) -> None:
         self._prepared = None

@@ -1,5 +1,6 @@
 """The batch on a GPU: one copy in, at addresses that graphs know."""
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ class CudaBuffers:
         self.layout, self._cuda = layout, cuda
         self._memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=cuda.device)
         self.tensors = BatchTensors(layout, self._memory)
-        shape = (layout.max_num_rows, layout.max_blocks_per_row)
+        shape = (layout.num_groups, layout.max_num_rows, layout.max_blocks_per_row)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=cuda.device)
         self._copied: dict[int, Any] = {}  # by address of a batch: the event behind its last copy
+        self._own: deque[Batch] = deque()
 
     def copy_in(self, batch: Batch, header: BatchHeader) -> torch.Tensor:
         """Copy a step, and return its block tables. They have the one stride that graphs know."""
@@ -36,12 +38,12 @@ class CudaBuffers:
             self._copied[address] = self._cuda.event()
         self._copied[address].record()
         packed = self.tensors.packed_tables(header)
-        self._tables[: header.num_rows, : header.table_width].copy_(packed)
+        self._tables[:, : header.num_rows, : header.table_width].copy_(packed)
         return self.tables(header.num_rows)
 
     def tables(self, num_rows: int) -> torch.Tensor:
-        """Return the block tables of a step of so many rows, [num_rows, max_blocks_per_row]."""
-        return self._tables[:num_rows]
+        """Return the tables of so many rows, [num_groups, num_rows, max_blocks_per_row]."""
+        return self._tables[:, :num_rows]
 
     def wait_until_read(self, batch: Batch) -> None:
         """Wait until the last copy of `batch` is over."""
@@ -49,14 +51,24 @@ class CudaBuffers:
         if copied is not None:
             copied.synchronize()
 
-    def dummy_batch(self) -> Batch:
-        """Return a batch for dummy rows, in page-locked memory of its own."""
+    def own_copy(self, batch: Batch, header: BatchHeader) -> Batch:
+        """Return a step where it may be changed: in `batch`, other ranks may still read it."""
+        if not self._own:  # as many as steps under way
+            self._own.extend((self.new_batch(), self.new_batch()))
+        own, used = self._own[0], batch.num_bytes_used(header)
+        self._own.rotate()
+        self.wait_until_read(own)
+        own.memory[:used] = batch.memory[:used]
+        return own
+
+    def new_batch(self) -> Batch:
+        """Return a batch in page-locked memory of its own."""
         memory = self._cuda.pinned(self.layout.num_bytes, dtype=torch.uint8)
         return Batch(self.layout, memory.numpy())
 
     def copy_in_dummies(self, num_rows: int, query_len: int, block_size: int) -> None:
         """Copy rows of `query_len` tokens each, for graphs to be recorded with."""
-        batch = self.dummy_batch()
+        batch = self.new_batch()
         lengths = np.full(num_rows, query_len, dtype=np.int32)
         self.copy_in(batch, pack_dummy_step(batch, lengths, block_size))
         self.wait_until_read(batch)

@@ -31,7 +31,7 @@ from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import graph_sizes
 from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.gpu_memory import GPUMemory, measure_graphs, measure_step, run_worst_case
-from nanoserve.worker.graph_programs import GraphProgram, make_programs
+from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
 from nanoserve.worker.kv_cache import decide_num_kv_blocks
 
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
@@ -179,14 +179,14 @@ class CudaDevice:
         return config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None
 
     def _run_worst_case(self, executor: Executor) -> None:
-        run_worst_case(executor, self.buffers.dummy_batch(), self.config)
+        run_worst_case(executor, self.buffers.new_batch(), self.config)
 
     def _compile(self, executor: Executor) -> None:
         """Run the kernels' variants that the worst case has not run, none of them while serving.
 
         These are of decode steps as graphs record them, in contexts up to the longest.
         """
-        batch = self.buffers.dummy_batch()
+        batch = self.buffers.new_batch()
         for num_rows in (1, self.config.max_num_seqs):
             self.wait_until_read(batch)
             lengths = np.ones(num_rows, dtype=np.int32)
@@ -203,6 +203,34 @@ class CudaDevice:
         for program in reversed(programs):  # some go on from the graphs of those behind them
             program.capture(shows_progress=shows_progress)
         return programs
+
+
+def make_programs(
+    config: EngineConfig,
+    cuda: Cuda,
+    buffers: CudaBuffers,
+    computation: Computation,
+    sizes: list[int],
+) -> list[GraphProgram]:
+    """Return the programs that `config` asks for, for rows up to `sizes`, in order of preference.
+
+    They must be captured from the last to the first, since some go on from the graphs of others.
+    """
+    parts = cuda, buffers, computation
+    # With sampling in a graph too, pending tokens would be all that is left to launch.
+    fills_in_pending = config.capture_sampling and config.async_scheduling
+    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
+    drafts = config.speculative_config
+    if drafts is not None and not drafts.enforce_eager:
+        from nanoserve.worker.draft_program import DraftProgram
+
+        rows.append(DraftProgram(*parts, sizes, drafts.num_speculative_tokens + 1))
+    if not config.capture_sampling:
+        return rows
+    from nanoserve.worker.sampling_program import SamplingProgram
+
+    sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
+    return [*sampling, *rows]
 
 
 def check_graphs(config: EngineConfig, is_capturable: bool) -> None:

@@ -28,7 +28,8 @@ from nanoserve.worker.dummy_rows import append_dummy_rows
 def fill_rows(batch: Batch, header: BatchHeader, length: int, block_size: int) -> BatchHeader:
     """Bring every row to `length` tokens; returns the header that says so.
 
-    `batch.header` keeps counting the tokens that are wanted.
+    `batch.header` keeps counting the tokens that are wanted. They move, so `batch` must be one that
+    no other rank reads.
     """
     rows, tokens = header.num_rows, header.num_tokens
     counts = np.diff(batch.cu_seqlens_q[: rows + 1])
@@ -37,12 +38,12 @@ def fill_rows(batch: Batch, header: BatchHeader, length: int, block_size: int) -
     all_tokens = rows * length
     first = batch.context_lens[:rows] - length
     positions = (first[:, None] + np.arange(length, dtype=np.int32)).ravel()
-    for values, others in (
+    for values, fillers in (
         (batch.input_ids, np.zeros(all_tokens, dtype=np.int32)),
-        (batch.slot_mapping, positions % block_size),
+        *((slots, positions % block_size) for slots in batch.slot_mapping),  # of each group
     ):
-        others[moved] = values[:tokens]
-        values[:all_tokens] = others
+        fillers[moved] = values[:tokens]
+        values[:all_tokens] = fillers
     batch.positions[:all_tokens] = positions
     batch.cu_seqlens_q[: rows + 1] = np.arange(rows + 1) * length
     batch.output_rows[: header.num_outputs] = moved[batch.output_rows[: header.num_outputs]]
@@ -91,10 +92,11 @@ class DraftProgram:
 
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         length, block_size = self.query_len, self._computation.block_size
-        header = fill_rows(batch, header, length, block_size)
+        own = self._buffers.own_copy(batch, header)
+        header = fill_rows(own, header, length, block_size)
         size = self.graphs.size_for(header.num_rows)
         missing = np.full(size - header.num_rows, length, dtype=np.int32)
-        self._buffers.copy_in(batch, append_dummy_rows(batch, header, missing, block_size))
+        self._buffers.copy_in(own, append_dummy_rows(own, header, missing, block_size))
         if header.num_pending:
             self._fill_in_pending(header.num_rows)
         return StepOutput(self._buffers.tensors, self.graphs.replay(size))

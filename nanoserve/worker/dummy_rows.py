@@ -16,7 +16,9 @@ def append_dummy_rows(
 ) -> BatchHeader:
     """Add rows of so many tokens each, and return the header that counts them.
 
-    `batch.header` keeps counting the real rows only.
+    `batch.header` keeps counting the real rows only, and what it counts stays where it is; but for
+    block tables of several groups, which lie one behind the other. Those only where no other rank
+    reads the batch: see `CudaBuffers.own_copy`.
     """
     rows, tokens = header.num_rows, header.num_tokens
     all_rows, all_tokens = rows + len(num_new_tokens), tokens + int(num_new_tokens.sum())
@@ -26,11 +28,14 @@ def append_dummy_rows(
     batch.cu_seqlens_q[rows + 1 : all_rows + 1] = batch.cu_seqlens_q[rows] + ends
     batch.context_lens[rows:all_rows] = num_new_tokens
     batch.row_slots[rows:all_rows] = 0
-    batch.block_tables(all_rows, header.table_width)[rows:] = 0
+    tables = batch.block_tables(all_rows, header.table_width)
+    if batch.layout.num_groups > 1:
+        tables[:, :rows] = batch.block_tables(rows, header.table_width).copy()
+    tables[:, rows:] = 0
     positions = np.arange(all_tokens - tokens) - np.repeat(ends - num_new_tokens, num_new_tokens)
     batch.input_ids[tokens:all_tokens] = 0
     batch.positions[tokens:all_tokens] = positions
-    batch.slot_mapping[tokens:all_tokens] = positions % block_size
+    batch.slot_mapping[:, tokens:all_tokens] = positions % block_size
     longest = int(num_new_tokens.max(initial=0))
     return header._replace(
         num_rows=all_rows,

@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.worker.cpu_device import Computation, StepOutput
@@ -93,37 +92,11 @@ class DecodeProgram:
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         size = self.graphs.size_for(header.num_rows)
         missing = np.ones(size - header.num_rows, dtype=np.int32)
+        if len(missing) and batch.layout.num_groups > 1:  # then tables move
+            batch = self._buffers.own_copy(batch, header)
         filled = append_dummy_rows(batch, header, missing, self._computation.block_size)
         self._buffers.copy_in(batch, filled)
         tensors = self._buffers.tensors
         if header.num_pending and not self._fills_in_pending:
             tensors.fill_in_pending(filled, self._computation.last_token)
         return StepOutput(tensors, self.graphs.replay(size))
-
-
-def make_programs(
-    config: EngineConfig,
-    cuda: Cuda,
-    buffers: CudaBuffers,
-    computation: Computation,
-    sizes: list[int],
-) -> list[GraphProgram]:
-    """Return the programs that `config` asks for, for rows up to `sizes`, in order of preference.
-
-    They must be captured from the last to the first, since some go on from the graphs of others.
-    """
-    parts = cuda, buffers, computation
-    # With sampling in a graph too, pending tokens would be all that is left to launch.
-    fills_in_pending = config.capture_sampling and config.async_scheduling
-    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
-    drafts = config.speculative_config
-    if drafts is not None and not drafts.enforce_eager:
-        from nanoserve.worker.draft_program import DraftProgram
-
-        rows.append(DraftProgram(*parts, sizes, drafts.num_speculative_tokens + 1))
-    if not config.capture_sampling:
-        return rows
-    from nanoserve.worker.sampling_program import SamplingProgram
-
-    sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
-    return [*sampling, *rows]

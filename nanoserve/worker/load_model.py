@@ -86,4 +86,8 @@ def allocate_pool(
     kv_caches = allocate_kv_cache(model_config, num_kv_blocks, config.block_size, context)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
         kv_caches.zero_()  # asked for, so taken now: no step waits for the system
+    logger.info(
+        f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{config.block_size} tokens ({kv_caches.nbytes / 2**30:.2f} GiB)"
+    )
     return kv_caches

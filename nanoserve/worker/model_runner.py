@@ -121,13 +121,9 @@ class ModelRunner:
                 max_model_len = config.resolve_max_model_len(limit, num_kv_blocks)
             # 4) The runner, and what would otherwise be compiled while it serves.
             kv_caches = allocate_pool(config, model_config, context, num_kv_blocks)
+            logger.info("max_model_len %d", max_model_len)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
             runner.warm_up()
-        logger.info(
-            f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
-            f"{config.block_size} tokens ({kv_caches.nbytes / 2**30:.2f} GiB), "
-            f"max_model_len {max_model_len}"
-        )
         return runner
 
     def warm_up(self) -> None:

@@ -98,21 +98,15 @@ ALLOWED = {
     ),
     "a class that is decorated": ("sampling_params.py: cls.__init__",),
     # To be mended with what they are part of.
-    "the runner's start, and its memory, until the runner loads itself": (
-        "worker/startup.py: runner.*",
-        "worker/sleep.py: runner.*",
-        "worker/cuda_device.py: runner.kv_cache",
-    ),
     "the backend's cache type, until the KV cache is an object": (
         "worker/kv_dtypes.py: attention.kv_cache_dtype",
-        "worker/cuda_runner.py: context.attention.longest_cut",
     ),
     "a pipeline's stage cuts a finished model, until a model takes its layers as an argument": (
         "worker/pipeline_stage.py: *",
     ),
 }
 # Patterns that are for files which are being rewritten need not match anything.
-MAY_BE_UNUSED = ("engine/*", "sampling_params.py*", "worker/cuda*", "server/chat_completions*")
+MAY_BE_UNUSED = ("engine/*", "sampling_params.py*", "server/chat_completions*")
 
 EXAMPLE = """
 class A:

@@ -42,7 +42,7 @@ def packed(num_new_tokens: list[int]) -> Batch:
     """Rows of so many tokens, in contexts of nine."""
     batch = make_batch(rows=max(4, len(num_new_tokens)))
     rows = {make_sequence(9, 9 - n, slot): n for slot, n in enumerate(num_new_tokens)}
-    tables = np.ones((len(rows), 8), np.int32)
+    tables = np.ones((1, len(rows), 8), np.int32)
     batch.pack(make_plan(rows), tables, block_size=4)
     return batch
 
@@ -82,7 +82,7 @@ def test_a_step_is_covered_if_its_rows_can_have_the_captured_length(
 
 def test_padding_is_rows_of_one_token_in_the_dummy_block() -> None:
     batch = make_batch()  # of 0xFF bytes: what is not written shows
-    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    tables = np.arange(1, 33, dtype=np.int32).reshape(1, 4, 8)
     rows = {make_sequence(10, 9, slot=3): 1, make_sequence(5, 4, slot=1): 1}
     batch.step = 8
     batch.pack(make_plan(rows), tables, block_size=4)
@@ -93,13 +93,27 @@ def test_padding_is_rows_of_one_token_in_the_dummy_block() -> None:
     assert padded == before._replace(num_tokens=4, num_rows=4, num_decode_rows=4)
     assert batch.input_ids[:4].tolist() == [9, 4, 0, 0]
     assert batch.positions[:4].tolist() == [9, 4, 0, 0]
-    assert batch.slot_mapping[:4].tolist() == [27 * 4 + 1, 10 * 4, 0, 0]
+    assert batch.slot_mapping[0, :4].tolist() == [27 * 4 + 1, 10 * 4, 0, 0]
     assert batch.context_lens[:4].tolist() == [10, 5, 1, 1]
     assert batch.cu_seqlens_q[:5].tolist() == [0, 1, 2, 3, 4]
     assert batch.row_slots[:4].tolist() == [3, 1, 0, 0]
     assert before.table_width == 3  # of ten tokens; the tables are no wider
-    assert batch.block_tables(4, 3).tolist() == [[25, 26, 27], [9, 10, 11], [0] * 3, [0] * 3]
+    assert batch.block_tables(4, 3).tolist() == [[[25, 26, 27], [9, 10, 11], [0] * 3, [0] * 3]]
     assert batch.num_bytes_used(padded) == batch.num_bytes_used(before) + 2 * 3 * 4
+
+
+def test_the_tables_of_every_group_are_padded() -> None:
+    """They lie one behind the other: those of the second move when the first has more rows."""
+    layout = BatchLayout(64, 4, 8, num_groups=2)
+    batch = Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
+    tables = np.arange(1, 65, dtype=np.int32).reshape(2, 4, 8)
+    rows = {make_sequence(10, 9, slot=3): 1, make_sequence(5, 4, slot=1): 1}
+    batch.pack(make_plan(rows), tables, block_size=4)
+    append_dummy_rows(batch, batch.header, np.ones(2, dtype=np.int32), block_size=4)
+    for group, padded in enumerate(batch.block_tables(4, 3).tolist()):
+        assert padded == [*tables[group, [3, 1], :3].tolist(), [0] * 3, [0] * 3]
+        last = 4 * tables[group, 3, 2] + 1, 4 * tables[group, 1, 1]
+        assert batch.slot_mapping[group, :4].tolist() == [*last, 0, 0]
 
 
 def test_what_is_pending_stays_so_beside_padding() -> None:
@@ -107,7 +121,7 @@ def test_what_is_pending_stays_so_beside_padding() -> None:
     batch = make_batch()
     seq = make_sequence(6, 6, slot=2)
     seq.num_pending = 1
-    batch.pack(make_plan({seq: 1}), np.ones((4, 8), np.int32), block_size=4)
+    batch.pack(make_plan({seq: 1}), np.ones((1, 4, 8), np.int32), block_size=4)
     padded = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
     assert padded.num_pending == 1 and batch.input_ids[:4].tolist() == [-1, 0, 0, 0]
 
@@ -115,7 +129,7 @@ def test_what_is_pending_stays_so_beside_padding() -> None:
 def test_ranks_that_share_a_batch_pad_it_alike() -> None:
     """Each does it when it comes to the step, from the header that counts the real rows."""
     batch = make_batch()
-    batch.pack(make_plan({make_sequence(10, 9, slot=3): 1}), np.ones((4, 8), np.int32), 4)
+    batch.pack(make_plan({make_sequence(10, 9, slot=3): 1}), np.ones((1, 4, 8), np.int32), 4)
     padded = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
     memory = batch.memory.copy()
     again = append_dummy_rows(batch, batch.header, np.ones(3, dtype=np.int32), block_size=4)
@@ -124,7 +138,7 @@ def test_ranks_that_share_a_batch_pad_it_alike() -> None:
 
 def test_a_full_graph_needs_no_padding() -> None:
     batch = make_batch()
-    batch.pack(make_plan({make_sequence(5, 4, slot=0): 1}), np.ones((4, 8), np.int32), 4)
+    batch.pack(make_plan({make_sequence(5, 4, slot=0): 1}), np.ones((1, 4, 8), np.int32), 4)
     memory = batch.memory.copy()
     padded = append_dummy_rows(batch, batch.header, np.ones(0, dtype=np.int32), 4)
     assert padded == batch.header and (batch.memory == memory).all()
@@ -143,10 +157,10 @@ def test_dummy_rows_of_several_tokens_make_a_batch_of_their_own() -> None:
     )
     assert batch.input_ids[:10].tolist() == [0] * 10
     assert batch.positions[:10].tolist() == [0, 0, 1, 2, 3, 4, 5, 0, 1, 2]
-    assert batch.slot_mapping[:10].tolist() == [0, 0, 1, 2, 3, 0, 1, 0, 1, 2]
+    assert batch.slot_mapping[0, :10].tolist() == [0, 0, 1, 2, 3, 0, 1, 0, 1, 2]
     assert batch.cu_seqlens_q[:4].tolist() == [0, 1, 7, 10]
     assert batch.context_lens[:3].tolist() == [1, 6, 3]
-    assert batch.block_tables(3, 2).tolist() == [[0, 0]] * 3
+    assert batch.block_tables(3, 2).tolist() == [[[0, 0]] * 3]
 
 
 def test_the_largest_graph_is_captured_first_and_each_replays_its_own() -> None:
@@ -170,4 +184,4 @@ def test_a_step_of_dummies_counts_itself() -> None:
     )  # fmt: skip
     assert batch.output_rows[:4].tolist() == [2, 3, 4, 5]
     assert batch.output_slots[:4].tolist() == [0, 1, 2, 3]
-    assert batch.slot_mapping[:6].tolist() == [0, 0, 0, 1, 2, 3]
+    assert batch.slot_mapping[0, :6].tolist() == [0, 0, 0, 1, 2, 3]

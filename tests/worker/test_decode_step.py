@@ -162,7 +162,7 @@ def pack(runner: ModelRunner, num_rows: int) -> Batch:
         Row(make_sequence(CONTEXT - 1 + slot % 2, CONTEXT - 1, slot), CONTEXT - 1, 1, 1, 1)
         for slot in range(num_rows)
     ]
-    tables = np.zeros((MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
+    tables = np.zeros((1, MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
     batch = runner.next_batch()
     batch.pack(Plan(budget=0, rows=rows), tables, runner.config.block_size)
     return batch

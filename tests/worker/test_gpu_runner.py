@@ -318,17 +318,23 @@ def test_two_batches_take_turns_each_when_its_last_copy_is_over(checkpoint: Path
         batch = runner.next_batch()
         assert batch is (first, second)[step % 2] and batch.step == step
         assert all(copied[b].is_over is (b is batch) for b in copied)
-        batch.pack(plan, np.ones((4, 8), np.int32), block_size=16)
+        batch.pack(plan, np.ones((1, 4, 8), np.int32), block_size=16)
         assert batch.header.step == step
         runner.forward(batch, ForwardInputs())
         copied[batch] = runner.device.buffers._copied[batch.memory.ctypes.data]
     assert copied[first] is not copied[second]
 
 
-def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() -> None:
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know(
+    num_groups: int,
+) -> None:
     """A step's tables are as wide as its longest context; what an earlier one left is not seen."""
     config = EngineConfig("m", max_num_seqs=4, block_size=4)
-    device, layout = CudaDevice(config, FakeCuda(), is_capturable=True), BatchLayout(64, 4, 8)
+    device, layout = (
+        CudaDevice(config, FakeCuda(), is_capturable=True),
+        BatchLayout(64, 4, 8, num_groups=num_groups),
+    )
     given: list[torch.Tensor] = []
 
     def forward(
@@ -336,13 +342,13 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() 
     ) -> torch.Tensor:
         """In the place of hidden states: the block tables as attention would be given them."""
         given.append(block_tables)
-        return block_tables.clone()
+        return block_tables.transpose(0, 1).clone()  # as hidden states have it, rows first
 
     last_token = torch.zeros(4, dtype=torch.int32)
     device.prepare(layout, toy_computation(forward, last_token))
     device.programs = device._capture(device.graph_sizes)
     memory = device.buffers._memory
-    full = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    full = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
     batch = Batch(layout, np.full(layout.num_bytes, 0xAA, dtype=np.uint8))
 
     def run(num_new: dict[int, int], length: int) -> torch.Tensor:
@@ -352,21 +358,20 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know() 
         batch.pack(make_plan(sequences), full, block_size=4)
         given.clear()
         hidden = device.run(batch, batch.header, last_token, forward).hidden
-        assert given and all(tables.stride() == (8, 1) for tables in given)
+        assert given and all(tables.stride() == (32, 8, 1) for tables in given)
         used = batch.num_bytes_used(batch.header._replace(num_rows=len(hidden)))
         assert (memory[used:] == 0x55).all() and used < layout.num_bytes
-        return hidden
+        return hidden.transpose(0, 1)
 
-    assert run({3: 1, 1: 1, 0: 1}, length=27)[:, :7].tolist() == [
-        *full[[3, 1, 0], :7].tolist(),
-        [0] * 7,  # a dummy row: there is no graph of three
-    ]
-    assert run({2: 1}, length=9)[:, :3].tolist() == [full[2, :3].tolist()]
-    assert run({1: 1, 2: 1, 0: 1}, length=5)[:, :2].tolist() == [
-        *full[[1, 2, 0], :2].tolist(),
-        [0, 0],
-    ]
-    assert run({0: 3, 3: 5}, length=16)[:, :4].tolist() == full[[0, 3], :4].tolist()  # no graph
+    def tables(slots: list[int], width: int, num_dummies: int) -> list[Any]:
+        dummies = np.zeros((num_groups, num_dummies, width), dtype=np.int32)
+        return np.concatenate([full[:, slots, :width], dummies], axis=1).tolist()
+
+    # Beside a dummy row, since there is no graph of three; in one of its own; without a graph.
+    assert run({3: 1, 1: 1, 0: 1}, length=27)[..., :7].tolist() == tables([3, 1, 0], 7, 1)
+    assert run({2: 1}, length=9)[..., :3].tolist() == tables([2], 3, 0)
+    assert run({1: 1, 2: 1, 0: 1}, length=5)[..., :2].tolist() == tables([1, 2, 0], 2, 1)
+    assert run({0: 3, 3: 5}, length=16)[..., :4].tolist() == tables([0, 3], 4, 0)
 
 
 @pytest.mark.size("full")
@@ -686,22 +691,26 @@ def test_a_step_that_does_not_fit_a_graph_is_launched_without(
             make_sequence(length, length - n, i) for i, (length, n) in enumerate(lengths.items())
         ]
         plan = make_plan(dict(zip(sequences, lengths.values(), strict=True)))
-        batch.pack(plan, np.ones((6, 8), np.int32), block_size=16)
+        batch.pack(plan, np.ones((1, 6, 8), np.int32), block_size=16)
         assert drafts.covers(batch, batch.header) is fits, lengths
 
 
-def test_rows_are_filled_in_front() -> None:
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_rows_are_filled_in_front(num_groups: int) -> None:
     """The tokens that are wanted stay what and where they are, and are found again."""
-    layout = BatchLayout(64, 4, 8)
+    layout = BatchLayout(64, 4, 8, num_groups=num_groups)
     batch = Batch(layout, np.full(layout.num_bytes, 0xAA, dtype=np.uint8))
-    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    tables = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
     sequences = {make_sequence(9, 7, slot=2): 2, make_sequence(6, 5, slot=0): 1}
     sequences[make_sequence(21, 17, slot=1)] = 4
     plan = make_plan(sequences)
     batch.pack(plan, tables, block_size=4)
     before, header = np.copy(batch.memory), batch.header
     wanted = {name: getattr(batch, name)[:7].copy() for name in ("input_ids", "positions")}
-    slots, outputs = batch.slot_mapping[:7].copy(), batch.output_rows[: header.num_outputs].copy()
+    slots, outputs = (
+        batch.slot_mapping[:, :7].copy(),
+        batch.output_rows[: header.num_outputs].copy(),
+    )
     filled = fill_rows(batch, header, 4, block_size=4)
     assert (filled.num_tokens, filled.num_decode_rows, filled.max_query_len) == (12, 0, 4)
     assert batch.header == header and not np.array_equal(before, batch.memory)
@@ -709,11 +718,11 @@ def test_rows_are_filled_in_front() -> None:
     kept = [2, 3, 7, 8, 9, 10, 11]
     for name, values in wanted.items():
         assert getattr(batch, name)[kept].tolist() == values.tolist()
-    assert batch.slot_mapping[kept].tolist() == slots.tolist()
+    assert batch.slot_mapping[:, kept].tolist() == slots.tolist()
     assert batch.output_rows[: header.num_outputs].tolist() == [kept[i] for i in outputs]
     others = [0, 1, 4, 5, 6]
     assert batch.positions[others].tolist() == [5, 6, 2, 3, 4]
-    assert batch.slot_mapping[others].tolist() == [1, 2, 2, 3, 0]  # of block 0
+    assert batch.slot_mapping[:, others].tolist() == [[1, 2, 2, 3, 0]] * num_groups  # of block 0
     assert not batch.input_ids[others].any()
 
 
@@ -756,3 +765,39 @@ def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> No
             device.prepare(layout, toy_computation(forward, last_token))
             programs = device._capture(device.graph_sizes)
             assert [type(program) for program in programs] == kinds
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_what_other_ranks_read_of_a_batch_stays_as_it_was_packed(num_groups: int) -> None:
+    """Rank 0 replays its graph while they copy the batch: what it fills up must not show."""
+    config = EngineConfig("m", max_num_seqs=4, block_size=4, speculative_config=IN_GRAPHS)
+    device = CudaDevice(config.for_device("cuda"), FakeCuda(), is_capturable=True)
+    layout = BatchLayout(64, 4, 8, num_groups=num_groups)
+    last_token = torch.zeros(5, dtype=torch.int32)
+
+    def forward(
+        tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
+    ) -> torch.Tensor:
+        return tensors.input_ids[: header.num_tokens].clone()
+
+    device.prepare(layout, toy_computation(forward, last_token))
+    device.programs = device._capture(device.graph_sizes)
+    tables = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
+    batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
+    for num_new in ({9: 1, 6: 1, 21: 1}, {9: 2, 6: 1, 21: 4}):
+        rows = {
+            make_sequence(length, length - n, slot): n
+            for slot, (length, n) in enumerate(num_new.items())
+        }
+        batch.pack(make_plan(rows), tables, block_size=4)
+        used = batch.num_bytes_used(batch.header)
+        before, wanted = batch.memory[:used].copy(), batch.input_ids[: sum(num_new.values())]
+        step = batch.positions[: len(wanted)].copy(), batch.block_tables(3, 6).copy()
+        output = device.run(batch, batch.header, last_token, forward)
+        assert len(output.hidden) == (4 if num_new[9] == 1 else 16)
+        rest = batch.layout.offsets()["input_ids"]
+        assert (batch.memory[:rest] == before[:rest]).all()
+        assert (batch.positions[: len(wanted)] == step[0]).all()
+        assert (batch.block_tables(3, 6) == step[1]).all()
+        places = output.tensors.output_rows[:3]
+        assert output.hidden[places].tolist() == [8, 5, 20]

@@ -157,7 +157,7 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     cuda.seen()
     memory, (steps, told) = anonymous_file(), os.pipe()
     os.ftruncate(memory, 2 * layout.num_bytes)
-    tables = np.ones((2, layout.max_blocks_per_row), np.int32)
+    tables = np.ones((1, 2, layout.max_blocks_per_row), np.int32)
     parts = np.split(map_memory(memory, 2 * layout.num_bytes), 2)
     for step, (length, computed) in enumerate([(3, 0), (4, 3)]):
         batch = Batch(layout, parts[step])

@@ -21,7 +21,7 @@ from nanoserve.worker.cpu_device import CpuDevice, Device
 from nanoserve.worker.cuda_device import CudaDevice
 
 LAYOUT = BatchLayout(max_num_tokens=64, max_num_rows=4, max_blocks_per_row=8)
-TABLES = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+TABLES = np.arange(1, 33, dtype=np.int32).reshape(1, 4, 8)
 LAST_TOKEN = torch.tensor([70, 71, 72, 73], dtype=torch.int32)  # by slot
 
 
