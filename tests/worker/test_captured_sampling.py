@@ -4,16 +4,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from count_replays import choices, count_replays
 from fake_cuda import GIB, FakeCuda
+from packed_batches import make_plan, make_sequence
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
@@ -213,3 +216,52 @@ def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
             EngineConfig.from_options(checkpoint, capture_sampling=True, **other)
     with pytest.raises(ValueError, match=r"attention_backend='torch' cannot be part of a CUDA"):
         make_runner(checkpoint, FakeCuda(), TorchAttention(), attention_backend="torch")
+
+
+class Only:
+    """A token mask that leaves one token."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def first_illegal(self, token_ids: list[int]) -> int | None:
+        return next((i for i, token in enumerate(token_ids) if token != self.token_id), None)
+
+    def fill(self, index: int, mask: np.ndarray) -> None:
+        mask[:] = 0
+        mask[self.token_id // 32] = 1 << self.token_id % 32
+
+
+def test_a_mask_that_comes_after_the_choice_is_obeyed(checkpoint: Path) -> None:
+    """Whoever brings it has told nobody, and the graph has kept another token for the next step."""
+    runner = make_runner(checkpoint, FakeCuda(), async_scheduling=True)
+    tables = np.arange(1, 11, dtype=np.int32).reshape(1, 5, 2)
+    rows = {make_sequence(4, 3, slot): 1 for slot in (2, 0, 1)}
+    updates = [SlotUpdate(slot, asks(9), seed=slot) for slot in range(3)]
+
+    def step(inputs: SampleInputs) -> list[list[int]]:
+        batch = runner.next_batch()
+        batch.pack(make_plan(rows), tables, block_size=16)
+        handle = runner.forward(batch, ForwardInputs(updates))
+        assert handle.chosen is not None
+        runner.sample(handle, inputs)
+        return runner.collect(handle).token_ids
+
+    free = step(SampleInputs())
+    assert len(free) == 3 and free[1] != [77]
+    assert step(SampleInputs(token_masks={0: Only(77)})) == [free[0], [77], free[2]]
+    assert runner.last_token[[2, 0, 1]].tolist() == [*free[0], 77, *free[2]]
+    assert step(SampleInputs()) == free
+
+
+def test_requests_with_a_grammar_are_not_chosen_in_a_graph(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, FakeCuda())
+    tables = np.arange(1, 11, dtype=np.int32).reshape(1, 5, 2)
+    batch = runner.next_batch()
+    batch.pack(make_plan({make_sequence(4, 3, slot): 1 for slot in (2, 0)}), tables, block_size=16)
+    guided = asks(9, structured_outputs=StructuredOutputsParams(regex="[ab]+"))
+    sampling = runner.device.programs[0]
+    runner.fill_slots([SlotUpdate(0, asks(9), seed=0)])
+    for params, covered in ((asks(9), True), (guided, False), (asks(9, seed=3), True)):
+        runner.fill_slots([SlotUpdate(2, params, seed=0)])
+        assert sampling.covers(batch, batch.header) is covered
