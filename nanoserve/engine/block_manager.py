@@ -17,6 +17,7 @@ padding may write.
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
+from itertools import islice
 
 from nanoserve.engine.kv_groups import blocks_needed
 from nanoserve.engine.listeners import BlockListener, Listeners
@@ -143,9 +144,16 @@ class BlockManager:
         seq.num_cached_blocks = end
         return [block for index in range(first, end) for block in self.prefix_cache.add(seq, index)]
 
-    def next_free_block(self) -> int:
-        """Return the block that would be given out next; 0 if there is none."""
-        return next(iter(self._free), 0)
+    def is_cached(self, block: int) -> bool:
+        """Return whether lookups can find `block`, in use or free."""
+        return self.prefix_cache.has(block)
+
+    def has_spare_blocks(self) -> bool:
+        """Return whether every group could have a block that is free and not cached."""
+        spare = [
+            block for block in islice(self._free, len(self.windows)) if not self.is_cached(block)
+        ]
+        return len(spare) == len(self.windows)
 
     def free(self, seq: Sequence, keep: int = 0) -> None:
         """Give back the blocks of `seq`, all but the first `keep` of each table, last first.
