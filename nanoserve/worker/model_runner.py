@@ -101,13 +101,14 @@ class ModelRunner:
         Whatever can be refused before the weights are read, is: with `ValueError`. A CPU's pool is
         known beforehand; a GPU gives it what everything else has left.
         """
-        tp, limit = context.tp, model_config.max_position_embeddings
+        tp = context.tp
+        longest = partial(config.resolve_max_model_len, model_config.max_position_embeddings)
         with device.guard():
             # 1) As far as it goes without weights: the pool, and the longest sequence in it.
             num_kv_blocks, max_model_len = device.num_kv_blocks(config, model_config, tp), None
             if num_kv_blocks is not None:
                 num_kv_blocks = tp.smallest(num_kv_blocks)
-                max_model_len = config.resolve_max_model_len(limit, num_kv_blocks)
+                max_model_len = longest(num_kv_blocks)
             # 2) The weights.
             num_positions = max_model_len or config.max_model_len
             memory_bytes = device.memory_bytes(tp)
@@ -118,7 +119,7 @@ class ModelRunner:
                 profiled = partial(_with_one_block, make, config, model_config, context)
                 measured = device.measure_kv_blocks(model_config, tp, profiled)
                 num_kv_blocks = tp.smallest(measured)
-                max_model_len = config.resolve_max_model_len(limit, num_kv_blocks)
+                max_model_len = longest(num_kv_blocks)
             # 4) The runner, and what would otherwise be compiled while it serves.
             kv_caches = allocate_pool(config, model_config, context, num_kv_blocks)
             logger.info("max_model_len %d", max_model_len)
