@@ -1,5 +1,6 @@
 """Tokens that the host has not seen yet, on either kind of device."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def on_gpu(enforce_eager: bool) -> CudaDevice:
     device.prepare(LAYOUT, toy_computation(forward, LAST_TOKEN))
     device.programs = device._capture(device.graph_sizes)
     return device
+
+
+def test_both_devices_have_what_the_protocol_says() -> None:
+    """By the same names and arguments; and neither is the other with changes."""
+    names = [name for name in vars(Device) if not name.startswith("_")]
+    for kind in (CpuDevice, CudaDevice):
+        assert kind.__bases__ == (object,)
+        for name in names:
+            expected, own = (inspect.signature(getattr(one, name)) for one in (Device, kind))
+            assert [*expected.parameters] == [*own.parameters], (kind, name)
 
 
 DEVICES = pytest.mark.parametrize(
