@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from nanoserve.trace.__main__ import summary
 from nanoserve.trace.phases import chrome_trace
 from nanoserve.trace.reader import read_trace
 from nanoserve.trace.stages import stage_uses
-from nanoserve.worker.pipeline_stage import _starts_under, share_layers
+from nanoserve.worker.pipeline_stage import share_layers, split_layers
 
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}
 MOE = {
@@ -240,29 +241,60 @@ def test_layers_are_shared_out(path: Path, num_stages: int) -> None:
     assert all(shares)
 
 
-def test_the_largest_stage_is_as_small_as_can_be() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        sizes = [rng.randint(1, 9) for _ in range(rng.randint(2, 8))]
-        head, num_stages = rng.randint(0, 20), rng.randint(1, min(3, len(sizes)))
-        best = min(
-            bound
-            for bound in range(1, 200)
-            if _starts_under(bound, sizes, head, num_stages) is not None
-        )
-        assert best == _least_largest(sizes, head, num_stages)
+@pytest.mark.parametrize("seed", range(200))
+def test_of_the_fastest_splits_the_one_with_the_largest_pool_is_taken(seed: int) -> None:
+    """Found by trying all."""
+    rng = random.Random(seed)
+    layers = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
+    embedding, head = rng.randint(0, 20), rng.randint(0, 20)
+    num_stages = rng.randint(1, min(4, len(layers)))
+    split = split_layers(layers, embedding, head, num_stages)
+    assert [index for part in split for index in part] == list(range(len(layers)))
+    assert len(split) == num_stages and all(split)
+
+    def slowest_read(parts: list[range]) -> int:
+        reads = [sum(layers[i] for i in part) for part in parts]
+        return max([*reads[:-1], reads[-1] + head])
+
+    def num_blocks(parts: list[range], memory: int) -> int:
+        """The numbers of layers have 840 as a common multiple, so that nothing is rounded."""
+        kept = [sum(layers[i] for i in part) for part in parts]
+        kept[0] += embedding
+        kept[-1] += head
+        pairs = zip(kept, parts, strict=True)
+        return min((memory - weights) * 840 // len(part) for weights, part in pairs)
+
+    every = [
+        [range(a, b) for a, b in pairwise([0, *inner, len(layers)])]
+        for inner in combinations(range(1, len(layers)), num_stages - 1)
+    ]
+    least = min(map(slowest_read, every))
+    fastest = [parts for parts in every if slowest_read(parts) == least]
+    assert split in fastest
+    memory = 1000 * (sum(layers) + embedding + head)
+    assert num_blocks(split, memory) == max(num_blocks(parts, memory) for parts in fastest)
 
 
-def _least_largest(sizes: list[int], head: int, num_stages: int) -> int:
-    """By trying all cuts."""
+EMBEDDING = 151_936 * 1024  # of Qwen3-0.6B, tied to its head
+LAYER = 15_730_944
 
-    def largest(rest: list[int], stages: int) -> int:
-        if stages == 1:
-            return sum(rest) + head
-        cuts = range(1, len(rest) - stages + 2)
-        return min(max(sum(rest[:cut]), largest(rest[cut:], stages - 1)) for cut in cuts)
 
-    return largest(sizes, num_stages)
+@pytest.mark.parametrize(
+    ("num_layers", "layer", "embedding", "expected"),
+    [
+        (28, LAYER, EMBEDDING, [9, 9, 9, 1]),  # not 7, 10, 10, 1, as fast
+        (28, LAYER, EMBEDDING, [19, 9]),
+        (4, LAYER, EMBEDDING, [1, 1, 1, 1]),  # a layer for each, whatever the head takes
+        (36, 192_946_432, 622_329_856, [9, 10, 10, 7]),  # Qwen3-8B: the embedding counts, too
+        (80, 855_654_400, 1_050_673_152, [19, 21, 21, 19]),  # Llama-3.3-70B
+        (32, 1, 0, [8, 8, 8, 8]),
+    ],
+)
+def test_known_models_are_split(
+    num_layers: int, layer: int, embedding: int, expected: list[int]
+) -> None:
+    split = split_layers([layer] * num_layers, embedding, embedding, len(expected))
+    assert [len(part) for part in split] == expected
 
 
 def test_what_does_not_go_together_is_refused(path: Path) -> None:
