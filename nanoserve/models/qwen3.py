@@ -116,21 +116,21 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
-        self.config, self.dtype, pp = config, context.dtype, context.pp
+        self.config, self.dtype, self.pp = config, context.dtype, context.pp
         size, parts = config.hidden_size, context.parts
-        # A stage of a pipeline has some of the layers. The first stage also has the embedding; the
-        # last one the norm and the head, which may be the embedding once more. All is one stage.
+        # A stage of a pipeline has some of the layers; the first stage also has the embedding, and
+        # the last one the norm and the head. As a rule the model is one stage, the first and last.
         self.embed_tokens = self.norm = None
-        if pp.is_first or (pp.is_last and config.tie_word_embeddings):
+        is_head = self.pp.is_last and config.tie_word_embeddings
+        if self.pp.is_first or is_head:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, context)
+        rotary = self.rotary_by_layer(config, context)
         self.layers = nn.ModuleList()
-        rotary_of = self.rotary_by_layer(config, context)
-        for index in pp.layers_of(config.num_hidden_layers):
-            layer = parts.layer_class(config, index, rotary_of[index], context)
+        for index in self.pp.layers_of(config.num_hidden_layers):
+            layer = parts.layer_class(config, index, rotary[index], context)
             self.layers.add_module(str(index), layer)  # its name in checkpoints
-        if pp.is_last:
+        if self.pp.is_last:
             self.norm = parts.norm_class(size, config.rms_norm_eps, context)
-        self.pp = pp
 
     def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
         """Return the rotary positions of each layer of the model: here all share one table."""
