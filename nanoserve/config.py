@@ -110,6 +110,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
+    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
+    disable_hybrid_kv_cache_manager: bool = False
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
@@ -258,16 +260,21 @@ class EngineConfig:
         """Steps that are under way when another is launched: each stage of a pipeline has one."""
         return self.pipeline_parallel_size - 1 or int(bool(self.async_scheduling))
 
-    def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
-        """The longest sequence that the model was made for and the pool can hold, in tokens.
+    def resolve_max_model_len(
+        self, model_limit: int, num_kv_blocks: int, pool_limit: int | None = None
+    ) -> int:
+        """Return how long a sequence may be, by what the model was made for and the pool can hold.
 
+        `pool_limit`: how many tokens of one sequence the pool holds, where layers have sliding
+        windows (`nanoserve.engine.kv_groups.SequenceRoom`); by default, as many as fit into it.
         A length that nobody asked for is lowered and logged; an explicit one that does not fit
         raises, because a request near it could never finish.
         """
-        pool_limit = num_kv_blocks * self.block_size
+        num_slots = num_kv_blocks * self.block_size
+        pool_limit = num_slots if pool_limit is None else pool_limit
         pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
-            2 <= pool_limit < 2**31 - self.block_size,
+            2 <= pool_limit and num_slots < 2**31 - self.block_size,
             f"{pool}; it takes at least 2, and fewer than 2^31: slots are numbered in 32 bits",
         )
         if self.max_model_len is None:
