@@ -23,6 +23,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -142,11 +143,11 @@ class CudaDevice(HostDevice):
 
     # ------------------------------------------------------------------ starting
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         return self.cuda.memory_info()[1]
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
     ) -> None:
         if config.max_model_len is not None:  # to be refused before the weights are read
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
@@ -159,11 +160,11 @@ class CudaDevice(HostDevice):
 
     def pool_after_loading(self, runner: ModelRunner) -> int:
         """What the configuration fixes, or what is left when everything else has its memory."""
-        config, model_config, tp = self.config, runner.model_config, runner.context.tp
+        config, model_config, parallel = self.config, runner.model_config, runner.context.parallel
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(config, model_config, tp, free)
+            return decide_num_kv_blocks(config, model_config, parallel, free)
         # A pool of one block will do: all rows of the profile are dummies. The buffers are those
         # of the longest sequence that may turn out to fit.
         max_len = config.max_model_len or model_config.max_position_embeddings
@@ -180,7 +181,7 @@ class CudaDevice(HostDevice):
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
         memory = GPUMemory(total, free, weights, activations, graphs, libraries)
-        return memory.num_kv_blocks(config, model_config, tp)
+        return memory.num_kv_blocks(config, model_config, parallel)
 
     def warm_up(self, runner: ModelRunner) -> None:
         if self._has_explicit_pool:

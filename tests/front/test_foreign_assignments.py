@@ -78,9 +78,6 @@ ALLOWED = {
         "kernels*/*_method.py: layer.*",
         "layers/linear.py: layer.weight",
     ),
-    "a model completes its own layers while it is built": (
-        "models/gemma3.py: layer.self_attn.rotary",
-    ),
     "other packages' objects": (
         "batch_jobs/on_ray.py: DataContext.get_current().enable_progress_bars",
         "bench/engines/hugging_face.py: *generation_config*",
@@ -106,9 +103,6 @@ ALLOWED = {
     "the backend's cache type, until the KV cache is an object": (
         "worker/kv_dtypes.py: attention.kv_cache_dtype",
         "worker/cuda_runner.py: context.attention.longest_cut",
-    ),
-    "a pipeline's stage cuts a finished model, until a model takes its layers as an argument": (
-        "worker/pipeline_stage.py: *",
     ),
 }
 # Patterns that are for files which are being rewritten need not match anything.
