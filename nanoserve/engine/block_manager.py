@@ -122,8 +122,7 @@ class BlockManager:
         for block in shared:
             self._share(block)
         for table, length, *blocks in zip(tables, lengths, *hits, strict=True):
-            table += blocks
-            table.num_released += blocks.count(0)
+            table.add_hits(blocks)
             while len(table) < length:
                 table.append(self._take())
         seq.num_cached_blocks += len(hits)
@@ -167,10 +166,8 @@ class BlockManager:
         tables = seq.block_tables
         for length in range(max(map(len, tables), default=0), keep, -1):
             for table in tables:
-                if len(table) == length and (block := table.pop()):
+                if len(table) == length and (block := table.pop_last()):
                     self._give_back(block)
-        for table in tables:
-            table.num_released = min(table.num_released, keep)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `RuntimeError` unless the pool agrees with the tables of all sequences. O(pool).
@@ -222,9 +219,7 @@ class BlockManager:
                 end = min(end, seq.num_cached_blocks - 1)  # the next one is cached behind it
             for index in range(table.num_released, end):
                 # A prompt may be continued by others. Within an answer, hardly anybody does that.
-                self._give_back(table[index], is_useful=index < num_prompt_blocks)
-                table[index] = 0
-            table.num_released = max(table.num_released, end)
+                self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
         self._ref_counts[block] -= 1

@@ -68,8 +68,8 @@ class Scheduler:
         self._slots = SlotTable(self.max_num_seqs, max_blocks, len(windows))
         self.block_tables = self._slots.block_tables  # by group and slot
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
-        self.num_hit_tokens = 0
+        # Prompt tokens that were looked up in the prefix cache, and that were there.
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def order(self, seq: Sequence) -> tuple[int, ...]:
         """Return the place of a sequence in line: the lowest is admitted first and preempted last.

@@ -66,7 +66,6 @@ ALLOWED = {
         "bench/serve/*.py: answer.*",
         "bench/serve/*.py: exchange.*",
         "bench/engines/llama_cpp_engine.py: sequence.num_computed",
-        "kv_events/events.py: last.token_ids",
         "speculative/extension.py: c*.count",
         "speculative/extension.py: c.draft_tokens",
         "speculative/goodput.py: record.uncomputed",
