@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 from itertools import islice
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import blocks_needed
 from nanoserve.engine.listeners import BlockListener, Listeners
 from nanoserve.engine.prefix_cache import PrefixCache
@@ -59,6 +60,19 @@ class BlockManager:
         tails = [w and max(1, blocks_needed(w - 1, block_size)) for w in self.windows]
         self.prefix_cache = PrefixCache(num_blocks, block_size, tails, prefix_cache_seed)
         self._forget_users()
+
+    @classmethod
+    def for_config(
+        cls, config: EngineConfig, num_blocks: int, windows: AbstractSequence[int | None]
+    ) -> "BlockManager":
+        return cls(
+            num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.prefix_cache_seed,
+            windows,
+            config.max_num_batched_tokens,
+        )
 
     @property
     def listeners(self) -> Listeners[BlockListener]:

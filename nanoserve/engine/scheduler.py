@@ -53,14 +53,7 @@ class Scheduler:
         # How many later arrivals one level of priority outweighs; 2^64 will never come.
         by_priority = config.scheduling_policy == "priority"
         self.priority_worth = (config.priority_aging or 2**64) if by_priority else 0
-        self.block_manager = BlockManager(
-            num_kv_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            config.prefix_cache_seed,
-            windows,
-            self.max_num_batched_tokens,
-        )
+        self.block_manager = BlockManager.for_config(config, num_kv_blocks, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
