@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 from itertools import islice
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import blocks_needed
 from nanoserve.engine.listeners import BlockListener, Listeners
 from nanoserve.engine.prefix_cache import PrefixCache
@@ -59,6 +60,19 @@ class BlockManager:
         tails = [w and max(1, blocks_needed(w - 1, block_size)) for w in self.windows]
         self.prefix_cache = PrefixCache(num_blocks, block_size, tails, prefix_cache_seed)
         self._forget_users()
+
+    @classmethod
+    def for_config(
+        cls, config: EngineConfig, num_blocks: int, windows: AbstractSequence[int | None]
+    ) -> "BlockManager":
+        return cls(
+            num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.prefix_cache_seed,
+            windows,
+            config.max_num_batched_tokens,
+        )
 
     @property
     def listeners(self) -> Listeners[BlockListener]:
@@ -122,8 +136,7 @@ class BlockManager:
         for block in shared:
             self._share(block)
         for table, length, *blocks in zip(tables, lengths, *hits, strict=True):
-            table += blocks
-            table.num_released += blocks.count(0)
+            table.add_hits(blocks)
             while len(table) < length:
                 table.append(self._take())
         seq.num_cached_blocks += len(hits)
@@ -167,10 +180,8 @@ class BlockManager:
         tables = seq.block_tables
         for length in range(max(map(len, tables), default=0), keep, -1):
             for table in tables:
-                if len(table) == length and (block := table.pop()):
+                if len(table) == length and (block := table.pop_last()):
                     self._give_back(block)
-        for table in tables:
-            table.num_released = min(table.num_released, keep)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `RuntimeError` unless the pool agrees with the tables of all sequences. O(pool).
@@ -222,9 +233,7 @@ class BlockManager:
                 end = min(end, seq.num_cached_blocks - 1)  # the next one is cached behind it
             for index in range(table.num_released, end):
                 # A prompt may be continued by others. Within an answer, hardly anybody does that.
-                self._give_back(table[index], is_useful=index < num_prompt_blocks)
-                table[index] = 0
-            table.num_released = max(table.num_released, end)
+                self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
         self._ref_counts[block] -= 1

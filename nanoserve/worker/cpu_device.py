@@ -21,7 +21,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
@@ -75,11 +75,11 @@ class Device(Protocol):
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context in which work is launched on this device, whatever the caller chose."""
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         """Return all the memory that a rank may ever have."""
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
     ) -> int | None:
         """Return the number of KV blocks if it is known before the weights are loaded, else None.
 
@@ -87,7 +87,10 @@ class Device(Protocol):
         """
 
     def measure_kv_blocks(
-        self, model_config: ModelConfig, tp: TensorParallel, make_executor: Callable[[], Executor]
+        self,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        make_executor: Callable[[], Executor],
     ) -> int:
         """Return the number of KV blocks where it was not known before, now that weights are there.
 
@@ -158,16 +161,19 @@ class CpuDevice:
     def guard(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._num_threads is None else threads(self._num_threads)
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
-        return physical_memory_bytes() // tp.num_ranks
+    def memory_bytes(self, parallel: ParallelContext) -> int:
+        return physical_memory_bytes() // parallel.num_ranks
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
     ) -> int:
-        return decide_num_kv_blocks(config, model_config, tp)
+        return decide_num_kv_blocks(config, model_config, parallel)
 
     def measure_kv_blocks(
-        self, model_config: ModelConfig, tp: TensorParallel, make_executor: Callable[[], Executor]
+        self,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        make_executor: Callable[[], Executor],
     ) -> int:
         raise RuntimeError("a CPU's KV cache is sized before the weights are loaded")
 

@@ -23,7 +23,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor, ForwardInputs
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
 from nanoserve.worker.cuda import Cuda
@@ -126,11 +126,11 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ starting
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         return self.cuda.memory_info()[1]
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
     ) -> None:
         """Return None: a pool of any size has to fit beside the weights."""
         if config.max_model_len is not None:
@@ -143,16 +143,20 @@ class CudaDevice:
             )
 
     def measure_kv_blocks(
-        self, model_config: ModelConfig, tp: TensorParallel, make_executor: Callable[[], Executor]
+        self,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        make_executor: Callable[[], Executor],
     ) -> int:
         """Return what the configuration fixes, or what is left when all else has its memory."""
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(self.config, model_config, tp, free)
+            return decide_num_kv_blocks(self.config, model_config, parallel, free)
         executor = make_executor()
         run_step = partial(self._run_worst_case, executor)
-        nccl_bytes = 0 if tp.group is None else tp.group.device_bytes
+        group = parallel.tp.group
+        nccl_bytes = 0 if group is None else group.device_bytes
         step = measure_step(self.cuda, self._allocated_before, nccl_bytes, run_step)
         graphs = 0
         if self.graph_sizes:
@@ -164,7 +168,7 @@ class CudaDevice:
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
         memory = GPUMemory(total, free, step.weights, step.activations, graphs, step.libraries)
-        return memory.num_kv_blocks(self.config, model_config, tp)
+        return memory.num_kv_blocks(self.config, model_config, parallel)
 
     def warm_up(self, executor: Executor) -> None:
         if self._has_explicit_pool:

@@ -15,27 +15,30 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.kernels_cpu.memory import map_zeros
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import LayerContext, ParallelContext
 
 _GIB = 2**30
-_ALONE = TensorParallel()
+_ALONE = ParallelContext()
 
 
 def kv_block_bytes(
-    model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE, dtype: str = "auto"
+    model_config: ModelConfig,
+    block_size: int,
+    parallel: ParallelContext = _ALONE,
+    dtype: str = "auto",
 ) -> int:
     """Bytes of K and V of one block over all layers, on one rank; `dtype` is `kv_cache_dtype`."""
-    share = tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
+    share = parallel.tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
     num_layers = model_config.num_hidden_layers
-    token_bytes = model_config.kv_bytes_per_token(dtype) // num_layers * tp.num_layers(num_layers)
+    num_here = len(parallel.pp.layers_of(num_layers))
+    token_bytes = model_config.kv_bytes_per_token(dtype) // num_layers * num_here
     return block_size * token_bytes // share
 
 
 def decide_num_kv_blocks(
     config: EngineConfig,
     model_config: ModelConfig,
-    tp: TensorParallel = _ALONE,
+    parallel: ParallelContext = _ALONE,
     memory_bytes: int | None = None,
 ) -> int:
     """Usable blocks, without the dummy block 0, of a rank with so much memory (a CPU's if None).
@@ -43,8 +46,8 @@ def decide_num_kv_blocks(
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
-    block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
-    memory_bytes = memory_bytes or physical_memory_bytes() // tp.num_ranks
+    block_bytes = kv_block_bytes(model_config, config.block_size, parallel, config.kv_cache_dtype)
+    memory_bytes = memory_bytes or physical_memory_bytes() // parallel.num_ranks
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         from nanoserve.worker.explicit_pool import explicit_num_kv_blocks
 
@@ -75,7 +78,7 @@ def allocate_kv_cache(
     shape = context.attention.kv_cache_shape(
         num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
     )
-    shape = (context.tp.num_layers(model_config.num_hidden_layers), *shape)
+    shape = (len(context.pp.layers_of(model_config.num_hidden_layers)), *shape)
     if context.attention.kv_cache_dtype == "auto":
         return _zeros(shape, context.dtype, context.device)
     from nanoserve.attention.quantized_kv import QuantizedKVCache

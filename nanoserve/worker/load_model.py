@@ -1,6 +1,7 @@
 """The model and the KV caches of one rank: built, filled, refused where there is no room."""
 
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ def load_model(
     """
     # 1) A model without memory shows what would not fit, before any is taken.
     make = model_class(model_config.architecture)
-    if context.tp.stage is not None:
-        make = context.tp.stage.part_of(make)
     meta = replace(context, device=torch.device("meta"), num_positions=1)
-    check_model(make(model_config, meta), config, model_config, path, memory_bytes)
+    elsewhere: Set[str] = frozenset()
+    if context.pp.num_stages > 1:
+        from nanoserve.worker.pipeline_stage import tensors_of_other_stages
+
+        elsewhere = tensors_of_other_stages(model_config, meta)
+    check_model(make(model_config, meta), config, model_config, path, memory_bytes, elsewhere)
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     model = make(model_config, context)
@@ -45,7 +49,8 @@ def load_model(
     load = load_weights
     if is_deferred or model_config.quantization_config:
         from nanoserve.quantization.deferred import load_deferred as load
-    load(model, path, config.load_format, shows_progress=context.tp.rank == 0)
+    shows_progress = context.tp.rank == 0
+    load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     return model
 
 
@@ -55,13 +60,17 @@ def check_model(
     model_config: ModelConfig,
     path: Path,
     memory_bytes: int,
+    elsewhere: Set[str] = frozenset(),
 ) -> None:
-    """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
+    """Raise `ValueError` unless `model` is what the files hold, and its weights have room.
+
+    Other stages of a pipeline have the tensors `elsewhere`, which the files may hold, too.
+    """
     if config.load_format != "dummy":
         check = check_weights
         if model_config.quantization_config:
             from nanoserve.quantization.deferred import check_weights as check
-        check(model, path)
+        check(model, path, elsewhere)
     num_bytes = kept_bytes(model)
     require(
         num_bytes <= memory_bytes,

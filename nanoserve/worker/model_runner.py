@@ -101,24 +101,27 @@ class ModelRunner:
         Whatever can be refused before the weights are read, is: with `ValueError`. A CPU's pool is
         known beforehand; a GPU gives it what everything else has left.
         """
-        tp = context.tp
+        parallel = context.parallel
         longest = partial(config.resolve_max_model_len, model_config.max_position_embeddings)
         with device.guard():
             # 1) As far as it goes without weights: the pool, and the longest sequence in it.
-            num_kv_blocks, max_model_len = device.num_kv_blocks(config, model_config, tp), None
+            num_kv_blocks, max_model_len = (
+                device.num_kv_blocks(config, model_config, parallel),
+                None,
+            )
             if num_kv_blocks is not None:
-                num_kv_blocks = tp.smallest(num_kv_blocks)
+                num_kv_blocks = parallel.smallest(num_kv_blocks)
                 max_model_len = longest(num_kv_blocks)
             # 2) The weights.
             num_positions = max_model_len or config.max_model_len
-            memory_bytes = device.memory_bytes(tp)
+            memory_bytes = device.memory_bytes(parallel)
             model = load_model(config, model_config, path, context, num_positions, memory_bytes)
             make = partial(cls, config, model_config, path, context, device, model)
             # 3) The pool, where it is what they have left.
             if num_kv_blocks is None:
                 profiled = partial(_with_one_block, make, config, model_config, context)
-                measured = device.measure_kv_blocks(model_config, tp, profiled)
-                num_kv_blocks = tp.smallest(measured)
+                measured = device.measure_kv_blocks(model_config, parallel, profiled)
+                num_kv_blocks = parallel.smallest(measured)
                 max_model_len = longest(num_kv_blocks)
             # 4) The runner, and what would otherwise be compiled while it serves.
             kv_caches = allocate_pool(config, model_config, context, num_kv_blocks)
@@ -275,7 +278,7 @@ class ModelRunner:
             if self.model is not None:
                 self.model.to(self.context.device)
                 return
-            memory_bytes = self.device.memory_bytes(self.context.tp)
+            memory_bytes = self.device.memory_bytes(self.context.parallel)
             self.model = load_model(
                 self.config,
                 self.model_config,

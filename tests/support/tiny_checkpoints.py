@@ -90,13 +90,13 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 @torch.inference_mode()
 def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) -> torch.Tensor:
-    """Logits [num_tokens, vocab_size] of nanoserve's `model` (or one rank of it), without engine.
+    """Logits [num_tokens, vocab_size] of nanoserve's `model`, or one rank of it, without engine.
 
     The prompt is one chunk, and its blocks lie in reverse order in the cache.
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    attention = model.model.layers[0].self_attn.layer
+    attention = next(iter(model.model.layers)).self_attn.layer
     shape = TorchAttention().kv_cache_shape(
         num_blocks + 1, block_size, attention.num_kv_heads, attention.head_dim
     )
@@ -113,7 +113,7 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         max_query_len=num_tokens,
         max_context_len=num_tokens,
     )
-    dtype = model.lm_head.weight.dtype
+    dtype = model.model.dtype
     kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
     hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)

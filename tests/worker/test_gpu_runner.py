@@ -34,7 +34,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.kernels.ops import TritonOps
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
@@ -62,14 +62,14 @@ def make_runner(
     cuda: FakeCuda,
     attention: AttentionBackend | None = None,
     is_capturable: bool = True,
-    tp: TensorParallel | None = None,
+    parallel: ParallelContext | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
     config = EngineConfig.from_options(path, **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
     attention = attention or TorchAttention()
-    context = LayerContext(tp=tp or TensorParallel(), attention=attention)
+    context = LayerContext(parallel=parallel or ParallelContext(), attention=attention)
     if config.attention_backend == "triton":
         attention = TritonAttention(**_options("triton", config))
         context = LayerContext(attention=attention, ops=TritonOps())
@@ -531,7 +531,8 @@ def test_what_cudas_libraries_take_is_part_of_the_share(
     """Though torch knows nothing of it. So almost the whole GPU can be asked for."""
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "gpu_memory_utilization": 0.92}
     cuda = Loading(700 * 2**20)
-    runner = make_runner(checkpoint, cuda, tp=TensorParallel(group=GroupOfOne()), **options)
+    parallel = ParallelContext(TensorParallel(group=GroupOfOne()))
+    runner = make_runner(checkpoint, cuda, parallel=parallel, **options)
     share = int(0.92 * 4 * GIB) - 900 * 2**20
     assert runner.num_kv_blocks == share // kv_block_bytes(runner.model_config, 16) - 1
     assert not caplog.records

@@ -6,6 +6,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
@@ -92,7 +93,7 @@ def test_the_pool_follows_the_options() -> None:
 
 def test_in_8_bits_a_head_takes_a_byte_for_each_number_and_a_scale() -> None:
     assert LLAMA_2_7B.kv_bytes_per_token("int8") == 2 * 32 * 32 * (128 + 4) == 270_336
-    block, two = 16 * 270_336, TensorParallel(0, 2)
+    block, two = 16 * 270_336, ParallelContext(TensorParallel(0, 2))
     assert kv_block_bytes(LLAMA_2_7B, 16, two, "fp8") == block // 2
     config = EngineConfig("x", kv_cache_memory_bytes=64 * GIB, kv_cache_dtype="int8")
     num_blocks = decide_num_kv_blocks(config, LLAMA_2_7B, memory_bytes=80 * GIB)
