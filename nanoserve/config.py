@@ -63,8 +63,8 @@ class EngineConfig:
     None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
     what that returns.
 
-    Raises `ValueError` with the offending value and its limit; an unknown option is a `ValueError`
-    too when it comes through `EngineConfig.from_options`.
+    Raises `ValueError` with the offending value and its limit. What `LLM` takes besides, such as
+    vLLM's names, is translated before: see `nanoserve.drop_in.options.engine_config`.
     """
 
     model: str
@@ -139,20 +139,6 @@ class EngineConfig:
     distributed_executor_backend: str | None = None
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
     worker_timeout_seconds: int = 8  # that a process may show no sign of life: a busy one does
-
-    @classmethod
-    def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
-        """As `LLM` takes them: vLLM's are known by name, and None is "not given" for all."""
-        given = {name: value for name, value in options.items() if value is not None}
-        if given.get("max_model_len") in (-1, "auto"):  # as vLLM has it
-            del given["max_model_len"]
-        known = {f.name for f in fields(cls)} - {"model"}
-        is_foreign = not given.keys() <= known or "logits_processors" in given
-        if is_foreign or any(value not in _CHOICES.get(n, [value]) for n, value in given.items()):
-            from nanoserve.drop_in.options import translate
-
-            given = translate(cls, str(model), given, known)
-        return cls(model=str(model), **given)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -248,6 +234,14 @@ class EngineConfig:
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "model" and getattr(self, field.name) != field.default
+        }
 
     @property
     def _publishes_kv_events(self) -> bool:

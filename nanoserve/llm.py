@@ -8,10 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.build import build_engine
+from nanoserve.drop_in.metrics import start_counting
+from nanoserve.drop_in.options import engine_config
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.request import Request
 from nanoserve.llm_methods import LLMMethods
-from nanoserve.make_engine import make_engine
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,7 +45,9 @@ class LLM(LLMMethods):
     """
 
     def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
-        self.engine = make_engine(model, options)
+        self.engine = build_engine(engine_config(model, options))
+        if not self.engine.config.disable_log_stats:
+            start_counting(self.engine)
         self._trace = contextlib.ExitStack()
         if self.engine.config.trace is not None:
             from nanoserve.trace import start_trace

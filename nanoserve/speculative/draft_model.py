@@ -57,14 +57,15 @@ def prepare_draft_model(
         trace=None,
         capture_sampling=False,
     )
-    checkpoint = Checkpoint.find(options.model, own, options.revision)
-    draft = checkpoint.model_config(supported_architectures())
+    checkpoint = Checkpoint.open(options.model, own, options.revision)
+    draft = checkpoint.model_config(own, supported_architectures())
     require(
         draft.vocab_size == target.vocab_size,
         f"the draft {options.model} has a vocabulary of {draft.vocab_size} tokens, and the model "
         f"one of {target.vocab_size}: they must be the same",
     )
-    checkpoint.fetch_weights()
+    if own.load_format != "dummy":
+        checkpoint.fetch_weights()
 
     def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
         from nanoserve.layers.tensor_parallel import TensorParallel
