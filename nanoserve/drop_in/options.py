@@ -88,6 +88,9 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
     a value of one of vLLM's that asks for what is not done here, with what to do instead, and for
     a value out of range.
     """
+    name = str(model)
+    if isinstance(model, Path) and not name.startswith(("/", ".", "~")):
+        name = f"./{name}"  # a Path is never looked up on the hub
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("max_model_len") in (-1, "auto"):
         del given["max_model_len"]
@@ -96,9 +99,9 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
     if isinstance(speculative, Mapping):
         translated["speculative_config"] = own_options(speculative)
     if translated.get("logits_processors"):
-        make = partial(EngineConfig, str(model))
+        make = partial(EngineConfig, name)
         translated["logits_processors"] = _processors(make, translated)
-    return EngineConfig(str(model), **translated)
+    return EngineConfig(name, **translated)
 
 
 def _translate(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -644,12 +644,12 @@ def test_vllms_names_of_guessing_are_known(name: str) -> None:
     plain = EngineConfig("m", speculative_config={"method": "ngram"})
     for value in (None, *neutral, *([object()] if not neutral else [])):
         config = {"method": "ngram", name: value}
-        assert EngineConfig("m", speculative_config=config) == plain
+        assert engine_config("m", {"speculative_config": config}) == plain
     if neutral:
         with pytest.raises(ValueError, match=f"{name}=.*is vLLM's and not implemented"):
-            EngineConfig("m", speculative_config={"method": "ngram", name: "other"})
+            engine_config("m", {"speculative_config": {"method": "ngram", name: "other"}})
     with pytest.raises(ValueError, match=r"'eagle3' is vLLM's.*'draft_model'"):
-        EngineConfig("m", speculative_config={"method": "eagle3", "model": "x"})
+        engine_config("m", {"speculative_config": {"method": "eagle3", "model": "x"}})
 
 
 def test_entries_of_a_prompt_that_are_none_are_not_there(llm: LLM) -> None:
