@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanoserve.attention.registry import backend_choices
 from nanoserve.checks import (
     check_bool,
     check_choice,
@@ -43,7 +44,6 @@ _CHOICES = {
     "load_format": ("auto", "safetensors", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
-    "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
     "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
     "quantization_activations": ("int8", "none"),
@@ -152,6 +152,7 @@ class EngineConfig:
             elif field.type in (bool, bool | None):
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
+        check_choice("attention_backend", self.attention_backend, backend_choices())
         check_list("logits_processors", self.logits_processors, callable, "callables")
         if self.speculative_config is not None:
             from nanoserve.speculative.config import SpeculativeConfig
