@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.attention.registry import backend_choices
 from nanoserve.checks import (
     check_bool,
     check_choice,
@@ -149,10 +148,11 @@ class EngineConfig:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
+            elif name == "attention_backend":
+                self._check_attention_backend()
             elif field.type in (bool, bool | None):
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
-        check_choice("attention_backend", self.attention_backend, backend_choices())
         check_list("logits_processors", self.logits_processors, callable, "callables")
         if self.speculative_config is not None:
             from nanoserve.speculative.config import SpeculativeConfig
@@ -169,6 +169,11 @@ class EngineConfig:
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         self._check_names()
         self._check_pairs()
+
+    def _check_attention_backend(self) -> None:
+        from nanoserve.attention.registry import backend_choices
+
+        check_choice("attention_backend", self.attention_backend, backend_choices())
 
     def _check_names(self) -> None:
         """Of folders, of a version, of a file."""
