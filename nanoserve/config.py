@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanoserve.chat_template import load_chat_template
 from nanoserve.checks import (
     check_bool,
     check_choice,
@@ -15,6 +16,8 @@ from nanoserve.checks import (
     require,
     shown,
 )
+from nanoserve.output_file import check_trace
+from nanoserve.parallel_config import check_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -185,16 +188,12 @@ class EngineConfig:
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
         if self.chat_template is not None:
-            from nanoserve.chat_template import load_chat_template
-
             self.chat_template = load_chat_template(
                 self.chat_template, has_tokenizer=not self.skip_tokenizer_init
             )
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            from nanoserve.output_file import check_trace
-
             check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
@@ -224,8 +223,6 @@ class EngineConfig:
             "the events are those of the prefix cache",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
-            from nanoserve.parallel_config import check_parallel
-
             check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),

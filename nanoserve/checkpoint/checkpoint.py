@@ -11,7 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
+from nanoserve.checkpoint.overrides import config_with_overrides
+from nanoserve.checkpoint.packaged import packaged_file
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.tiny_qwen3 import BUNDLED
@@ -53,8 +56,6 @@ class Checkpoint:
                 f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk",
             )
             return cls(name, folder)
-        from nanoserve.checkpoint.hub import fetch_all_but_weights
-
         folder = fetch_all_but_weights(name, revision, config)
         return cls(name, folder, is_from_hub=True, download_dir=config.download_dir)
 
@@ -84,8 +85,6 @@ class Checkpoint:
         has_overrides = config.hf_overrides or config.override_generation_config
         if not has_overrides and config.generation_config == "auto":
             return ModelConfig.from_files(self.config_files, config.dtype, supported)
-        from nanoserve.checkpoint.overrides import config_with_overrides
-
         return config_with_overrides(self.config_files, config, supported)
 
     def fetch_weights(self) -> None:
@@ -94,8 +93,6 @@ class Checkpoint:
         Raises `ValueError` if there are none that can be read.
         """
         if self.is_from_hub:
-            from nanoserve.checkpoint.hub import fetch_weights
-
             fetch_weights(str(self.name), self.folder, self.download_dir)
 
 
@@ -112,8 +109,6 @@ def local_checkpoint(name: str | Path) -> Path | None:
         return None
     if folder := bundled_checkpoint(name):
         return folder
-    from nanoserve.checkpoint.packaged import packaged_file
-
     return packaged_file(name)
 
 

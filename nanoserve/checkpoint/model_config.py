@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.layer_types import read_layer_types
+from nanoserve.checkpoint.misfits import check_folder
+from nanoserve.checkpoint.moe_config import MoEConfig
+from nanoserve.checkpoint.other_architectures import tell_architecture
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.scales import read_scales
 from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
 from nanoserve.parameter_table import PARAMETERS
 
 if TYPE_CHECKING:
-    from nanoserve.checkpoint.moe_config import MoEConfig
     from nanoserve.quantization.gguf.container import GGUFFile
 
 # A file with any of these is one of Gemma's or MiniCPM's, or of a model of the user's own.
@@ -94,8 +98,6 @@ class ModelConfig:
         refusing is better than being silently wrong.
         """
         if supported is not None and architecture_of(files.config) not in supported:
-            from nanoserve.checkpoint.other_architectures import tell_architecture
-
             raise ValueError(tell_architecture(files.config, supported))
         return cls.from_hf(files.config, files.generation, dtype)
 
@@ -166,8 +168,6 @@ def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
 
         return ConfigFiles(*read_settings(source))
     if (source / "adapter_config.json").is_file() or not (source / "config.json").is_file():
-        from nanoserve.checkpoint.misfits import check_folder
-
         check_folder(source)
     other = source / "generation_config.json"
     generation = read_json(other) if other.exists() or other.is_symlink() else {}
@@ -181,16 +181,10 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields["rope"] = file.rope(head_dim, max_positions)
         fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
     else:
-        from nanoserve.checkpoint.layer_types import read_layer_types
-
         fields |= read_layer_types(file, head_dim, max_positions)
     if any(file.has(name) for name in _SCALES):
-        from nanoserve.checkpoint.scales import read_scales
-
         fields |= read_scales(file)
     if file.has("num_experts_per_tok"):
-        from nanoserve.checkpoint.moe_config import MoEConfig
-
         fields["moe"] = MoEConfig.from_hf(file)
     if file.raw.get("quantization_config"):
         from nanoserve.quantization.formats.fields import check_quantization_config

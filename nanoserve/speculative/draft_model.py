@@ -25,10 +25,12 @@ from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, Slo
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import supported_architectures
 from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted
+from nanoserve.worker.device import make_runner
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -68,9 +70,6 @@ def prepare_draft_model(
         checkpoint.fetch_weights()
 
     def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
-        from nanoserve.layers.tensor_parallel import TensorParallel
-        from nanoserve.worker.device import make_runner
-
         sized = replace(
             own,
             num_kv_blocks=executor.num_kv_blocks,
