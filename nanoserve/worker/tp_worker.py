@@ -112,7 +112,8 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     """Build this rank's runner, then run steps until there are no more."""
     config, path, size = EngineConfig(**job["options"]), Path(job["path"]), job["size"]
     architecture, location = job["model"]
-    register_model(architecture, location)
+    if architecture not in supported_architectures():
+        register_model(architecture, location)
     for name, location in job["heads"].items():
         register_head(name, location)
     model_config = Checkpoint.open(path, config).model_config(config, supported_architectures())
