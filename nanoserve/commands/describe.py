@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from nanoserve.build import load_tokenizer
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.headers import has_weights, stored_bytes
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
@@ -37,13 +39,13 @@ def describe(model: str, **options: Any) -> Facts:
     """
     facts: Facts = {"model": model, "refused": []}
     with _noting(facts):
-        config = EngineConfig.from_options(model, **options)
+        config = engine_config(model, options)
         config = config.for_device(device_kind(config.device))
-        checkpoint = Checkpoint.find(model, config, config.revision)
+        checkpoint = Checkpoint.open(model, config, config.revision)
         facts["path"] = str(checkpoint.folder)
         model_config = None
         with _noting(facts):
-            model_config = checkpoint.model_config(supported_architectures())
+            model_config = checkpoint.model_config(config, supported_architectures())
             facts |= _of_model(model_config)
             SamplingParams(**model_config.default_sampling)
         if not config.skip_tokenizer_init:
@@ -90,10 +92,7 @@ def _of_model(config: ModelConfig) -> Facts:
 def _of_tokenizer(
     config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
 ) -> Facts:
-    from nanoserve.tokenizer import Tokenizer
-
-    source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
-    tokenizer = Tokenizer.for_config(source.folder, config)
+    tokenizer = load_tokenizer(config, checkpoint)
     eos = set() if model_config is None else set(model_config.eos_token_ids)
     eos |= {tokenizer.eos_token_id} - {None}
     return {

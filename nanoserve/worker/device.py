@@ -2,13 +2,13 @@
 
 import logging
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from nanoserve.attention.interface import AttentionBackend
+from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
@@ -20,15 +20,6 @@ from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads
 
 logger = logging.getLogger(__name__)
-
-# Attention, and the small operations that go with it.
-_BACKENDS = {
-    "torch": ("nanoserve.attention.torch:TorchAttention", "nanoserve.layers.ops:TorchOps"),
-    "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
-    "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", "nanoserve.kernels.ops:TritonOps"),
-}
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
@@ -121,7 +112,7 @@ def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> to
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """What was asked for, if it can run here: a name in `_BACKENDS`."""
+    """What was asked for, if it can run here: a name in `ATTENTION_BACKENDS`."""
     name = config.attention_backend
     if name == "auto" and device.type == "cpu":
         has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
@@ -135,5 +126,4 @@ def choose_attention_backend(
 
 
 def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
-    modules = [location.split(":") for location in _BACKENDS[name]]
-    return tuple(getattr(import_module(module), kind)() for module, kind in modules)
+    return ATTENTION_BACKENDS.get(name)(), OPERATIONS.get(name)()

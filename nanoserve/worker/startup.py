@@ -14,7 +14,7 @@ from nanoserve.checks import require
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
-from nanoserve.worker.heads import registered_heads
+from nanoserve.worker.heads import HEADS
 from nanoserve.worker.kv_cache import allocate_kv_cache
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def make_room(runner: Any, num_kv_blocks: int) -> None:
         config.max_num_batched_tokens,
         config.max_num_seqs,
         blocks_needed(runner.max_model_len, config.block_size),
-        tuple(registered_heads()),
+        tuple(HEADS.names()),
     )
     runner.device.make_room(runner.layout)
     runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))

@@ -87,7 +87,7 @@ ALLOWED = {
         "server/async_llm.py: self._end.atexit",
         "tiny_qwen3/*.py: *.generation_config",
         "tokenizer.py: backend.*",
-        "tokenizer.py: tokenizer._hf.chat_template",
+        "tokenizer.py: self._hf.chat_template",
         "worker/compile_ahead.py: module.*",
         "worker/process_group.py: *Op",
         "worker/ray_workers.py: self._processes*.pid",

@@ -124,6 +124,7 @@ def test_only_the_front_door_builds_the_parts() -> None:
             "nanoserve.config",
             "nanoserve.checkpoint.model_config",
             "nanoserve.outputs",
+            "nanoserve.registry",
             "nanoserve.sampling_params",
         )
         assert all(name.startswith(allowed) for name in own), (path.name, own)

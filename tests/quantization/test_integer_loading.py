@@ -192,7 +192,7 @@ def test_a_gpu_makes_floats_of_a_quantised_checkpoint_unless_asked(
     gpu = torch.device("cuda", 0)
 
     def choose(path: str, **options: Any) -> Any:
-        config = EngineConfig.from_options(tmp_path / path, **options)
+        config = EngineConfig(str(tmp_path / path), **options)
         return choose_linear_method(config, ModelConfig.from_checkpoint(tmp_path / path), gpu, 1)
 
     assert choose("plain") is None and not caplog.text

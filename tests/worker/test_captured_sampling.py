@@ -41,7 +41,7 @@ def make_runner(
     path: Path, cuda: FakeCuda, attention: AttentionBackend | None = None, **options: Any
 ) -> ModelRunner:
     options = {"num_kv_blocks": 60, "max_num_seqs": 5, "capture_sampling": True} | options
-    config = EngineConfig.from_options(path, **options).for_device("cuda")
+    config = EngineConfig(str(path), **options).for_device("cuda")
     context = LayerContext(attention=attention or CapturableTorchAttention())
     return make_cuda_runner(config, ModelConfig.from_checkpoint(path), path, context, cuda)
 
@@ -210,6 +210,6 @@ def test_close_lets_go_of_both(checkpoint: Path) -> None:
 def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     for other in ({"enforce_eager": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(ValueError, match=r"capture_sampling=True is for the CUDA graphs of"):
-            EngineConfig.from_options(checkpoint, capture_sampling=True, **other)
+            EngineConfig(str(checkpoint), capture_sampling=True, **other)
     with pytest.raises(ValueError, match=r"attention_backend='torch' cannot be part of a CUDA"):
         make_runner(checkpoint, FakeCuda(), TorchAttention(), attention_backend="torch")

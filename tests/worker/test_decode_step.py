@@ -138,8 +138,8 @@ def capturing(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) 
 
 def make_runner(path: Path, **options: Any) -> ModelRunner:
     (path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
-    config = EngineConfig.from_options(
-        path,
+    config = EngineConfig(
+        str(path),
         load_format="dummy",
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=8192,

@@ -59,7 +59,7 @@ def make_runner(
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
-    config = EngineConfig.from_options(path, **options).for_device("cuda")
+    config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
     parallel = parallel or ParallelContext()
     context = LayerContext(parallel=parallel, attention=TorchAttention())
