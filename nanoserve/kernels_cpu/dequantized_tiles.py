@@ -3,8 +3,8 @@
     y[m, n] = sum over inputs k, in their order, of x[m, k] x (codes[n, k] x scale[n, g]
                                                               + offset[n, g])
 
-A weight becomes the float32 that `QuantizedMatrix.dequantize` makes of it, on its way from memory
-into the sums of a tile. So the bits are those of `float_tiles` with the dequantised weight, and a
+A weight becomes the float32 code x scale + offset, rounded twice, on its way from memory into the
+sums of a tile. So the bits are those of `float_tiles` with the dequantised weight, and a
 row's do not depend on the rows beside it; but memory is read for 4 or 8 bits of a weight, not 32.
 """
 
