@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
-    from nanoserve.drop_in.engine_args import EngineArgs
+    from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.drop_in.metrics import Metric
     from nanoserve.inputs import ChatOptions, Conversation, Conversations
     from nanoserve.progress import UseTqdm

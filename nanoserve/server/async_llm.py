@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanoserve.drop_in.engine_args import EngineArgs
+    from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.engine_options import EngineOptions
     from nanoserve.inputs import ChatOptions
     from nanoserve.server.engine_process import EngineFront

@@ -8,11 +8,11 @@ from importlib import import_module
 import pytest
 
 from nanoserve.cli import main
+from nanoserve.commands.engine_args import EngineArgs, FlexibleArgumentParser
 from nanoserve.commands.engine_flags import engine_options
 from nanoserve.commands.parser import Parser, whole_number
 from nanoserve.commands.serve import _OURS, parse_args
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.engine_args import EngineArgs, FlexibleArgumentParser
 from nanoserve.drop_in.server_flags import ELSEWHERE, FLAGS
 from nanoserve.server.settings import ServerSettings
 
