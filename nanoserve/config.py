@@ -161,6 +161,10 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
+            elif name == "quantization" and value not in _CHOICES[name]:
+                from nanoserve.quantization.registry import quantization_names
+
+                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
             elif field.type in (bool, bool | None):
