@@ -117,8 +117,6 @@ class InputProcessor:
         text, token_ids = self._tokenize(prompt, params.max_tokens)
         cache_key = self.cache_root
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            from nanoserve.engine.cache_salt import key_of_salt
-
             cache_key += key_of_salt(prompt["cache_salt"])
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
@@ -229,3 +227,13 @@ class InputProcessor:
             from nanoserve.engine.context_length import prompt_too_long
 
             raise prompt_too_long(self.max_model_len, num_tokens, max_tokens)
+
+
+def key_of_salt(salt: Any) -> tuple[str, ...]:
+    """Return what is folded into the root of a request's prefixes: others have other blocks.
+
+    Requests of one `cache_salt` share theirs. Raises `ValueError` unless it is a text.
+    """
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
+    return ("cache_salt", salt)
