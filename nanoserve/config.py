@@ -1,6 +1,7 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,8 +19,6 @@ from nanoserve.checks import (
     shown,
 )
 from nanoserve.engine.kv_groups import KVCacheGroup, group_layers
-from nanoserve.output_file import check_trace
-from nanoserve.parallel_config import check_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +152,10 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
+            elif name == "quantization" and value not in _CHOICES[name]:
+                from nanoserve.quantization.registry import quantization_names
+
+                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
             elif name == "attention_backend":
@@ -198,7 +201,7 @@ class EngineConfig:
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            check_trace(self.trace, self.async_scheduling)
+            _check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
         """What two options must agree on."""
@@ -227,7 +230,7 @@ class EngineConfig:
             "the events are those of the prefix cache",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
-            check_parallel(self)
+            _check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
@@ -307,3 +310,43 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len
+
+
+def _check_trace(trace: Any, is_ahead: bool | None) -> None:
+    """Check that the file `trace` can be written, or replaced; it is not touched.
+
+    is_ahead: what was chosen for `async_scheduling`, if anything was.
+    """
+    require(isinstance(trace, (str, Path)), f"trace={shown(trace)} must be the name of a file")
+    path, told = Path(trace), f"trace={str(trace)!r}"
+    require(path.parent.is_dir(), f"{told}: there is no folder {path.parent}")
+    require(not path.is_dir(), f"{told} is a folder, not a file")
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    require(is_writable, f"{told} cannot be written")
+    require(not is_ahead, f"{told} needs async_scheduling=False: it shows one step at a time")
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    """Raise `ValueError` for what a pipeline, or Ray, cannot be combined with."""
+    stages, asked = config.pipeline_parallel_size, config.speculative_config
+    num_ranks = config.tensor_parallel_size * stages
+    require(
+        config.distributed_executor_backend != "ray" or num_ranks > 1,
+        "distributed_executor_backend='ray' places the ranks of tensor_parallel_size x "
+        f"pipeline_parallel_size, of which there is {num_ranks}",
+    )
+    if stages == 1:
+        return
+    told = f"pipeline_parallel_size={stages}"
+    require(
+        not config.async_scheduling,
+        f"{told} has {stages} steps under way already: leave out async_scheduling=True",
+    )
+    require(
+        not config.capture_sampling, f"{told} samples behind its last stage: no capture_sampling"
+    )
+    require(
+        asked is None or asked.method != "hidden_head",
+        f"{told} has no rank with the whole embedding, which method='hidden_head' needs: take "
+        "'ngram', 'suffix' or 'draft_model'",
+    )

@@ -204,13 +204,23 @@ def check_weight(weight: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         refuse("a weight must be on a CPU", weight=weight)
 
 
-def check_codes(matrix: Any) -> None:
-    """Of a `QuantizedMatrix` of integers: on a CPU, with groups that are runs of inputs."""
-    check_weight(matrix.codes, (torch.int8,))
-    for values in (matrix.scale, matrix.offset):
+def check_codes(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) -> None:
+    """Check integer weights, on a CPU.
+
+    codes: int8 [outputs, inputs]. scale and offset: float32 [outputs, groups], whose groups are
+    runs of equally many inputs. bits: 4 or 8.
+    """
+    if codes.dtype == torch.float8_e4m3fn:
+        raise ValueError("codes of 8-bit floats are no integers: quantise them to int8 before")
+    check_weight(codes, (torch.int8,))
+    outputs, inputs = codes.shape
+    for values in (scale, offset):
         if values is not None:
             check_weight(values, (torch.float32,))
-    if matrix.group_of_input is not None:
-        raise ValueError("groups that are no runs of inputs have to be sorted before")
-    if matrix.is_e4m3:
-        raise ValueError("codes of 8-bit floats are no integers: quantize_int8(dequantize()) is")
+            if values.shape[0] != outputs or inputs % values.shape[1]:
+                rule = "scale and offset must be [outputs, groups], in groups of equal size"
+                refuse(rule, codes=codes, scale=scale, offset=offset)
+    if offset is not None and offset.shape != scale.shape:
+        refuse("scale and offset must be alike", scale=scale, offset=offset)
+    if bits not in (4, 8):
+        raise ValueError(f"codes must be of 4 or 8 bits, not {bits}")

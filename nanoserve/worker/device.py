@@ -72,7 +72,7 @@ def make_context(
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
-        from nanoserve.worker.linear_methods import choose_linear_method
+        from nanoserve.quantization.linear_methods import choose_linear_method
 
         with host.guard():
             method = choose_linear_method(config, model_config, device, num_bytes)

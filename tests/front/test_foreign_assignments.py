@@ -74,7 +74,7 @@ ALLOWED = {
     ),
     # Modules of torch and objects of other packages, which are made to be filled in.
     "a linear method makes the weights of its layer": (
-        "kernels*/*_method.py: layer.*",
+        "quantization/*_method.py: layer.*",
         "layers/linear.py: layer.weight",
     ),
     "other packages' objects": (

@@ -25,7 +25,6 @@ from nanoserve.kernels_cpu.ops import NumbaOps
 from nanoserve.kernels_cpu.panels import pack
 from nanoserve.kernels_cpu.quantized_kv import QuantizedNumbaOps
 from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Packed
-from nanoserve.quantization.matrix import QuantizedMatrix
 
 _DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 _GONE = "unset"
@@ -62,9 +61,8 @@ RIGHT = {
     },
     **{
         (f"product of {form}", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"}
-        for form in ("DequantizedPanels", "DequantizedTiles")
+        for form in ("IntegerPanels", "DequantizedPanels", "DequantizedTiles")
     },
-    ("product of integers", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"},
     ("Packed", "x"): _ROWS | {"more dimensions", "strides"},
 }
 
@@ -135,14 +133,11 @@ def cases() -> Iterator[Case]:
     yield "FloatPanels", FloatPanels, {"weight": weight}, {}
     yield "product of floats", FloatPanels(weight), {"x": torch.ones(2, 16)}, {}
     yield "pack", pack, {"weight": weight, "depth": 1}, {"depth": [3, 0, -1]}
-    matrix = QuantizedMatrix(torch.ones(70, 64, dtype=torch.int8), torch.ones(70, 2))
-    given = {"codes": matrix.codes, "scale": matrix.scale, "offset": torch.ones(70, 2)}
-    yield "IntegerPanels", lambda **given: IntegerPanels(QuantizedMatrix(**given)), given, {}
-    for form in (DequantizedPanels, DequantizedTiles):
-        name = form.__name__
-        yield name, lambda form=form, **given: form(QuantizedMatrix(**given)), given, {}
-        yield f"product of {name}", form(matrix), {"x": torch.ones(2, 64)}, {}
-    yield "product of integers", IntegerPanels(matrix), {"x": torch.ones(2, 64)}, {}
+    given = {"codes": torch.ones(70, 64, dtype=torch.int8), "scale": torch.ones(70, 2)}
+    given["offset"] = torch.ones(70, 2)
+    for form in (IntegerPanels, DequantizedPanels, DequantizedTiles):
+        yield form.__name__, form, given | {"bits": 8}, {"bits": [2, 16, None]}
+        yield f"product of {form.__name__}", form(**given), {"x": torch.ones(2, 64)}, {}
     if packed_linear.works():
         yield "Packed", Packed(weight.bfloat16()), {"x": torch.ones(2, 16).bfloat16()}, {}
 
