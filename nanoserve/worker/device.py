@@ -25,10 +25,19 @@ logger = logging.getLogger(__name__)
 # Attention, and the small operations that go with it.
 _BACKENDS = {
     "torch": ("nanoserve.attention.torch:TorchAttention", "nanoserve.layers.ops:TorchOps"),
-    "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
-    "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", "nanoserve.kernels.ops:TritonOps"),
+    "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.layers.numba_ops:NumbaOps"),
+    "triton": (
+        "nanoserve.attention.triton:TritonAttention",
+        "nanoserve.layers.triton_ops:TritonOps",
+    ),
+    "flash_attn": (
+        "nanoserve.attention.flash:FlashAttention",
+        "nanoserve.layers.triton_ops:TritonOps",
+    ),
+    "flash_attn3": (
+        "nanoserve.attention.flash:FlashAttention3",
+        "nanoserve.layers.triton_ops:TritonOps",
+    ),
 }
 
 
@@ -90,10 +99,6 @@ def make_context(
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         host.sampler_class = NumbaSampler
-    if config.kv_cache_dtype != "auto":
-        from nanoserve.worker.kv_dtypes import quantized_backend
-
-        attention, ops = quantized_backend(name, config.kv_cache_dtype)
     return LayerContext(dtype, device, tp, attention, ops, method), host
 
 

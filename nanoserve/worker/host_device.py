@@ -20,7 +20,6 @@ from nanoserve.worker.threads import threads
 
 _COMPILED = (  # by numba
     "nanoserve.attention.numba",
-    "nanoserve.attention.quantized_numba",
     "nanoserve.kernels_cpu.integer_linear",
     "nanoserve.kernels_cpu.dequantized_linear",
 )
@@ -49,10 +48,10 @@ class HostDevice:
         return physical_memory_bytes() // tp.num_ranks
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, block_bytes: int
     ) -> int | None:
         """Return the number of KV blocks, if it is known before the weights are loaded."""
-        return decide_num_kv_blocks(config, model_config, tp)
+        return decide_num_kv_blocks(config, model_config, block_bytes, self.memory_bytes(tp))
 
     def pool_after_loading(self, runner: Any) -> int:
         """Return the number of KV blocks, computed after the weights are loaded."""
