@@ -1,6 +1,6 @@
 """The interface of an attention backend: its inputs, and what it must do."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class AttentionMetadata:
     """The batch as attention sees it: a few tensors and integers, the same for every layer.
 
     A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], they are the
-    last of its context, and each attends to itself and to all that came before it.
+    last of its context, and each attends to itself and to all that came before it. `slot_mapping`
+    and `block_tables` differ by group of layers, see `nanoserve.engine.kv_groups`.
     """
 
     positions: Tensor  # int32 [num_tokens]
@@ -38,6 +39,16 @@ class AttentionMetadata:
     max_context_len: int
     # What a backend computes in a step's first layer for all the others, by the backend's name.
     scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
+
+    def add_group(self, slot_mapping: Tensor, block_tables: Tensor) -> None:
+        """Add where the K and V of one more group of layers are; all else is the same."""
+        group = replace(self, slot_mapping=slot_mapping, block_tables=block_tables)
+        self._other_groups.append(group)
+
+    def of_group(self, group: int) -> "AttentionMetadata":
+        """Return the step as the layers of a group see it; this one is that of group 0."""
+        return self._other_groups[group - 1] if group else self
 
     @property
     def num_rows(self) -> int:

@@ -29,7 +29,7 @@ def reserve_draft_tokens(scheduler: Scheduler, plan: Plan, row: Row, most: int) 
     """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many."""
     most = min(most, plan.budget, max_draft_tokens(scheduler, row))
     size = scheduler.block_manager.block_size
-    room = len(row.seq.block_table) * size - row.start - row.n
+    room = row.seq.num_allocated_tokens - row.start - row.n
     while room < most and _has_spare_block(scheduler):
         scheduler.grow(row.seq, row.n + room + 1)
         room += size
@@ -65,7 +65,7 @@ def may_draft(scheduler: Scheduler, seq: Sequence) -> bool:
 def _has_spare_block(scheduler: Scheduler) -> bool:
     manager = scheduler.block_manager
     block = manager.next_free_block()
-    if not block or manager.is_cached(block):
+    if not block or manager.prefix_cache.has(block):
         return False
     # The next step, if it is planned before this one is over, may need a block for each sequence.
     is_scarce = manager.num_free_blocks <= len(scheduler.running)

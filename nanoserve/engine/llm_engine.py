@@ -299,7 +299,7 @@ class LLMEngine:
             while self._in_flight:
                 self._finish_step()
             self.scheduler.reset(self._sequences())
-        self.scheduler.block_manager.evict_all()
+        self.scheduler.block_manager.prefix_cache.clear()
 
     def replace_executor(self, executor: Executor) -> None:
         """Use another executor, of the same pool, in the place of one that was closed."""

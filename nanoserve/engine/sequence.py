@@ -8,6 +8,7 @@ from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
 StopCondition = Callable[["Sequence"], tuple[str, str | None] | None]
+CacheKey = tuple[str, ...]  # what K and V depend on besides the tokens, such as a tenant's salt
 
 
 class SequenceStatus(Enum):
@@ -15,6 +16,20 @@ class SequenceStatus(Enum):
     WAITING = auto()  # new, or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
+
+
+class BlockTable(list[int]):
+    """The KV blocks of a sequence: entry i holds positions i x block_size to (i + 1) x block_size.
+
+    The first `num_released` entries are 0: a group of layers with a sliding window has given them
+    back, or a prefix-cache hit did not need them.
+    """
+
+    __slots__ = ("num_released",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_released = 0
 
 
 @dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
@@ -47,7 +62,7 @@ class Sequence:
     index: int = 0  # which completion of its prompt
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    cache_key: tuple[str, ...] = ()  # KV blocks are shared by sequences with the same key
+    cache_key: CacheKey = ()  # KV blocks are shared by sequences with the same key
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
@@ -55,7 +70,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending: int = 0
     slot: int = -1  # row of the per-slot tables while RUNNING
-    block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
+    block_tables: list[BlockTable] = field(default_factory=list)  # by group of layers
+    num_allocated_tokens: int = 0  # so many tokens' K and V have room in all of its tables
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
     num_cached_blocks: int = 0  # full blocks that have been offered to the prefix cache
     finish_reason: str | None = None
@@ -104,6 +120,11 @@ class Sequence:
     def needs_prompt_outputs(self) -> bool:
         """True if every token of the prompt must be computed, whatever the prefix cache has."""
         return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def block_table(self) -> list[int]:
+        """The blocks of the first group of layers; in most models there is no other."""
+        return self.block_tables[0] if self.block_tables else []
 
     @property
     def finished(self) -> bool:

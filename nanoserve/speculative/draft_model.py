@@ -95,7 +95,7 @@ class DraftModelProposer:
         # draft tokens behind them.
         self._computed: dict[Sequence, tuple[int, list[int]]] = {}
         self._in_slot: dict[int, Sequence] = {}
-        # The contents of blocks that the draft has filled itself, by block.
+        # The numbers of the prefixes whose blocks the draft has filled itself, by block.
         self._filled: dict[int, int] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -180,7 +180,8 @@ class DraftModelProposer:
         return changes
 
     def _has(self, block: int) -> bool:
-        return self._filled.get(block) == self._pool.content_id(block)
+        number = self._pool.prefix_cache.number_of(block)
+        return number != 0 and self._filled.get(block) == number
 
     def _note_filled(self, seq: Sequence) -> None:
         """Record blocks that others may find in the prefix cache, the last ones first."""
@@ -188,7 +189,7 @@ class DraftModelProposer:
         for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
                 break
-            self._filled[block] = self._pool.content_id(block)
+            self._filled[block] = self._pool.prefix_cache.number_of(block)
 
 
 def _simplified(params: SamplingParams) -> SamplingParams:

@@ -14,7 +14,7 @@ class CacheChanges(BlockListener):
     def on_cached(self, cached: CachedBlock) -> None:
         self._added[cached.block] = None
 
-    def on_removed(self, block: int, block_hash: bytes) -> None:
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
         self._added.pop(block, None)
         self._removed.add(block)
 

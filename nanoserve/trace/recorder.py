@@ -106,7 +106,7 @@ class TraceRecorder:
         for seq in [*undone, *plan.preempted]:
             self._tables.pop(seq, None)
         header = batch.header
-        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        tables = batch.block_tables(header.num_rows, header.table_width)[0].tolist()
         sampled = (row.seq for row in plan.sampled)
         new_ids = dict(zip(sampled, result.token_ids, strict=True))
         rows = [
