@@ -1,6 +1,7 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nanoserve.checks import (
     require,
     shown,
 )
+from nanoserve.engine.kv_groups import KVCacheGroup, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +253,23 @@ class EngineConfig:
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
 
+    def kv_cache_groups(
+        self, windows: Iterable[int | None], limit: int
+    ) -> tuple[KVCacheGroup, ...]:
+        """Return the groups of layers whose K and V are needed equally long, in this engine.
+
+        windows: those of the model's layers; limit: the longest sequence that it was made for. A
+        window as wide as the longest sequence is none. A draft model keeps its own K and V in the
+        blocks of the first group, which must then have them all.
+        """
+        longest = self.max_model_len or limit
+        windows = [None if window is None or window >= longest else window for window in windows]
+        drafts = self.speculative_config
+        needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
+        if self.disable_hybrid_kv_cache_manager or needs_all:
+            windows = [None] * len(windows)
+        return group_layers(windows)
+
     @property
     def _publishes_kv_events(self) -> bool:
         return self.kv_events_config is not None and self.kv_events_config.is_active
@@ -260,16 +279,21 @@ class EngineConfig:
         """Steps that are under way when another is launched: each stage of a pipeline has one."""
         return self.pipeline_parallel_size - 1 or int(bool(self.async_scheduling))
 
-    def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
-        """The longest sequence that the model was made for and the pool can hold, in tokens.
+    def resolve_max_model_len(
+        self, model_limit: int, num_kv_blocks: int, pool_limit: int | None = None
+    ) -> int:
+        """Return how long a sequence may be, by what the model was made for and the pool can hold.
 
+        `pool_limit`: how many tokens of one sequence the pool holds, where layers have sliding
+        windows (`nanoserve.engine.kv_groups.SequenceRoom`); by default, as many as fit into it.
         A length that nobody asked for is lowered and logged; an explicit one that does not fit
         raises, because a request near it could never finish.
         """
-        pool_limit = num_kv_blocks * self.block_size
+        num_slots = num_kv_blocks * self.block_size
+        pool_limit = num_slots if pool_limit is None else pool_limit
         pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
-            2 <= pool_limit < 2**31 - self.block_size,
+            pool_limit >= 2 and num_slots < 2**31 - self.block_size,
             f"{pool}; it takes at least 2, and fewer than 2^31: slots are numbered in 32 bits",
         )
         if self.max_model_len is None:

@@ -19,8 +19,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
@@ -113,7 +112,7 @@ def _of_files(checkpoint: Checkpoint) -> Facts:
 def _describe_engine(
     facts: Facts, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> None:
-    alone, make = TensorParallel(), model_class(model_config.architecture)
+    alone, make = ParallelContext(), model_class(model_config.architecture)
     with _noting(facts):
         plain = LayerContext(device=torch.device("meta"), num_positions=1)
         parameters = make(model_config, plain).parameters()

@@ -17,7 +17,9 @@ padding may write.
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
+from itertools import islice
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import blocks_needed
 from nanoserve.engine.listeners import BlockListener, Listeners
 from nanoserve.engine.prefix_cache import PrefixCache
@@ -58,6 +60,19 @@ class BlockManager:
         tails = [w and max(1, blocks_needed(w - 1, block_size)) for w in self.windows]
         self.prefix_cache = PrefixCache(num_blocks, block_size, tails, prefix_cache_seed)
         self._forget_users()
+
+    @classmethod
+    def for_config(
+        cls, config: EngineConfig, num_blocks: int, windows: AbstractSequence[int | None]
+    ) -> "BlockManager":
+        return cls(
+            num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            config.prefix_cache_seed,
+            windows,
+            config.max_num_batched_tokens,
+        )
 
     @property
     def listeners(self) -> Listeners[BlockListener]:
@@ -121,8 +136,7 @@ class BlockManager:
         for block in shared:
             self._share(block)
         for table, length, *blocks in zip(tables, lengths, *hits, strict=True):
-            table += blocks
-            table.num_released += blocks.count(0)
+            table.add_hits(blocks)
             while len(table) < length:
                 table.append(self._take())
         seq.num_cached_blocks += len(hits)
@@ -143,9 +157,16 @@ class BlockManager:
         seq.num_cached_blocks = end
         return [block for index in range(first, end) for block in self.prefix_cache.add(seq, index)]
 
-    def next_free_block(self) -> int:
-        """Return the block that would be given out next; 0 if there is none."""
-        return next(iter(self._free), 0)
+    def is_cached(self, block: int) -> bool:
+        """Return whether lookups can find `block`, in use or free."""
+        return self.prefix_cache.has(block)
+
+    def has_spare_blocks(self) -> bool:
+        """Return whether every group could have a block that is free and not cached."""
+        spare = [
+            block for block in islice(self._free, len(self.windows)) if not self.is_cached(block)
+        ]
+        return len(spare) == len(self.windows)
 
     def free(self, seq: Sequence, keep: int = 0) -> None:
         """Give back the blocks of `seq`, all but the first `keep` of each table, last first.
@@ -159,10 +180,8 @@ class BlockManager:
         tables = seq.block_tables
         for length in range(max(map(len, tables), default=0), keep, -1):
             for table in tables:
-                if len(table) == length and (block := table.pop()):
+                if len(table) == length and (block := table.pop_last()):
                     self._give_back(block)
-        for table in tables:
-            table.num_released = min(table.num_released, keep)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `RuntimeError` unless the pool agrees with the tables of all sequences. O(pool).
@@ -214,9 +233,7 @@ class BlockManager:
                 end = min(end, seq.num_cached_blocks - 1)  # the next one is cached behind it
             for index in range(table.num_released, end):
                 # A prompt may be continued by others. Within an answer, hardly anybody does that.
-                self._give_back(table[index], is_useful=index < num_prompt_blocks)
-                table[index] = 0
-            table.num_released = max(table.num_released, end)
+                self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
         self._ref_counts[block] -= 1

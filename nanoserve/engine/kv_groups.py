@@ -15,9 +15,6 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
-
 _MOST_PADDING = 1.5  # up to here, a kind of fewer layers is padded to the size of one of more
 
 
@@ -43,23 +40,6 @@ def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, .
         num_groups = -(-len(layers) // size)
         groups += [KVCacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
     return tuple(groups)
-
-
-def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model as this engine runs it.
-
-    No sequence is longer than `max_model_len`, so a window at least that wide is none. A draft
-    model keeps its own K and V in the blocks of the first group, which must then have them all.
-    """
-    windows = list(model_config.sliding_windows)
-    longest = config.max_model_len or model_config.max_position_embeddings
-    windows = [window if window is not None and window < longest else None for window in windows]
-    has_draft_model = (
-        config.speculative_config is not None and config.speculative_config.method == "draft_model"
-    )
-    if config.disable_hybrid_kv_cache_manager or (has_draft_model and None not in windows):
-        windows = [None] * len(windows)
-    return group_layers(windows)
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:

@@ -50,6 +50,9 @@ class Prefix:
     number: int
     num_children: int = 0
 
+    def count_children(self, change: int) -> None:
+        self.num_children += change
+
 
 class PrefixCache:
     """The tree of prefixes, found by their chain hashes. `listeners` hear of all that changes.
@@ -190,7 +193,7 @@ class PrefixCache:
             del self._prefixes[prefix.block_hash]
             prefix = prefix.parent
             if isinstance(prefix, Prefix):
-                prefix.num_children -= 1
+                prefix.count_children(-1)
 
     def hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         """Extend `seq.block_hashes` to at least `num_blocks` hashes, each token hashed once."""
@@ -224,7 +227,7 @@ class PrefixCache:
         hash_, blocks = seq.block_hashes[index], [[] for _ in self.num_needed]
         prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks, next(self._numbers))
         if isinstance(parent, Prefix):
-            parent.num_children += 1
+            parent.count_children(1)
         self._prefixes[hash_] = prefix
         return prefix
 

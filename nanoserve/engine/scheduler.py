@@ -53,14 +53,7 @@ class Scheduler:
         # How many later arrivals one level of priority outweighs; 2^64 will never come.
         by_priority = config.scheduling_policy == "priority"
         self.priority_worth = (config.priority_aging or 2**64) if by_priority else 0
-        self.block_manager = BlockManager(
-            num_kv_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            config.prefix_cache_seed,
-            windows,
-            self.max_num_batched_tokens,
-        )
+        self.block_manager = BlockManager.for_config(config, num_kv_blocks, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
@@ -68,8 +61,8 @@ class Scheduler:
         self._slots = SlotTable(self.max_num_seqs, max_blocks, len(windows))
         self.block_tables = self._slots.block_tables  # by group and slot
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
-        self.num_hit_tokens = 0
+        # Prompt tokens that were looked up in the prefix cache, and that were there.
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def order(self, seq: Sequence) -> tuple[int, ...]:
         """Return the place of a sequence in line: the lowest is admitted first and preempted last.

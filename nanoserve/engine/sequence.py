@@ -1,6 +1,6 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
@@ -30,6 +30,24 @@ class BlockTable(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self.num_released = 0
+
+    def add_hits(self, blocks: Iterable[int]) -> None:
+        """Begin with the blocks of a prefix-cache hit; those that are not needed are 0."""
+        self += blocks
+        self.num_released = self.count(0)
+
+    def release_first(self) -> int:
+        """Take the first block that is there out of the table, and return it."""
+        block = self[self.num_released]
+        self[self.num_released] = 0
+        self.num_released += 1
+        return block
+
+    def pop_last(self) -> int:
+        """Take the last entry out of the table, and return it; 0 if its block was released."""
+        block = self.pop()
+        self.num_released = min(self.num_released, len(self))
+        return block
 
 
 @dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys

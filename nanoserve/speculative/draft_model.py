@@ -67,7 +67,7 @@ def prepare_draft_model(
     checkpoint.fetch_weights()
 
     def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
-        from nanoserve.layers.tensor_parallel import TensorParallel
+        from nanoserve.layers.context import ParallelContext
         from nanoserve.worker.device import make_runner
 
         sized = replace(
@@ -76,7 +76,7 @@ def prepare_draft_model(
             kv_cache_memory_bytes=None,
             max_model_len=min(executor.max_model_len, draft.max_position_embeddings),
         )
-        runner = make_runner(sized, draft, checkpoint.folder, TensorParallel())
+        runner = make_runner(sized, draft, checkpoint.folder, ParallelContext())
         return DraftModelProposer(runner, scheduler)
 
     return make

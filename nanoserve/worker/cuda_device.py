@@ -23,6 +23,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -142,11 +143,15 @@ class CudaDevice(HostDevice):
 
     # ------------------------------------------------------------------ starting
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         return self.cuda.memory_info()[1]
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, block_bytes: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        block_bytes: int,
     ) -> None:
         if config.max_model_len is not None:  # to be refused before the weights are read
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1

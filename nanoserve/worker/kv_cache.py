@@ -58,9 +58,8 @@ class KVCacheLayout(NamedTuple):
             getattr(torch, model_config.dtype),
             config.kv_cache_dtype,
         )
-        stage = context.tp.stage
-        layers_here = range(num_layers) if stage is None else stage.layers
-        return cls(spec, kv_cache_groups(config, model_config), layers_here)
+        groups = kv_cache_groups(config, model_config)
+        return cls(spec, groups, context.pp.layers_of(num_layers))
 
     @property
     def block_bytes(self) -> int:

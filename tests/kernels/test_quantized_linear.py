@@ -12,7 +12,7 @@ from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
 from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.quantization.matrix import QuantizedMatrix
@@ -338,7 +338,8 @@ def split_over_two(method: QuantizedLinearMethod, inputs: int, group: Any) -> No
     expected = filled(alone, method, weight)(x)
     layers = []
     for rank in range(2):
-        context = LayerContext(tp=TensorParallel(rank, 2, group), linear_method=method)
+        parallel = ParallelContext(TensorParallel(rank, 2, group))
+        context = LayerContext(parallel=parallel, linear_method=method)
         layers.append(filled(RowParallelLinear(inputs, 30, context), method, weight))
     parts = [part.contiguous() for part in x.split(half, dim=1)]
     if hasattr(group, "seen"):  # the first time through is for what ranks tell each other

@@ -90,15 +90,14 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 @torch.inference_mode()
 def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) -> torch.Tensor:
-    """Logits [num_tokens, vocab_size] of nanoserve's `model` (or one rank of it), without engine.
+    """Logits [num_tokens, vocab_size] of nanoserve's `model`, or one rank of it, without engine.
 
     The prompt is one chunk, and its blocks lie in reverse order in the cache.
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    attention = model.model.layers[0].self_attn.layer
-    dtype = model.lm_head.weight.dtype
-    spec = KVCacheSpec(block_size, attention.num_kv_heads, attention.head_dim, dtype)
+    attention = next(iter(model.model.layers)).self_attn.layer
+    spec = KVCacheSpec(block_size, attention.num_kv_heads, attention.head_dim, model.model.dtype)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32)

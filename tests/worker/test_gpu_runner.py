@@ -29,7 +29,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.speculative.extension import Speculation
@@ -55,13 +55,14 @@ def make_runner(
     cuda: FakeCuda,
     runner_class: type[ModelRunner] = ModelRunner,
     is_capturable: bool = True,
-    tp: TensorParallel | None = None,
+    parallel: ParallelContext | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
     config = EngineConfig.from_options(path, **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
-    context = LayerContext(tp=tp or TensorParallel(), attention=TorchAttention())
+    parallel = parallel or ParallelContext()
+    context = LayerContext(parallel=parallel, attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
     guesses = config.speculative_config
@@ -521,7 +522,8 @@ def test_what_cudas_libraries_take_is_part_of_the_share(
     """Though torch knows nothing of it. So almost the whole GPU can be asked for."""
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "gpu_memory_utilization": 0.92}
     cuda = Loading(700 * 2**20)
-    runner = make_runner(checkpoint, cuda, tp=TensorParallel(group=GroupOfOne()), **options)
+    parallel = ParallelContext(TensorParallel(group=GroupOfOne()))
+    runner = make_runner(checkpoint, cuda, parallel=parallel, **options)
     share = int(0.92 * 4 * GIB) - 900 * 2**20
     assert runner.num_kv_blocks == share // kv_block_bytes(runner.config, runner.model_config) - 1
     assert not caplog.records

@@ -1,6 +1,6 @@
 """The course's KV-cache arithmetic, W1 to W4, by the functions that size the engine's pool."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.kv_groups import group_layers
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
+from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import (
@@ -117,9 +118,10 @@ def test_a_rank_has_its_heads_and_a_stage_its_layers(kv_cache_dtype: str) -> Non
     config = EngineConfig("x", kv_cache_dtype=kv_cache_dtype)
     block = kv_block_bytes(config, LLAMA_2_7B)
     assert layout(config).block_bytes == block
-    assert layout(config, LayerContext(tp=TensorParallel(0, 2))).block_bytes == block // 2
-    stage = SimpleNamespace(layers=range(8, 16), num_stages=4)
-    of_stage = layout(config, LayerContext(tp=TensorParallel(0, 2, stage=stage)))
+    two = ParallelContext(TensorParallel(0, 2))
+    assert layout(config, LayerContext(parallel=two)).block_bytes == block // 2
+    stage = replace(two, pp=PipelineParallel(1, 4, range(8, 16)))
+    of_stage = layout(config, LayerContext(parallel=stage))
     assert of_stage.block_bytes == block // 8
     assert of_stage.layers_here == range(8, 16)
 
