@@ -162,7 +162,7 @@ class Predictor:
         layout = BatchLayout(max(max_num_tokens, _MAX_ROWS), _MAX_ROWS, blocks)
         memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=_META)
         self._tensors = BatchTensors(layout, memory)
-        self._tables = torch.zeros(_MAX_ROWS, blocks, dtype=torch.int32, device=_META)
+        self._tables = torch.zeros(1, _MAX_ROWS, blocks, dtype=torch.int32, device=_META)
         spec = KVCacheSpec(_BLOCK_SIZE, config.num_key_value_heads, config.head_dim, context.dtype)
         zeros = functools.partial(torch.zeros, device=_META)
         self._kv_caches = spec.allocate(config.num_hidden_layers, 2, zeros)
@@ -181,7 +181,7 @@ class Predictor:
             max_context_len=self.config.max_position_embeddings,  # what a graph is captured for
         )
         tensors = self._tensors
-        metadata = tensors.attention_metadata(header, self._tables[:num_rows])
+        metadata = tensors.attention_metadata(header, self._tables[:, :num_rows])
         words = SETTINGS_WORDS.value
         settings = torch.zeros(_MAX_ROWS, words, dtype=torch.int32, device=_META)
         rotary = [buffer for buffer in self._model.buffers() if buffer.ndim == 2]

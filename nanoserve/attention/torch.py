@@ -50,7 +50,7 @@ def attend_rows(
     num_rows, num_kv_heads = end - first, layer.num_kv_heads
     tokens = slice(*metadata.cu_seqlens_q[[first, end]].tolist())
     n, group = (tokens.stop - tokens.start) // num_rows, layer.num_heads // num_kv_heads
-    k, v, lens = _gather(layer, kv_cache, metadata, first, end, n, q.dtype)
+    k, v, lens = _gather(layer, kv_cache, metadata, slice(first, end), n, q.dtype)
     length = k.shape[2]
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
@@ -80,17 +80,16 @@ def _gather(
     layer: AttentionLayer,
     kv_cache: KVCache,
     metadata: AttentionMetadata,
-    first: int,
-    end: int,
+    rows: slice,
     n: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (k, v, lens) of rows [first, end) with n tokens each, up to the longest of them.
+    """Return (k, v, lens) of rows with n tokens each, up to the longest of them.
 
     k and v are [num_rows, num_kv_heads, length, head_dim]. With a window, what is returned of a row
     begins with the first block that its first query sees; lens [num_rows] count from there.
     """
-    lens, tables = metadata.context_lens[first:end], metadata.block_tables[first:end]
+    lens, tables = metadata.context_lens[rows], metadata.block_tables[rows]
     block_size, window, starts = kv_cache.values.shape[3], layer.sliding_window, None
     if window is not None and window < metadata.max_context_len:
         starts = (lens - n + 1 - window).clamp(min=0)  # the first slot that is seen

@@ -21,22 +21,14 @@ from nanoserve.worker.threads import choose_num_threads
 
 logger = logging.getLogger(__name__)
 
+_TRITON_OPS = "nanoserve.layers.triton_ops:TritonOps"
 # Attention, and the small operations that go with it.
 _BACKENDS = {
     "torch": ("nanoserve.attention.torch:TorchAttention", "nanoserve.layers.ops:TorchOps"),
     "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.layers.numba_ops:NumbaOps"),
-    "triton": (
-        "nanoserve.attention.triton:TritonAttention",
-        "nanoserve.layers.triton_ops:TritonOps",
-    ),
-    "flash_attn": (
-        "nanoserve.attention.flash:FlashAttention",
-        "nanoserve.layers.triton_ops:TritonOps",
-    ),
-    "flash_attn3": (
-        "nanoserve.attention.flash:FlashAttention3",
-        "nanoserve.layers.triton_ops:TritonOps",
-    ),
+    "triton": ("nanoserve.attention.triton:TritonAttention", _TRITON_OPS),
+    "flash_attn": ("nanoserve.attention.flash:FlashAttention", _TRITON_OPS),
+    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", _TRITON_OPS),
 }
 
 
