@@ -13,7 +13,6 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
-from nanoserve.engine.cache_salt import key_of_salt
 from nanoserve.engine.context_length import prompt_too_long
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence

@@ -40,7 +40,7 @@ def compile_ahead(runner: Any) -> None:
                 max_context_len=num_tokens,
             )
             input_ids = torch.zeros(num_tokens, dtype=torch.int32)
-            hidden = runner.model(input_ids, runner.kv_cache, metadata)
+            hidden = runner.model(input_ids, runner.kv_caches, metadata)
             logits = runner.model.compute_logits(hidden[-1:])
         # Rank 0 has the logits, and chooses.
         if logits is not None and isinstance(runner.sampler, NumbaSampler):

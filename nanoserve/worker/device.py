@@ -80,10 +80,6 @@ def make_context(
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         host.sampler_class = NumbaSampler
-    if config.kv_cache_dtype != "auto":
-        from nanoserve.worker.kv_dtypes import quantized_backend
-
-        attention, ops = quantized_backend(name, config.kv_cache_dtype)
     return LayerContext(dtype, device, parallel, attention, ops, method), host
 
 

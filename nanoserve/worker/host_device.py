@@ -20,7 +20,6 @@ from nanoserve.worker.threads import threads
 
 _COMPILED = (  # by numba
     "nanoserve.attention.numba",
-    "nanoserve.attention.quantized_numba",
     "nanoserve.kernels_cpu.integer_linear",
     "nanoserve.kernels_cpu.dequantized_linear",
 )
@@ -49,10 +48,15 @@ class HostDevice:
         return physical_memory_bytes() // parallel.num_ranks
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        block_bytes: int,
     ) -> int | None:
         """Return the number of KV blocks, if it is known before the weights are loaded."""
-        return decide_num_kv_blocks(config, model_config, parallel)
+        memory_bytes = self.memory_bytes(parallel)
+        return decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
 
     def pool_after_loading(self, runner: Any) -> int:
         """Return the number of KV blocks, computed after the weights are loaded."""

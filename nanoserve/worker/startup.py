@@ -15,7 +15,7 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
 from nanoserve.worker.heads import HEADS
-from nanoserve.worker.kv_cache import allocate_kv_cache
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,11 @@ def start(runner: Any, path: Path) -> None:
     gives it what the weights have left.
     """
     config, model_config, device = runner.config, runner.model_config, runner.device
+    runner.kv_cache_layout = layout = KVCacheLayout.of(config, model_config, runner.context)
     with device.guard():
-        num_kv_blocks = device.pool_before_loading(config, model_config, runner.context.parallel)
+        num_kv_blocks = device.pool_before_loading(
+            config, model_config, runner.context.parallel, layout.block_bytes
+        )
         if num_kv_blocks is not None:
             make_room(runner, num_kv_blocks)
         is_known = num_kv_blocks is not None
@@ -115,13 +118,14 @@ def kept_bytes(model: nn.Module) -> int:
 def allocate_pool(runner: Any) -> None:
     """The KV cache of a runner that knows how many blocks it has."""
     config, model_config, block_size = runner.config, runner.model_config, runner.config.block_size
-    runner.kv_cache = allocate_kv_cache(
-        model_config, runner.num_kv_blocks, block_size, runner.context
-    )
+    layout, num_kv_blocks = runner.kv_cache_layout, runner.num_kv_blocks
+    runner.kv_caches = allocate_kv_caches(*layout, num_kv_blocks, runner.context.device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
-        runner.kv_cache.zero_()  # asked for, so taken now: no step waits for the system
-    pool = runner.kv_cache.nbytes / 2**30
+        for kv_cache in runner.kv_caches:
+            kv_cache.fill_(0.0)  # asked for, so taken now: no step waits for the system
+    pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
     logger.info(
-        f"{model_config.architecture}, {model_config.dtype}, {runner.num_kv_blocks} KV "
-        f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {runner.max_model_len}"
+        f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB), "
+        f"max_model_len {runner.max_model_len}"
     )

@@ -97,10 +97,9 @@ ALLOWED = {
     "the runner's start, and its memory, until the runner loads itself": (
         "worker/startup.py: runner.*",
         "worker/sleep.py: runner.*",
-        "worker/cuda_device.py: runner.kv_cache",
+        "worker/cuda_device.py: runner.kv_caches",
     ),
-    "the backend's cache type, until the KV cache is an object": (
-        "worker/kv_dtypes.py: attention.kv_cache_dtype",
+    "how many tokens of a row the backend cuts, until it is an argument": (
         "worker/cuda_runner.py: context.attention.longest_cut",
     ),
 }
