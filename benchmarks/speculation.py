@@ -219,7 +219,7 @@ def run_llama_cpp(args: Namespace, streams: list[int], folder: str) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
-    parser.add_argument("--method", default="ngram", choices=METHODS)
+    parser.add_argument("--method", default="ngram", choices=METHODS.names())
     parser.add_argument("--model", help="of a draft model, or of a head")
     parser.add_argument("--guesses", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--streams", default="1,4,16,64")

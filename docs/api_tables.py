@@ -9,9 +9,9 @@ from typing import Any
 
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
+from nanoserve.drop_in.request_names import OF_VLLM
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.server.request_names import OF_VLLM
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,7 +20,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanoserve.drop_in.engine_args import AsyncEngineArgs, EngineArgs
+    from nanoserve.commands.engine_args import AsyncEngineArgs, EngineArgs
     from nanoserve.engine.guard import GuardedEngine as LLMEngine
     from nanoserve.inputs import TextPrompt, TokensPrompt
     from nanoserve.llm import LLM
@@ -66,8 +66,8 @@ _HOME = {
     "register_model": "nanoserve.models.registry",
     "AsyncLLM": "nanoserve.server.async_llm",
     "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
-    "EngineArgs": "nanoserve.drop_in.engine_args",
-    "AsyncEngineArgs": "nanoserve.drop_in.engine_args",
+    "EngineArgs": "nanoserve.commands.engine_args",
+    "AsyncEngineArgs": "nanoserve.commands.engine_args",
     "TextPrompt": "nanoserve.inputs",
     "TokensPrompt": "nanoserve.inputs",
     "StructuredOutputsParams": "nanoserve.structured.params",

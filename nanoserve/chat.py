@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanoserve.chat_template import load_chat_template
 from nanoserve.checks import check_bool, check_choice, require, shown
+from nanoserve.drop_in.keywords import refuse_chat_keywords
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.inputs import Conversation, Conversations, Message
 from nanoserve.tool_arguments import with_objects
@@ -52,8 +54,6 @@ def prompts_of(
 ) -> list[dict[str, Any]]:
     """One conversation or several as prompts, under the options of `LLM.chat`."""
     if unknown:
-        from nanoserve.drop_in.keywords import refuse_chat_keywords
-
         refuse_chat_keywords(unknown)
     check_choice(
         "chat_template_content_format", chat_template_content_format, ("auto", "string", "openai")
@@ -89,8 +89,6 @@ def prompts_of(
 
 def _text_of_template(engine: GuardedEngine, given: Any) -> str:
     """Return a template of the checkpoint's by its name; else see `load_chat_template`."""
-    from nanoserve.chat_template import load_chat_template
-
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
         named: Any = engine.tokenizer.hugging_face.chat_template
         if isinstance(named, dict) and given in named:

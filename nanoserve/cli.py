@@ -1,22 +1,43 @@
 """`nanoserve COMMAND ...` in a shell; `python -m nanoserve` is the same."""
 
 import sys
-from importlib import import_module
+from collections.abc import Callable
 
-# Where each command lives: a module whose `main` takes the arguments behind the command's name.
-# Only the one that is asked for is imported.
-_COMMANDS = {
-    "serve": ("nanoserve.commands.serve", "answer OpenAI's clients, and a browser"),
-    "batch": ("nanoserve.commands.batch", "answer a file of requests, in OpenAI's batch format"),
-    "chat": ("nanoserve.commands.chat", "talk to a model in the terminal"),
-    "bench": ("nanoserve.bench.command", "measure engines on this machine, or a server over HTTP"),
-    "info": ("nanoserve.commands.info", "what a model is and takes, and whether it would run here"),
-    "trace": ("nanoserve.trace.__main__", "look at what LLM(..., trace=...) recorded"),
+from nanoserve.registry import Registry
+
+# Takes the arguments behind the command's name; returns the exit status, and None is 0.
+Command = Callable[[list[str]], int | None]
+
+# Only the one that is called is imported.
+COMMANDS: Registry[Command] = Registry(
+    "command",
+    {
+        "serve": "nanoserve.commands.serve:main",
+        "batch": "nanoserve.commands.batch:main",
+        "chat": "nanoserve.commands.chat:main",
+        "bench": "nanoserve.bench.command:main",
+        "info": "nanoserve.commands.info:main",
+        "trace": "nanoserve.trace.__main__:main",
+    },
+)
+_PURPOSES = {
+    "serve": "answer OpenAI's clients, and a browser",
+    "batch": "answer a file of requests, in OpenAI's batch format",
+    "chat": "talk to a model in the terminal",
+    "bench": "measure engines on this machine, or a server over HTTP",
+    "info": "what a model is and takes, and whether it would run here",
+    "trace": "look at what LLM(..., trace=...) recorded",
 }
 
 
+def register_command(name: str, location: str, purpose: str) -> None:
+    """Add a command of your own, a function as "module:function"; `purpose` is for `--help`."""
+    COMMANDS.register(name, location)
+    _PURPOSES[name] = purpose
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit status. What was asked for wrongly is told in one line."""
+    """Run one command; returns its exit status. A wrong call is answered in one line."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_usage())
@@ -26,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"nanoserve {__version__}")
         return 0
-    if name not in _COMMANDS:
+    if name not in COMMANDS.names():
         print(f"nanoserve: there is no command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        return import_module(_COMMANDS[name][0]).main(rest) or 0
+        return COMMANDS.get(name)(rest) or 0
     except (ValueError, OSError, RecursionError) as error:
         print(f"nanoserve {name}: {error}", file=sys.stderr)
         return 1
@@ -39,5 +60,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    rows = [f"  {name:<8}{told}" for name, (_, told) in _COMMANDS.items()]
+    rows = [f"  {name:<8}{purpose}" for name, purpose in _PURPOSES.items()]
     return "\n".join(["usage: nanoserve COMMAND ... (each has a --help)", "", *rows])

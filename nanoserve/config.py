@@ -1,11 +1,13 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanoserve.chat_template import load_chat_template
 from nanoserve.checks import (
     check_bool,
     check_choice,
@@ -45,7 +47,6 @@ _CHOICES = {
     "load_format": ("auto", "safetensors", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
-    "attention_backend": ("auto", "torch", "numba", "triton", "flash_attn"),
     "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
     "quantization_activations": ("int8", "none"),
@@ -65,8 +66,8 @@ class EngineConfig:
     None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
     what that returns.
 
-    Raises `ValueError` with the offending value and its limit; an unknown option is a `ValueError`
-    too when it comes through `EngineConfig.from_options`.
+    Raises `ValueError` with the offending value and its limit. What `LLM` takes besides, such as
+    vLLM's names, is translated before: see `nanoserve.drop_in.options.engine_config`.
     """
 
     model: str
@@ -144,20 +145,6 @@ class EngineConfig:
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
     worker_timeout_seconds: int = 8  # that a process may show no sign of life: a busy one does
 
-    @classmethod
-    def from_options(cls, model: str | Path, **options: Any) -> "EngineConfig":
-        """As `LLM` takes them: vLLM's are known by name, and None is "not given" for all."""
-        given = {name: value for name, value in options.items() if value is not None}
-        if given.get("max_model_len") in (-1, "auto"):  # as vLLM has it
-            del given["max_model_len"]
-        known = {f.name for f in fields(cls)} - {"model"}
-        is_foreign = not given.keys() <= known or "logits_processors" in given
-        if is_foreign or any(value not in _CHOICES.get(n, [value]) for n, value in given.items()):
-            from nanoserve.drop_in.options import translate
-
-            given = translate(cls, str(model), given, known)
-        return cls(model=str(model), **given)
-
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
@@ -165,8 +152,14 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
+            elif name == "quantization" and value not in _CHOICES[name]:
+                from nanoserve.quantization.registry import quantization_names
+
+                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
+            elif name == "attention_backend":
+                self._check_attention_backend()
             elif field.type in (bool, bool | None):
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
@@ -187,6 +180,11 @@ class EngineConfig:
         self._check_names()
         self._check_pairs()
 
+    def _check_attention_backend(self) -> None:
+        from nanoserve.attention.registry import backend_choices
+
+        check_choice("attention_backend", self.attention_backend, backend_choices())
+
     def _check_names(self) -> None:
         """Of folders, of a version, of a file."""
         for name in ("override_generation_config", "hf_overrides"):
@@ -197,17 +195,13 @@ class EngineConfig:
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
         if self.chat_template is not None:
-            from nanoserve.chat_template import load_chat_template
-
             self.chat_template = load_chat_template(
                 self.chat_template, has_tokenizer=not self.skip_tokenizer_init
             )
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            from nanoserve.output_file import check_trace
-
-            check_trace(self.trace, self.async_scheduling)
+            _check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
         """What two options must agree on."""
@@ -236,9 +230,7 @@ class EngineConfig:
             "the events are those of the prefix cache",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
-            from nanoserve.parallel_config import check_parallel
-
-            check_parallel(self)
+            _check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
@@ -271,6 +263,14 @@ class EngineConfig:
         if self.disable_hybrid_kv_cache_manager or needs_all:
             windows = [None] * len(windows)
         return group_layers(windows)
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name != "model" and getattr(self, field.name) != field.default
+        }
 
     @property
     def _publishes_kv_events(self) -> bool:
@@ -312,3 +312,43 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len
+
+
+def _check_trace(trace: Any, is_ahead: bool | None) -> None:
+    """Check that the file `trace` can be written, or replaced; it is not touched.
+
+    is_ahead: what was chosen for `async_scheduling`, if anything was.
+    """
+    require(isinstance(trace, (str, Path)), f"trace={shown(trace)} must be the name of a file")
+    path, told = Path(trace), f"trace={str(trace)!r}"
+    require(path.parent.is_dir(), f"{told}: there is no folder {path.parent}")
+    require(not path.is_dir(), f"{told} is a folder, not a file")
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    require(is_writable, f"{told} cannot be written")
+    require(not is_ahead, f"{told} needs async_scheduling=False: it shows one step at a time")
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    """Raise `ValueError` for what a pipeline, or Ray, cannot be combined with."""
+    stages, asked = config.pipeline_parallel_size, config.speculative_config
+    num_ranks = config.tensor_parallel_size * stages
+    require(
+        config.distributed_executor_backend != "ray" or num_ranks > 1,
+        "distributed_executor_backend='ray' places the ranks of tensor_parallel_size x "
+        f"pipeline_parallel_size, of which there is {num_ranks}",
+    )
+    if stages == 1:
+        return
+    told = f"pipeline_parallel_size={stages}"
+    require(
+        not config.async_scheduling,
+        f"{told} has {stages} steps under way already: leave out async_scheduling=True",
+    )
+    require(
+        not config.capture_sampling, f"{told} samples behind its last stage: no capture_sampling"
+    )
+    require(
+        asked is None or asked.method != "hidden_head",
+        f"{told} has no rank with the whole embedding, which method='hidden_head' needs: take "
+        "'ngram', 'suffix' or 'draft_model'",
+    )

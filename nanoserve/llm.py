@@ -8,20 +8,24 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.build import build_engine
+from nanoserve.chat import prompts_of
+from nanoserve.drop_in.keywords import tokenized
+from nanoserve.drop_in.metrics import start_counting
+from nanoserve.drop_in.options import engine_config
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.request import Request
 from nanoserve.llm_methods import LLMMethods
-from nanoserve.make_engine import make_engine
 from nanoserve.outputs import RequestOutput
+from nanoserve.progress import UseTqdm, with_progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.streams import Streams
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
     from nanoserve.engine_options import EngineOptions
     from nanoserve.inputs import ChatOptions, Conversation
-    from nanoserve.progress import UseTqdm
-    from nanoserve.streams import Streams
 
 
 class LLM(LLMMethods):
@@ -43,7 +47,9 @@ class LLM(LLMMethods):
     """
 
     def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
-        self.engine = make_engine(model, options)
+        self.engine = build_engine(engine_config(model, options))
+        if not self.engine.config.disable_log_stats:
+            start_counting(self.engine)
         self._trace = contextlib.ExitStack()
         if self.engine.config.trace is not None:
             from nanoserve.trace import start_trace
@@ -82,8 +88,6 @@ class LLM(LLMMethods):
         self._refuse(lora_request, unknown)
         prompts = as_prompt_list(prompts)
         if tokenization_kwargs:
-            from nanoserve.drop_in.keywords import tokenized
-
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
@@ -106,13 +110,9 @@ class LLM(LLMMethods):
         error, that is raised here.
         """
         if self._streams is None:
-            from nanoserve.streams import Streams
-
             self._streams = Streams(self.engine)
         self._streams.check_others()
         if chat_options or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
-            from nanoserve.chat import prompts_of
-
             (prompt,) = prompts_of(self.engine, prompt, **chat_options)
         kind, request_id = RequestOutputKind.DELTA, next(self._request_ids)
         process = self.engine.input_processor.process
@@ -151,8 +151,6 @@ class LLM(LLMMethods):
     def _run(self, ready: list[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
         outputs = self._outputs()
         if use_tqdm:
-            from nanoserve.progress import with_progress
-
             outputs = with_progress(self.engine, outputs, len(ready), use_tqdm)
         try:
             self._running = [request.request_id for request in ready]

@@ -8,7 +8,12 @@ from collections.abc import Sequence as AbstractSequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.announce import summary
+from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, search_all
+from nanoserve.chat import prompts_of
 from nanoserve.checks import attribute_error
+from nanoserve.drop_in.keywords import refuse_keywords
+from nanoserve.drop_in.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -18,9 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self, Unpack
 
-    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams
-    from nanoserve.drop_in.engine_args import EngineArgs
-    from nanoserve.drop_in.metrics import Metric
+    from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.inputs import ChatOptions, Conversation, Conversations
     from nanoserve.progress import UseTqdm
     from nanoserve.worker.sleep import Sleeper
@@ -65,8 +68,6 @@ class LLMMethods:
         transformers by default, make control tokens of both, which `allow_special_tokens=True`
         does here, too. `generate` does it with every text: there, the prompt is the template.
         """
-        from nanoserve.chat import prompts_of
-
         own = {"priority": priority, "tokenization_kwargs": tokenization_kwargs}
         prompts = prompts_of(self.engine, messages, **chat_options)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **own)
@@ -83,7 +84,6 @@ class LLMMethods:
 
         `concurrency_limit`: at most so many prompts are searched at once; None is all of them.
         """
-        from nanoserve.beam_search import BeamSearchParams, search_all
 
         def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
             """Complete beams. `max_logprobs` of the engine bounds clients, not a search."""
@@ -121,8 +121,6 @@ class LLMMethods:
 
         Raises `ValueError` without `LLM(..., disable_log_stats=False)`: nobody has counted.
         """
-        from nanoserve.drop_in.metrics import snapshot
-
         return snapshot(self.engine)
 
     def reset_prefix_cache(
@@ -173,13 +171,9 @@ class LLMMethods:
         self, lora_request: None, unknown: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         if lora_request is not None or unknown:
-            from nanoserve.drop_in.keywords import refuse_keywords
-
             refuse_keywords({"lora_request": lora_request, **unknown})
 
     def __repr__(self) -> str:
-        from nanoserve.announce import summary
-
         return f"LLM({summary(self.engine)})"
 
     def __enter__(self) -> "Self":

@@ -11,7 +11,7 @@ class Registry(Generic[T]):
     """What there is of one kind, by name: models, attention backends, heads, draft methods, ...
 
     An entry is the thing itself, or "package.module:Name", which is imported by `get`. Other
-    processes, such as the ranks of a model, import theirs: they are handed `entry(name)`.
+    processes, such as the ranks of a model, import theirs: they are handed the entries.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, str | T]) -> None:
@@ -20,8 +20,11 @@ class Registry(Generic[T]):
         self._entries = dict(entries)
 
     def register(self, name: str, entry: str | T) -> None:
-        """Add one of your own. Raises `ValueError` for a name that is taken, or no location."""
-        if name in self._entries:
+        """Add one of your own. To add the same entry again changes nothing.
+
+        Raises `ValueError` for a name that another entry has, and for a text that is no location.
+        """
+        if self._entries.get(name, entry) != entry:
             raise ValueError(f"{self.kind} {name!r} is registered already")
         if isinstance(entry, str):
             _split(entry)
@@ -30,6 +33,10 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all names, in the order in which they were registered."""
         return list(self._entries)
+
+    def entries(self) -> dict[str, str | T]:
+        """Return what was registered, by name, for another process."""
+        return dict(self._entries)
 
     def entry(self, name: str) -> str | T:
         """Return what was registered. Raises `ValueError`, with all names, for an unknown name."""

@@ -23,7 +23,7 @@ from nanoserve.checks import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoserve.config import EngineConfig
+    from nanoserve.quantization.gguf.container import GGUFFile
     from nanoserve.special_tokens import Marks, SpecialTokens
     from nanoserve.token_bytes import TokenBytes
 
@@ -34,40 +34,28 @@ _FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what 
 class Tokenizer:
     """What the engine and `LLM.chat` need of a tokenizer.
 
-    `path` is a folder or a GGUF file. Raises `ValueError` if the folder has none, for transformers
+    source: a folder, or a GGUF file or its path. chat_template: the text of one in the place of
+    the checkpoint's. Raises `ValueError` if the folder has none, for transformers
     would make one up that knows no word, and if a file of it is damaged. Code that a checkpoint
     brings along runs only with `trust_remote_code`.
     """
 
-    def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
-        if Path(path).is_file():
+    def __init__(
+        self,
+        source: "str | Path | GGUFFile",
+        trust_remote_code: bool = False,
+        chat_template: str | Path | None = None,
+    ) -> None:
+        if isinstance(source, str):
+            source = Path(source)
+        if isinstance(source, Path) and not source.is_file():
+            self._hf = _read_folder(source, trust_remote_code)
+        else:
             from nanoserve.quantization.gguf.tokenizer import read_tokenizer
 
-            self._hf = read_tokenizer(Path(path))
-            return
-        if not (Path(path) / "tokenizer.json").is_file():
-            raise ValueError(
-                f"{path} has no tokenizer.json; give tokenizer=FOLDER, or "
-                f"skip_tokenizer_init=True to work with token ids alone"
-            )
-        _refuse_pipes(Path(path))
-        try:
-            self._hf = _as_its_file_says(_load(Path(path), trust_remote_code), Path(path))
-        except Exception as error:  # whatever a damaged file makes transformers raise
-            reason = _damage(Path(path)) or f"{error!r:.600}"
-            raise ValueError(f"the tokenizer in {path} cannot be loaded: {reason}") from error
-        if not isinstance(getattr(self._hf, "backend_tokenizer", None), TokenizerBackend):
-            raise ValueError(
-                f"the tokenizer in {path} is a {type(self._hf).__name__}, not a fast one"
-            )
-
-    @classmethod
-    def for_config(cls, path: str | Path, config: "EngineConfig") -> "Tokenizer":
-        """The tokenizer in `path` with the chat template that the user gave, if there is one."""
-        tokenizer = cls(path, config.trust_remote_code)
-        if config.chat_template is not None:
-            tokenizer._hf.chat_template = str(config.chat_template)
-        return tokenizer
+            self._hf = read_tokenizer(source)
+        if chat_template is not None:
+            self._hf.chat_template = str(chat_template)
 
     @property
     def backend(self) -> TokenizerBackend:
@@ -153,6 +141,24 @@ class Tokenizer:
         except Exception as error:  # a template is a program, and may raise anything
             told = f"the chat template cannot render {shown(messages)}"
             raise ValueError(f"{told}: {error}") from error
+
+
+def _read_folder(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a folder. Raises `ValueError` as `Tokenizer` does."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json; give tokenizer=FOLDER, or "
+            f"skip_tokenizer_init=True to work with token ids alone"
+        )
+    _refuse_pipes(folder)
+    try:
+        found = _as_its_file_says(_load(folder, trust_remote_code), folder)
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        reason = _damage(folder) or f"{error!r:.600}"
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+    if not isinstance(getattr(found, "backend_tokenizer", None), TokenizerBackend):
+        raise ValueError(f"the tokenizer in {folder} is a {type(found).__name__}, not a fast one")
+    return found
 
 
 def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":

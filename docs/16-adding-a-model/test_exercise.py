@@ -84,7 +84,7 @@ def reference(weights: Weights, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
-    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    monkeypatch.setattr(registry.MODELS, "_entries", registry.MODELS.entries())
     registry.register_model("HeronForCausalLM", HeronForCausalLM)
     return make_heron(tmp_path)
 

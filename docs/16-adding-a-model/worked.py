@@ -44,7 +44,7 @@ def models_table() -> str:
 def architectures() -> list[str]:
     """What the registry knows, read from its source: to import it would import torch."""
     source = (ROOT / "nanoserve/models/registry.py").read_text(encoding="utf-8")
-    return sorted(re.findall(r'^    "(\w+)": "nanoserve\.', source, re.MULTILINE))
+    return sorted(re.findall(r'^ +"(\w+)": "nanoserve\.', source, re.MULTILINE))
 
 
 def own_settings(architecture: str) -> list[str]:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
+
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,27 @@ class AttentionBackend:
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
-    kv_cache_dtype = "auto"  # "auto" is the model's own; see nanoserve.attention.quantized_kv
 
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Shape of one layer's cache, K before V; `num_blocks` counts the dummy block 0.
+    def kv_cache_spec(
+        self,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> KVCacheSpec:
+        """Return how a layer's K and V are kept for this backend.
 
-        With the head before the token, what one KV head reads of a block is contiguous.
+        num_kv_heads: of this rank. dtype: the model's. kv_cache_dtype: the user's choice. Raises
+        `ValueError` for a format that the backend cannot read.
         """
-        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+        return KVCacheSpec.of_format(block_size, num_kv_heads, head_dim, dtype, kv_cache_dtype)
 
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """q and what is returned: [num_tokens, num_heads, head_dim]."""
+        """Attend from q [num_tokens, num_heads, head_dim]; return the same shape.
+
+        Blocks behind the windows of all of a row's queries may hold anything, even NaN.
+        """
         raise NotImplementedError

@@ -24,6 +24,7 @@ from nanoserve.batch_jobs.lines import Todo
 from nanoserve.batch_jobs.restarts import RestartingAnswerer
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
 from nanoserve.server.output_reader import EngineDeadError
 
 _LEAST_LINES, _MOST_LINES = 8, 1024  # of a chunk: a task of Ray costs some 10 ms
@@ -94,7 +95,7 @@ def answer_on_ray(
     options = answerer["options"]
     for name in ("trace", "kv_events_config"):
         require(name not in options, f"{name} is for one engine: leave it out, or --replicas")
-    config = EngineConfig.from_options(answerer["model"], **options)
+    config = engine_config(answerer["model"], options)
     backend = config.distributed_executor_backend
     told = f"distributed_executor_backend={backend!r}: Ray places replicas, not their ranks, too"
     require(backend in (None, "mp"), told)

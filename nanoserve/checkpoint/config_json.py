@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.damage import tell_pointer
+from nanoserve.checkpoint.other_settings import OTHER_SETTINGS
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checks import check_bool, check_choice, check_int, check_number, json_object, require
 
@@ -100,8 +102,6 @@ class ConfigFile:
 
 
 def _others(architecture: str) -> dict[str, Any]:
-    from nanoserve.checkpoint.other_settings import OTHER_SETTINGS
-
     # A model of the user's own may read whatever some other model reads, but nothing is implied.
     known = {n for settings in (_SETTINGS | OTHER_SETTINGS).values() for n in settings}
     return OTHER_SETTINGS.get(architecture, dict.fromkeys(known - _COMMON.keys()))
@@ -116,8 +116,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if content.startswith(b"version https://git-lfs"):
-        from nanoserve.checkpoint.damage import tell_pointer
-
         raise ValueError(tell_pointer(path))
     return json_object(content, str(path))
 

@@ -6,6 +6,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoserve.checkpoint.misfits import save_anew
+from nanoserve.checkpoint.names import tell_no_name
 from nanoserve.checkpoint.shards import INDEX, shard_names
 from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.checks import require
@@ -26,8 +27,6 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
     if isinstance(name, str) and name.endswith(".gguf"):
         repository, _, file = name.rpartition("/")
     if not _is_hub_name(repository):
-        from nanoserve.checkpoint.names import tell_no_name
-
         raise ValueError(tell_no_name(name))
     if file:
         return _fetch_gguf(repository, file, revision, config.download_dir)

@@ -4,24 +4,37 @@ It imports neither torch nor transformers: the brain reads it, and data types tr
 ("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.attention.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.layer_types import read_layer_types
+from nanoserve.checkpoint.misfits import check_folder
+from nanoserve.checkpoint.moe_config import MoEConfig
+from nanoserve.checkpoint.other_architectures import tell_architecture
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.scales import read_scales
 from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
 from nanoserve.parameter_table import PARAMETERS
 
 if TYPE_CHECKING:
-    from nanoserve.checkpoint.moe_config import MoEConfig
+    from nanoserve.quantization.gguf.container import GGUFFile
 
 # A file with any of these is one of Gemma's or MiniCPM's, or of a model of the user's own.
 _SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
 )  # fmt: skip
+
+
+class ConfigFiles(NamedTuple):
+    """The contents of `config.json` and `generation_config.json`, {} if there is no such file."""
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,32 +80,36 @@ class ModelConfig:
 
     @classmethod
     def from_checkpoint(
-        cls,
-        path: Path,
-        dtype: str = "auto",
-        supported: Collection[str] | None = None,
-        change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        cls, path: Path, dtype: str = "auto", supported: Collection[str] | None = None
     ) -> "ModelConfig":
-        """Read `config.json` and, where there is one, `generation_config.json` of a folder; or
-        what a GGUF file has in their place. `change` may make another `config.json` of the file's.
+        """Read the config files of a folder, or of a GGUF file; see `from_files`.
 
-        Raises `ValueError` for a folder without a config, for an architecture that is not among
-        the `supported` ones, and for every setting that would change the model's output and that
-        nanoserve does not implement: refusing is better than being silently wrong.
+        Raises `ValueError` for a folder without a `config.json`, too.
         """
-        raw, generation = _read_files(path)
-        raw = change(raw)
-        if supported is not None and architecture_of(raw) not in supported:
-            from nanoserve.checkpoint.other_architectures import tell_architecture
+        return cls.from_files(read_config_files(path), dtype, supported)
 
-            raise ValueError(tell_architecture(raw, supported))
-        return cls.from_hf(raw, generation, dtype)
+    @classmethod
+    def from_files(
+        cls, files: ConfigFiles, dtype: str = "auto", supported: Collection[str] | None = None
+    ) -> "ModelConfig":
+        """Return what the files say. supported: names of architectures; None is all.
+
+        Raises `ValueError` for an architecture that is not among the `supported` ones, and for
+        every setting that would change the model's output and that nanoserve does not implement:
+        refusing is better than being silently wrong.
+        """
+        if supported is not None and architecture_of(files.config) not in supported:
+            raise ValueError(tell_architecture(files.config, supported))
+        return cls.from_hf(files.config, files.generation, dtype)
 
     @classmethod
     def from_hf(
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any], dtype: str = "auto"
     ) -> "ModelConfig":
-        """`raw` and `generation` are the two JSON files; see `from_checkpoint`."""
+        """Return what two JSON files say, `config.json` and `generation_config.json`.
+
+        See `from_files` for what is refused.
+        """
         file = ConfigFile(raw)
         for name in ("sparse_config", "use_bidirectional_attention"):
             require(not file.get(name), f"{name}={shown(file.get(name))} is not implemented")
@@ -134,30 +151,27 @@ class ModelConfig:
         return self.rope.theta
 
     def kv_bytes_per_token(self, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of K and V of one token over all layers: 2 x layers x heads x dim x size.
+        """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
         But for "auto", a value is a byte, and a head has a scale of 4 bytes more: 270,336.
         """
-        bytes_per_head = self.head_dim * (4 if self.dtype == "float32" else 2)
-        if kv_cache_dtype != "auto":
-            bytes_per_head = self.head_dim + 4
+        kind = kv_format(kv_cache_dtype, self.dtype)
+        bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
         return 2 * self.num_hidden_layers * self.num_key_value_heads * bytes_per_head
 
 
-def _read_files(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `config.json` and `generation_config.json` say."""
-    if path.is_file():
+def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
+    """Read the two files of a folder, or what a GGUF file, or its path, has in their place."""
+    if not isinstance(source, Path) or source.is_file():
         from nanoserve.quantization.gguf.config import read_settings
 
-        return read_settings(path)
-    if (path / "adapter_config.json").is_file() or not (path / "config.json").is_file():
-        from nanoserve.checkpoint.misfits import check_folder
-
-        check_folder(path)
-    other = path / "generation_config.json"
+        return ConfigFiles(*read_settings(source))
+    if (source / "adapter_config.json").is_file() or not (source / "config.json").is_file():
+        check_folder(source)
+    other = source / "generation_config.json"
     generation = read_json(other) if other.exists() or other.is_symlink() else {}
-    return read_json(path / "config.json"), generation
+    return ConfigFiles(read_json(source / "config.json"), generation)
 
 
 def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
@@ -167,16 +181,10 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields["rope"] = file.rope(head_dim, max_positions)
         fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
     else:
-        from nanoserve.checkpoint.layer_types import read_layer_types
-
         fields |= read_layer_types(file, head_dim, max_positions)
     if any(file.has(name) for name in _SCALES):
-        from nanoserve.checkpoint.scales import read_scales
-
         fields |= read_scales(file)
     if file.has("num_experts_per_tok"):
-        from nanoserve.checkpoint.moe_config import MoEConfig
-
         fields["moe"] = MoEConfig.from_hf(file)
     if file.raw.get("quantization_config"):
         from nanoserve.quantization.formats.fields import check_quantization_config

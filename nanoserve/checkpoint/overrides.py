@@ -3,12 +3,10 @@
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.config_json import ConfigFile
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig
 from nanoserve.checks import require, shown
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
@@ -21,17 +19,17 @@ _ALWAYS = {
 }
 
 
-def read_with_overrides(
-    folder: Path, config: EngineConfig, supported: Collection[str]
+def config_with_overrides(
+    files: ConfigFiles, config: EngineConfig, supported: Collection[str]
 ) -> ModelConfig:
-    """`ModelConfig.from_checkpoint` with `hf_overrides`, `generation_config` and
+    """Return `ModelConfig.from_files` with `hf_overrides`, `generation_config` and
     `override_generation_config` of `config`.
 
     Raises `ValueError` for an entry that the architecture does not read and for a name that is no
     sampling parameter, besides what that raises.
     """
-    change = partial(_changed, overrides=config.hf_overrides or {})
-    read = ModelConfig.from_checkpoint(folder, config.dtype, supported, change)
+    changed = files._replace(config=_changed(files.config, config.hf_overrides or {}))
+    read = ModelConfig.from_files(changed, config.dtype, supported)
     chosen = dict(config.override_generation_config or {})
     if "max_new_tokens" in chosen:  # as generation_config.json calls it
         chosen["max_tokens"] = chosen.pop("max_new_tokens")
@@ -41,7 +39,7 @@ def read_with_overrides(
     return replace(read, default_sampling={**recommended, **chosen})
 
 
-def _changed(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     changed = {**raw, **overrides}
     file = ConfigFile(changed)
     known = {*file.implied, *_ALWAYS}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from nanoserve.checkpoint.damage import tell_damage
+
 SINGLE_FILE = "model.safetensors"  # the whole checkpoint, where it is in one file
 
 
@@ -14,8 +16,6 @@ class open_weights:
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            from nanoserve.checkpoint.damage import tell_damage
-
             raise ValueError(tell_damage(file, error)) from error
 
     def __enter__(self) -> safe_open:

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
+from nanoserve.build import load_tokenizer
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.headers import has_weights, stored_bytes
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
-from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
+from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, physical_memory_bytes
 from nanoserve.worker.load_model import check_model, kept_bytes
 
 Facts = dict[str, Any]
@@ -36,13 +38,13 @@ def describe(model: str, **options: Any) -> Facts:
     """
     facts: Facts = {"model": model, "refused": []}
     with _noting(facts):
-        config = EngineConfig.from_options(model, **options)
+        config = engine_config(model, options)
         config = config.for_device(device_kind(config.device))
-        checkpoint = Checkpoint.find(model, config, config.revision)
+        checkpoint = Checkpoint.open(model, config, config.revision)
         facts["path"] = str(checkpoint.folder)
         model_config = None
         with _noting(facts):
-            model_config = checkpoint.model_config(supported_architectures())
+            model_config = checkpoint.model_config(config, supported_architectures())
             facts |= _of_model(model_config)
             SamplingParams(**model_config.default_sampling)
         if not config.skip_tokenizer_init:
@@ -89,10 +91,7 @@ def _of_model(config: ModelConfig) -> Facts:
 def _of_tokenizer(
     config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
 ) -> Facts:
-    from nanoserve.tokenizer import Tokenizer
-
-    source = Checkpoint.find(config.tokenizer, config) if config.tokenizer else checkpoint
-    tokenizer = Tokenizer.for_config(source.folder, config)
+    tokenizer = load_tokenizer(config, checkpoint)
     eos = set() if model_config is None else set(model_config.eos_token_ids)
     eos |= {tokenizer.eos_token_id} - {None}
     return {
@@ -122,7 +121,8 @@ def _describe_engine(
         if hasattr(method, "activations"):
             facts["rounding"] = {"weights": method.weights, "activations": method.activations}
         with _noting(facts):
-            _describe_pool(facts, config, model_config)
+            layout = KVCacheLayout.of(config, model_config, context)
+            _describe_pool(facts, config, model_config, layout.block_bytes)
         meta = replace(context, device=torch.device("meta"), num_positions=1)
         model = make(model_config, meta)
         facts["kept_bytes"] = kept_bytes(model)
@@ -133,18 +133,19 @@ def _describe_engine(
             check_model(model, known, model_config, checkpoint.folder, memory_bytes)
 
 
-def _describe_pool(facts: Facts, config: EngineConfig, model_config: ModelConfig) -> None:
+def _describe_pool(
+    facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
+) -> None:
     """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
     limit, block_size = model_config.max_position_embeddings, config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
-    block_bytes = kv_block_bytes(model_config, block_size, dtype=config.kv_cache_dtype)
     facts["kv_block_bytes"] = block_bytes
-    memory_bytes = None
+    memory_bytes = physical_memory_bytes()
     if config.device == "cuda":
         if config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
             return
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
-    num_blocks = decide_num_kv_blocks(config, model_config, memory_bytes=memory_bytes)
+    num_blocks = decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
     facts["num_kv_blocks"], facts["num_kv_tokens"] = num_blocks, num_blocks * block_size
     max_model_len = config.resolve_max_model_len(limit, num_blocks)
     facts["max_model_len"] = max_model_len

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
+from nanoserve.chat_template import load_chat_template
 from nanoserve.commands.parser import from_json, json_or_text, length_or_auto, whole_number
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import FOREIGN, RENAMED
@@ -93,8 +94,6 @@ def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]
     names = [*(field.name for field in _options()), "logits_processors", *FOREIGN, *RENAMED]
     given = {name: getattr(args, name) for name in names if name in args and name not in but}
     if given.get("chat_template") is not None:
-        from nanoserve.chat_template import load_chat_template
-
         given["chat_template"] = load_chat_template(given["chat_template"])
     return given
 

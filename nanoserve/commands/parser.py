@@ -14,6 +14,8 @@ from collections.abc import Sequence as AbstractSequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from nanoserve.drop_in.server_flags import ELSEWHERE
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
@@ -45,8 +47,6 @@ class Parser(ArgumentParser):
     def _without_strange(self, arguments: list[str]) -> tuple[list[str], list[str]]:
         """Without single-dash flags that are none of ours: argparse would take `-t`, a flag of
         llama.cpp's, for the beginning of `-tp`."""
-        from nanoserve.drop_in.server_flags import ELSEWHERE
-
         known, strange, ours = [], [], self._option_string_actions
         if self._subparsers is not None:  # which know flags that this one does not
             return arguments, strange
@@ -84,8 +84,6 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def _tell(self, unknown: Iterable[str]) -> list[str]:
-        from nanoserve.drop_in.server_flags import ELSEWHERE
-
         ours = self._option_string_actions
         shown = [flag for flag, action in sorted(ours.items()) if action.help != SUPPRESS]
         elsewhere = {  # what this command has in its place

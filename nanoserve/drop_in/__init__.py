@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from nanoserve import *  # noqa: F403  (what its __all__ lists)
     from nanoserve import AsyncLLM as AsyncLLMEngine
+    from nanoserve.commands.engine_args import FlexibleArgumentParser
     from nanoserve.config import EngineConfig as VllmConfig
-    from nanoserve.drop_in.engine_args import FlexibleArgumentParser
     from nanoserve.drop_in.logits_processors import (
         AdapterLogitsProcessor,
         BatchUpdate,
@@ -64,7 +64,7 @@ _HOME = {
         f"{__name__}.logits_processors",
     ),
     "AsyncLLMEngine": "nanoserve:AsyncLLM",
-    "FlexibleArgumentParser": f"{__name__}.engine_args",
+    "FlexibleArgumentParser": "nanoserve.commands.engine_args",
     "PromptType": "nanoserve.inputs",
     "VllmConfig": "nanoserve.config:EngineConfig",
     "cleanup_dist_env_and_memory": f"{__name__}.memory",

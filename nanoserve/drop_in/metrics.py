@@ -48,8 +48,8 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
-def start(engine: "GuardedEngine") -> None:
-    """Count from here on. `ValueError` if the package that knows metrics is missing."""
+def start_counting(engine: "GuardedEngine") -> None:
+    """Count from here on. Raises `ValueError` if the package that knows metrics is missing."""
     try:
         from nanoserve.server.metrics import start_metrics
     except ModuleNotFoundError as error:

@@ -6,13 +6,17 @@ ignored in silence would be worse than none.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nanoserve.checks import shown
+from nanoserve.config import EngineConfig
 from nanoserve.drop_in.option_table import FOREIGN
+from nanoserve.drop_in.speculation import own_options
 
 logger = logging.getLogger(__name__)
 
@@ -77,14 +81,32 @@ _LIKE = {
 }
 
 
-def translate(
-    config_class: type, model: str, given: dict[str, Any], known: Collection[str]
-) -> dict[str, Any]:
-    """The options `given` to an engine of `model`, as the fields of `EngineConfig`, the `known`.
+def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the options of `LLM`, which are vLLM's too, as our own. None is "not given" for all.
 
-    Raises `ValueError`: for a name that neither we nor vLLM have, with those that are near it, and
-    for a value of one of vLLM's that asks for what is not done here, with what to do instead.
+    Raises `ValueError`: for a name that neither we nor vLLM have, with those that are near it, for
+    a value of one of vLLM's that asks for what is not done here, with what to do instead, and for
+    a value out of range.
     """
+    name = str(model)
+    if isinstance(model, Path) and not name.startswith(("/", ".", "~")):
+        name = f"./{name}"  # a Path is never looked up on the hub
+    given = {name: value for name, value in options.items() if value is not None}
+    if given.get("max_model_len") in (-1, "auto"):
+        del given["max_model_len"]
+    translated = _translate(given)
+    speculative = translated.get("speculative_config")
+    if isinstance(speculative, Mapping):
+        translated["speculative_config"] = own_options(speculative)
+    if translated.get("logits_processors"):
+        make = partial(EngineConfig, name)
+        translated["logits_processors"] = _processors(make, translated)
+    return EngineConfig(name, **translated)
+
+
+def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options under our names, with our names for their values."""
+    known = {field.name for field in fields(EngineConfig)} - {"model"}
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name in FOREIGN:
@@ -96,8 +118,6 @@ def translate(
         if ours != name and ours in given:
             raise ValueError(f"{name}={shown(value)} is {ours}, which is given as well")
         options[ours] = _spelled(ours, value)
-    if options.get("logits_processors"):
-        options["logits_processors"] = _processors(partial(config_class, model), options)
     return options
 
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from nanoserve.drop_in import request_names
 from nanoserve.parameter_table import PARAMETERS
-from nanoserve.server import request_names
 
 # Names that only HTTP requests have, and the parameters that these become.
 _OVER_HTTP = {

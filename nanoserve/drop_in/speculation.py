@@ -1,6 +1,6 @@
 """vLLM's names in a `speculative_config`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nanoserve.checks import require, shown
@@ -26,20 +26,19 @@ _METHODS = {
 }
 
 
-def known_options(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """Those that are `ours`. `ValueError` for others that ask for something."""
+def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `speculative_config` without what only vLLM has.
+
+    Raises `ValueError` for a method of vLLM's, and for an option of vLLM's that asks for something
+    which is not done here. Names that nobody knows stay: `SpeculativeConfig` refuses them.
+    """
     told = _METHODS.get(str(options.get("method")))
     require(told is None, f"method={options.get('method')!r} is vLLM's and not implemented: {told}")
-    unknown = sorted(options.keys() - set(ours) - FOREIGN.keys())
-    require(
-        not unknown,
-        f"unknown option(s) {unknown} in speculative_config; known are {sorted(ours)}",
-    )
     for name in options.keys() & FOREIGN.keys():
         instead, neutral = FOREIGN[name]
         require(
-            not neutral or options[name] in neutral,
+            not neutral or options[name] in (None, *neutral),
             f"{name}={shown(options[name])} in speculative_config is vLLM's and not implemented: "
             f"{instead}",
         )
-    return {name: value for name, value in options.items() if name in ours}
+    return {name: value for name, value in options.items() if name not in FOREIGN}

@@ -5,16 +5,12 @@ need no more. Streams and stop strings have a `TextStream`, which is loaded when
 Either way it is the same decoder, so the pieces of a stream concatenate to the text.
 """
 
-from typing import TYPE_CHECKING
-
 from nanoserve.engine.incremental_decoder import IncrementalDecoder, TokenTexts
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.stop_strings import StopStrings
+from nanoserve.engine.text_stream import TextStream
 from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from nanoserve.engine.stop_strings import StopStrings
-    from nanoserve.engine.text_stream import TextStream
 
 _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 
@@ -72,9 +68,6 @@ class Detokenizer:
         self._streams.pop(seq, None)
 
     def _open_stream(self, seq: Sequence) -> "TextStream":
-        from nanoserve.engine.stop_strings import StopStrings
-        from nanoserve.engine.text_stream import TextStream
-
         strings, stops = tuple(seq.params.stop_strings), None
         if strings:  # most requests have the same as one before, and its siblings always do
             stops = self._stops.pop(strings, None) or StopStrings(strings)

@@ -21,12 +21,12 @@ the step, which then has not happened.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
+from nanoserve.registry import Registry
 
 
 class Extension:
@@ -82,20 +82,11 @@ class Extension:
 
 # Extensions that a request needs, by name (`Request.extensions`), as "module:Class"; an engine
 # that gets no such request never imports them. They are made with the engine as their argument.
-_ON_DEMAND = {"structured_outputs": "nanoserve.structured.extension:StructuredOutputs"}
+EXTENSIONS: Registry[Callable[[Any], Extension]] = Registry(
+    "extension", {"structured_outputs": "nanoserve.structured.extension:StructuredOutputs"}
+)
 
 
 def register_extension(name: str, location: str) -> None:
     """Add an extension that requests can need, as "module:Class"."""
-    _ON_DEMAND[name] = location
-
-
-def extension_class(name: str) -> Callable[[Any], Extension]:
-    """Return what makes the extension that requests need by `name`, from an `LLMEngine`.
-
-    Raises `ValueError` if there is none of that name.
-    """
-    if name not in _ON_DEMAND:
-        raise ValueError(f"extension {name!r} is not one of {[*_ON_DEMAND]}")
-    module, _, attribute = _ON_DEMAND[name].partition(":")
-    return getattr(import_module(module), attribute)
+    EXTENSIONS.register(name, location)

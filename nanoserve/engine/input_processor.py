@@ -12,14 +12,15 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
+from nanoserve.engine.bad_words import BadWords
+from nanoserve.engine.context_length import prompt_too_long
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.text_limit import TextLimit
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.engine.bad_words import BadWords
-    from nanoserve.engine.text_limit import TextLimit
     from nanoserve.engine.tokenizer import Tokenizer
 
 _TOKENIZERS_OUTPUT = (
@@ -86,8 +87,6 @@ class InputProcessor:
     @cached_property
     def text_limit(self) -> "TextLimit":
         """How long a text may be."""
-        from nanoserve.engine.text_limit import TextLimit
-
         return TextLimit(self._tokenizer.backend, self.max_model_len)
 
     def process(
@@ -117,8 +116,6 @@ class InputProcessor:
         text, token_ids = self._tokenize(prompt, params.max_tokens)
         cache_key = self.cache_root
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            from nanoserve.engine.cache_salt import key_of_salt
-
             cache_key += key_of_salt(prompt["cache_salt"])
         # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
         params = replace(params, output_kind=output_kind or params.output_kind)
@@ -186,8 +183,6 @@ class InputProcessor:
 
     @cached_property
     def _bad_words(self) -> "BadWords":
-        from nanoserve.engine.bad_words import BadWords
-
         return BadWords(self._tokenizer)
 
     def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:
@@ -226,6 +221,14 @@ class InputProcessor:
         if num_tokens == 0:
             raise ValueError("the prompt is empty: there is no token to continue from")
         if num_tokens >= self.max_model_len:
-            from nanoserve.engine.context_length import prompt_too_long
-
             raise prompt_too_long(self.max_model_len, num_tokens, max_tokens)
+
+
+def key_of_salt(salt: Any) -> tuple[str, ...]:
+    """Return what is folded into the root of a request's prefixes: others have other blocks.
+
+    Requests of one `cache_salt` share theirs. Raises `ValueError` unless it is a text.
+    """
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
+    return ("cache_salt", salt)

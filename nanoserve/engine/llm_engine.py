@@ -15,7 +15,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.engine.extension import Extension, extension_class
+from nanoserve.engine.extension import EXTENSIONS, Extension
 from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
@@ -96,7 +96,7 @@ class LLMEngine:
             raise ValueError(f"request_id={request.request_id!r} is already in use")
         for name in request.extensions:
             if name not in self._on_demand:
-                self._on_demand[name] = extension_class(name)(self)
+                self._on_demand[name] = EXTENSIONS.get(name)(self)
             if self._on_demand[name] not in self.extensions:
                 # Before the others: what it requires of draft tokens is to be known to them.
                 self.extensions.insert(0, self._on_demand[name])

@@ -13,6 +13,7 @@ A pending token cannot be an input here: it is made in the last stage, and neede
 Of a prompt, all tokens are known: its chunks follow each other through the stages.
 """
 
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.config import EngineConfig
     from nanoserve.engine.guard import GuardedEngine
 
 _LEAST_CHUNK = 32  # tokens of prompts in a step, where there are so many: fewer are no faster
@@ -99,3 +102,10 @@ class PipelineSchedule(Extension):
 
     def _busy(self) -> set[Sequence]:
         return {row.seq for plan in self._under_way for row in plan.rows}
+
+
+def prepare_pipeline(
+    config: "EngineConfig", model_config: "ModelConfig"
+) -> "Callable[[GuardedEngine], None]":
+    """Return what adds a `PipelineSchedule` to an engine; see `nanoserve.build.PrepareFeature`."""
+    return lambda engine: engine.add_extension(PipelineSchedule(engine))

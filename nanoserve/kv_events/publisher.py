@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.kv_events.config import KVEventsConfig
 from nanoserve.kv_events.events import EventCollector, KVEventBatch
@@ -95,6 +98,19 @@ class KVEvents(Extension, EventCollector):
         self.flush()
         if isinstance(self._publish, ZmqPublisher):
             self._publish.close()
+
+
+def prepare_kv_events(
+    config: EngineConfig, model_config: ModelConfig
+) -> Callable[[GuardedEngine], None]:
+    """Return what has an engine publish its events, if `config` says that any are published."""
+    options: KVEventsConfig = config.kv_events_config
+
+    def add_to(engine: GuardedEngine) -> None:
+        if options.is_active:
+            engine.add_extension(make_kv_events(options, engine.scheduler.block_manager))
+
+    return add_to
 
 
 def make_kv_events(config: KVEventsConfig, block_manager: BlockManager) -> KVEvents:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import rotate, store_kv
+from nanoserve.layers.ops import rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 
 
@@ -51,7 +52,7 @@ class Qwen3Attention(nn.Module):
         window = config.sliding_windows[index]
         self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale, window, soft_cap)
 
-    def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
         # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
@@ -70,7 +71,7 @@ class Qwen3Attention(nn.Module):
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             # 5) K and V go to their slots of the cache, before it is read.
-            store_kv(k, v, kv_cache, metadata.slot_mapping)
+            kv_cache.store(k, v, metadata.slot_mapping)
         # 6) Every token looks at those before it, in the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
@@ -103,7 +104,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = parts.norm_class(size, eps, context)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, hidden: Tensor, residual: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """(what the last block gave, the stream beside it) -> the same two, one layer on."""
         # `add` is two steps in one: residual += hidden, and hidden = norm(residual).
@@ -141,7 +142,9 @@ class Qwen3Model(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
 
-    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         if self.pp.is_first:
             hidden = self.embed(input_ids)  # [num_tokens, hidden_size], and so it stays
         else:
@@ -181,11 +184,12 @@ class Qwen3ForCausalLM(nn.Module):
             if self.lm_head is not None:
                 self.lm_head.tie(self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         """Hidden states [num_tokens, hidden_size]: of the last layer that is computed here.
 
-        input_ids are int32 [num_tokens]; kv_caches is [num_layers, ...], one cache per layer
-        computed here, in the attention backend's shape.
+        input_ids are int32 [num_tokens]; kv_caches has one cache for each layer computed here.
         """
         return self.model(input_ids, kv_caches, metadata)
 

@@ -13,57 +13,47 @@ built as `cls(model_config, layer_context)`, see `nanoserve.models.qwen3` for wh
     llm = LLM("path/to/a/checkpoint/whose/config/says/MyForCausalLM")
 """
 
-from importlib import import_module
-
 import torch
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
+from nanoserve.registry import Registry
 
-_MODELS: dict[str, str | type[nn.Module]] = {
-    "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
-    "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
-    "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
-    "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
-    "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
-    "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
-    "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
-    "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
-}
+MODELS: Registry[type[nn.Module]] = Registry(
+    "architecture",
+    {
+        "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
+        "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
+        "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+        "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
+        "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
+        "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
+        "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
+        "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
+        "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
+    },
+)
 
 
 def register_model(architecture: str, model: str | type[nn.Module]) -> None:
-    """`model` is a class, or "package.module:Class", which is imported when it is first needed.
+    """Add a model: a class, or "package.module:Class", which is imported when it is first needed.
 
     With tensor parallelism the other ranks import the class, so it must not be in `__main__`.
     Raises `ValueError` for an architecture that exists already and for a name of another form.
     """
-    if architecture in _MODELS:
-        raise ValueError(f"architecture {architecture!r} is registered already")
-    if isinstance(model, str) and len(model.split(":")) != 2:
-        raise ValueError(f"{model!r} must be a class or 'package.module:Class'")
-    _MODELS[architecture] = model
+    MODELS.register(architecture, model)
 
 
 def supported_architectures() -> list[str]:
-    return sorted(_MODELS)
-
-
-def registered_model(architecture: str) -> str | type[nn.Module]:
-    """What was registered: a class, or "package.module:Class"."""
-    return _MODELS[architecture]
+    """Return the names of all architectures, in alphabetical order."""
+    return sorted(MODELS.names())
 
 
 def model_class(architecture: str) -> type[nn.Module]:
-    """The class for a supported architecture."""
-    model = registered_model(architecture)
-    if not isinstance(model, str):
-        return model
-    module, name = model.split(":")
-    return getattr(import_module(module), name)
+    """Return the class of a supported architecture."""
+    return MODELS.get(architecture)
 
 
 def weight_bytes(model_config: ModelConfig) -> int:

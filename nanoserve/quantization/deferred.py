@@ -18,10 +18,8 @@ from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
 from nanoserve.kernels_cpu.memory import give_back_freed
-from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
-from nanoserve.quantization.plain_source import PlainSource, RandomSource
-from nanoserve.quantization.source import WeightSource
+from nanoserve.quantization.source import PlainSource, RandomSource, WeightSource, open_quantized
 
 Weight = Tensor | QuantizedMatrix
 _MAX_VALUES = 2**24  # that are float32 at a time: of an embedding, all would be gigabytes

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
 
 from nanoserve.checks import require
-from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
 from nanoserve.replicas.app import replicas_app
 from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
 from nanoserve.replicas.settings import ReplicaSettings, resources_of
@@ -78,7 +78,7 @@ def build(args: dict[str, Any]) -> Application:
     replica_settings, settings = ReplicaSettings(**replicas), ServerSettings(**server)
     stream_interval = given.pop("stream_interval", 1)
     resources, options = given.pop("resources", None), given
-    config = EngineConfig.from_options(model, **options)
+    config = engine_config(model, options)
     if resources is None:
         num_cores = replica_settings.num_replicas
         resources = resources_of(options, num_cores, num_cores, config.device == "cuda")

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checks import require
-from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
 from nanoserve.models.registry import supported_architectures
 from nanoserve.replicas.settings import ReplicaSettings, num_cores_here, resources_of
 from nanoserve.server.settings import ServerSettings
@@ -75,12 +75,12 @@ def replicas(
     if Path(model).exists():
         model = str(Path(model).resolve())  # a replica may run in another folder
     is_local = settings.ray_address is None
-    config = EngineConfig.from_options(model, **options)
+    config = engine_config(model, options)
     kv_events = "kv_events_config is for one engine: replicas would publish at one address"
     require(config.kv_events_config is None, kv_events)
     if is_local:  # else it is the cluster's machines that must have it
-        checkpoint = Checkpoint.find(model, config, config.revision)
-        checkpoint.model_config(supported_architectures())
+        checkpoint = Checkpoint.open(model, config, config.revision)
+        checkpoint.model_config(config, supported_architectures())
         is_cuda, num_cores = device_kind(config.device) == "cuda", num_cores_here()
         resources = resources_of(options, num_replicas, num_cores, is_cuda)
     with _ray(settings, 0 if not is_local else num_replicas * resources["num_cpus"]):

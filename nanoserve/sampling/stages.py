@@ -22,13 +22,13 @@ for it. It sees `rows.states` (see `SlotState`), and may end a request with `row
 """
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nanoserve.checks import require
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.registry import Registry
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,26 @@ if TYPE_CHECKING:
     from nanoserve.sampling.rows import Rows
 
 Apply = Callable[["torch.Tensor", "Rows"], None]
+
+_PROCESSORS = "nanoserve.sampling.processors"
+# What changes the logits, by the stage's name; stages of your own are classes.
+STAGES: Registry[Any] = Registry(
+    "stage",
+    {
+        "allowed_token_ids": f"{_PROCESSORS}:keep_allowed",
+        "bad_words": f"{_PROCESSORS}:forbid_bad_words",
+        "min_tokens": f"{_PROCESSORS}:hold_back_stops",
+        "logit_bias": f"{_PROCESSORS}:add_bias",
+        "penalties": f"{_PROCESSORS}:penalise",
+        "logits_processors": f"{_PROCESSORS}:run_own_processors",
+        "engine_processors": f"{__name__}:BatchProcessors",
+        "token_mask": "nanoserve.sampling.token_masks:apply_token_masks",
+        "temperature": f"{__name__}:divide_by_temperature",
+        "filters": f"{__name__}:filter_logits",
+        "race": f"{__name__}:Race",
+    },
+)
+_OWN: dict[str, str] = {}  # stages of your own, and what each comes before
 
 
 class Stage(NamedTuple):
@@ -56,37 +76,36 @@ class Stage(NamedTuple):
 
 def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
     """Return all stages, in order. processors: those of the engine, which see every row."""
-    of_processors = "nanoserve.sampling.processors:"
     stages = [
         Stage(
             "allowed_token_ids",
             lambda update: bool(update.params.allowed_token_ids),
-            _loaded_late(of_processors + "keep_allowed"),
+            _loaded_late("allowed_token_ids"),
         ),
         Stage(
             "bad_words",
             lambda update: bool(update.params.bad_words or update.bad_words_token_ids),
-            _loaded_late(of_processors + "forbid_bad_words"),
+            _loaded_late("bad_words"),
         ),
         Stage(
             "min_tokens",
             lambda update: update.params.min_tokens > 0,
-            _loaded_late(of_processors + "hold_back_stops"),
+            _loaded_late("min_tokens"),
         ),
         Stage(
             "logit_bias",
             lambda update: bool(update.params.logit_bias),
-            _loaded_late(of_processors + "add_bias"),
+            _loaded_late("logit_bias"),
         ),
         Stage(
             "penalties",
             lambda update: update.params.has_penalties,
-            _loaded_late(of_processors + "penalise"),
+            _loaded_late("penalties"),
         ),
         Stage(
             "logits_processors",
             lambda update: bool(update.params.logits_processors),
-            _loaded_late(of_processors + "run_own_processors"),
+            _loaded_late("logits_processors"),
         ),
         Stage("engine_processors", lambda update: bool(processors), BatchProcessors(processors)),
         Stage(
@@ -96,20 +115,17 @@ def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
             lambda update: (
                 update.params.structured_outputs is not None and update.params.filters_logits
             ),
-            _loaded_late("nanoserve.sampling.token_masks:apply_token_masks"),
+            _loaded_late("token_mask"),
         ),
         Stage("temperature", _samples, divide_by_temperature),
         Stage("filters", lambda update: update.params.filters_logits, filter_logits),
         Stage("race", _samples, Race()),
     ]
-    for name, (location, before) in _REGISTERED.items():
-        own = _load(location)()
+    for name, before in _OWN.items():
+        own = STAGES.get(name)()
         place = next(i for i, stage in enumerate(stages) if stage.name == before)
         stages.insert(place, Stage(name, own.wants, own.apply, is_registered=True))
     return [stage._replace(bit=1 << number) for number, stage in enumerate(stages)]
-
-
-_REGISTERED: dict[str, tuple[str, str]] = {}  # by name, where it is and what it comes before
 
 
 def register_stage(name: str, location: str, before: str = "temperature") -> None:
@@ -119,13 +135,10 @@ def register_stage(name: str, location: str, before: str = "temperature") -> Non
     stage has, and for a place behind the temperature: what follows is one kernel on a GPU.
     """
     known = [stage.name for stage in make_stages()]
-    require(
-        name not in known or _REGISTERED.get(name, ("",))[0] == location,
-        f"stage {name!r} exists already: the stages are {known}",
-    )
     places = known[: known.index("temperature") + 1]
     require(before in places, f"before={before!r} must be one of {places}")
-    _REGISTERED[name] = (location, before)
+    STAGES.register(name, location)
+    _OWN[name] = before
 
 
 def apply_stages(stages: Sequence[Stage], logits: "torch.Tensor", rows: "Rows") -> None:
@@ -191,11 +204,6 @@ def _samples(update: SlotUpdate) -> bool:
     return not update.params.is_greedy
 
 
-def _loaded_late(location: str) -> Apply:
-    """Return a function that loads the one at `location`, "module:function", when it is called."""
-    return lambda logits, rows: _load(location)(logits, rows)
-
-
-def _load(location: str) -> Any:
-    module, _, attribute = location.partition(":")
-    return getattr(import_module(module), attribute)
+def _loaded_late(name: str) -> Apply:
+    """Return a function that loads the one of stage `name` when it is called."""
+    return lambda logits, rows: STAGES.get(name)(logits, rows)

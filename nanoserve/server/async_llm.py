@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanoserve.chat import prompts_of
 from nanoserve.checks import check_choice, check_int, require
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.guard import GuardedEngine
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanoserve.drop_in.engine_args import EngineArgs
+    from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.engine_options import EngineOptions
     from nanoserve.inputs import ChatOptions
     from nanoserve.server.engine_process import EngineFront
@@ -149,8 +150,6 @@ class AsyncLLM:
         **chat_options: "Unpack[ChatOptions]",
     ) -> AsyncIterator[RequestOutput]:
         """The same for a conversation; `chat_options` are as `LLM.chat` has them."""
-        from nanoserve.chat import prompts_of
-
         request_id = self.new_request_id() if request_id is None else request_id
 
         def make() -> Request:

@@ -1,13 +1,25 @@
 """`speculative_config={...}`, under vLLM's names."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.checks import check_bool, check_choice, check_int, check_number, require
+from nanoserve.checks import check_bool, check_choice, check_int, check_names, check_number, require
+from nanoserve.registry import Registry
 
-METHODS = ("ngram", "suffix", "draft_model", "hidden_head")
+# How draft tokens are proposed: functions (EngineConfig, ModelConfig) -> `MakeProposer`, which
+# raise `ValueError` before any weight is read.
+METHODS: Registry[Callable[..., Any]] = Registry(
+    "speculative method",
+    {
+        "ngram": "nanoserve.speculative.ngram:prepare_ngram",
+        "suffix": "nanoserve.speculative.suffix:prepare_suffix",
+        "draft_model": "nanoserve.speculative.draft_model:prepare_draft_model",
+        "hidden_head": "nanoserve.speculative.head_proposer:prepare_hidden_head",
+    },
+)
 _WITH_MODEL = ("draft_model", "hidden_head")
+_WITHOUT_MODEL = ("ngram", "suffix")
 _MOST_DRAFT_TOKENS = 32  # of a row
 _SMALLEST = {
     "prompt_lookup_min": 1,
@@ -63,22 +75,14 @@ class SpeculativeConfig:
     def of(cls, options: "Mapping[str, Any] | SpeculativeConfig", config: Any) -> Any:
         """Return the options of `EngineConfig`, validated together with the rest of it."""
         if not isinstance(options, cls):
+            example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
+            check_names("speculative_config", options, cls, example)
+            given = {name: value for name, value in options.items() if value is not None}
             require(
-                isinstance(options, Mapping) and all(isinstance(name, str) for name in options),
-                f"speculative_config={options!r} must be a dictionary such as "
-                f"{{'method': 'ngram', 'num_speculative_tokens': 4}}",
+                "method" in given,
+                f"speculative_config has no 'method', which must be one of {METHODS.names()}",
             )
-            known = [field.name for field in fields(cls)]
-            options = {name: value for name, value in options.items() if value is not None}
-            if not options.keys() <= set(known) or options.get("method") not in METHODS:
-                from nanoserve.drop_in.speculation import known_options
-
-                options = known_options(options, known)
-            require(
-                "method" in options,
-                f"speculative_config has no 'method', which must be one of {METHODS}",
-            )
-            options = cls(**options)
+            options = cls(**given)
         require(
             not config.logits_processors,
             "speculative_config with logits_processors of the engine: they would see draft tokens "
@@ -89,15 +93,16 @@ class SpeculativeConfig:
         return options
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, METHODS)
+        check_choice("method", self.method, METHODS.names())
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFT_TOKENS)
         check_bool("adaptive", self.adaptive)
         check_bool("enforce_eager", self.enforce_eager)
-        require(
-            (self.model is not None) == (self.method in _WITH_MODEL),
-            f"method={self.method!r} with model={self.model!r}: a model is what {_WITH_MODEL} "
-            f"need, and the others do not",
-        )
+        if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # else it is one of the user's own
+            require(
+                (self.model is not None) == (self.method in _WITH_MODEL),
+                f"method={self.method!r} with model={self.model!r}: a model is what {_WITH_MODEL} "
+                f"need, and the others do not",
+            )
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), smallest)

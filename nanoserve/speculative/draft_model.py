@@ -25,10 +25,12 @@ from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, Slo
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.layers.context import ParallelContext
 from nanoserve.models.registry import supported_architectures
 from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted
+from nanoserve.worker.device import make_runner
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -57,19 +59,17 @@ def prepare_draft_model(
         trace=None,
         capture_sampling=False,
     )
-    checkpoint = Checkpoint.find(options.model, own, options.revision)
-    draft = checkpoint.model_config(supported_architectures())
+    checkpoint = Checkpoint.open(options.model, own, options.revision)
+    draft = checkpoint.model_config(own, supported_architectures())
     require(
         draft.vocab_size == target.vocab_size,
         f"the draft {options.model} has a vocabulary of {draft.vocab_size} tokens, and the model "
         f"one of {target.vocab_size}: they must be the same",
     )
-    checkpoint.fetch_weights()
+    if own.load_format != "dummy":
+        checkpoint.fetch_weights()
 
     def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
-        from nanoserve.layers.context import ParallelContext
-        from nanoserve.worker.device import make_runner
-
         sized = replace(
             own,
             num_kv_blocks=executor.num_kv_blocks,

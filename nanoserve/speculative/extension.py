@@ -9,6 +9,7 @@ With async scheduling, a sequence with draft tokens under way is left out of the
 is one that had better wait for its pending token to draft what comes after it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,13 @@ from nanoserve.engine.extension import Extension
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.goodput import Goodput, Record
-from nanoserve.speculative.methods import MakeProposer
+from nanoserve.speculative.proposer import MakeProposer
 
 if TYPE_CHECKING:
+    from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.config import EngineConfig
     from nanoserve.engine.guard import GuardedEngine
 
 _LATEST = 16  # steps until the proposer is called again at the latest
@@ -216,3 +220,15 @@ class Speculation(Extension):
         seconds = times.schedule + times.pack + times.execute + times.update
         num_accepted = sum(count for count, _ in plan.accepted_of_drafts(result.token_ids))
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
+
+
+def prepare_speculation(
+    config: "EngineConfig", model_config: "ModelConfig"
+) -> "Callable[[GuardedEngine], None]":
+    """Return what adds `Speculation` to an engine, with the proposer that `config` names.
+
+    Raises `ValueError` for a draft model or head that does not go with the model, before any
+    weight is read.
+    """
+    make_proposer = METHODS.get(config.speculative_config.method)(config, model_config)
+    return lambda engine: engine.add_extension(Speculation(engine, make_proposer))

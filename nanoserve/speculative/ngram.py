@@ -5,8 +5,16 @@ copied. A sequence has a table for each length of n-gram: where its latest occur
 enters each table once, so a draft costs a few lookups, however long the text is.
 """
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.proposer import TextProposer
+from nanoserve.speculative.proposer import MakeProposer, TextProposer
+
+
+def prepare_ngram(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
+    """Return what makes the proposer of method "ngram"."""
+    lookup = config.speculative_config.lookup
+    return lambda executor, scheduler: NgramProposer(*lookup)
 
 
 class NgramProposer(TextProposer):

@@ -1,8 +1,11 @@
 """What proposes draft tokens: the seam."""
 
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, Protocol
 
+from nanoserve.engine.executor import Executor
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
 
@@ -33,6 +36,10 @@ class Proposer(Protocol):
         """Called when a sequence has ended, with the tokens that it has now."""
 
     def close(self) -> None: ...
+
+
+# Makes a proposer, with the executor and the scheduler that it is for.
+MakeProposer = Callable[[Executor, Scheduler], Proposer]
 
 
 def count_accepted(draft_tokens: list[int], token_ids: list[int]) -> int:

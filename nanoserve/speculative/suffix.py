@@ -11,9 +11,11 @@ is followed back from there, and only the latest places are looked at: a bound o
 
 from collections import Counter, OrderedDict
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.speculative.proposer import TextProposer
+from nanoserve.speculative.proposer import MakeProposer, TextProposer
 
 _KEY = 3  # tokens that must agree
 _MOST_PLACES = 8  # of one key in one index
@@ -23,6 +25,11 @@ _NO_TOKEN = -1  # behind each finished text
 
 # Tokens, and the position behind an occurrence in them.
 Place = tuple[list[int], int]
+
+
+def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
+    """Return what makes the proposer of method "suffix"."""
+    return lambda executor, scheduler: SuffixProposer(config.speculative_config)
 
 
 class SuffixProposer(TextProposer):

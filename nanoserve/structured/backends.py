@@ -3,14 +3,13 @@
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from xxhash import xxh3_128_digest
 
 from nanoserve.structured.checker import Checker
 from nanoserve.structured.compiler import Compiler
-from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.structured.config import GRAMMAR_BACKENDS, StructuredOutputsConfig
 from nanoserve.structured.limits import check_bounds
 from nanoserve.structured.source import Source
 
@@ -53,13 +52,9 @@ def check(library: str, source: Source) -> None:
 
 
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
-    if config.backend_name == "xgrammar":
-        from nanoserve.structured.xgrammar import XGrammar
-
-        return Compiler(partial(XGrammar, tokenizer.backend, vocab_size))
-    from nanoserve.structured.guidance import Guidance
-
-    return Compiler(partial(Guidance, tokenizer.backend, vocab_size))
+    """Return a compiler, whose backend is imported when the first grammar is compiled."""
+    name = config.backend_name
+    return Compiler(lambda: GRAMMAR_BACKENDS.get(name)(tokenizer.backend, vocab_size))
 
 
 def _fault(library: str, source: Source) -> str | None:

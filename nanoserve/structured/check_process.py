@@ -11,27 +11,25 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nanoserve.registry import Registry
 from nanoserve.structured.source import Source
 from nanoserve.structured.stacks import start_thread
 
 READY = "ready"
-# Of computing for one grammar. What is within the limits takes llguidance less than 1; xgrammar
-# needs 5 for 9,000 choices.
-SECONDS = {"guidance": 3, "xgrammar": 6}
 _STACK = 16 * 2**20  # a quarter of what the threads have that compile what was found good here
 _MEMORY = 2 * 2**30  # bytes beyond what the libraries take
 _IDLE = 60.0  # seconds without an order after which this process ends
 
 
-def main(file_descriptor: int, library: str) -> None:
-    """Answer each `Source` with what is wrong with it, or None, until the pipe is closed."""
+def main(file_descriptor: int, location: str) -> None:
+    """Answer each `Source` with what is wrong with it, or None, until the pipe is closed.
+
+    location: of the backend that checks them, as "module:Class".
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
     pipe = Connection(file_descriptor)
     try:
-        if library == "xgrammar":
-            from nanoserve.structured.xgrammar import check
-        else:
-            from nanoserve.structured.guidance import check
+        backend = Registry("grammar backend", {"this one": location}).get("this one")
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -39,7 +37,7 @@ def main(file_descriptor: int, library: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash as often as somebody likes
     os.nice(5)  # what runs goes first
     pipe.send(READY)
-    thread = start_thread(_answer, (pipe, check, SECONDS[library]), _STACK, "check")
+    thread = start_thread(_answer, (pipe, backend.check, backend.check_seconds), _STACK, "check")
     thread.join()
 
 

@@ -17,6 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from nanoserve.structured import check_process
+from nanoserve.structured.config import GRAMMAR_BACKENDS
 from nanoserve.structured.source import Source
 
 _MOST = 4  # processes for one library
@@ -103,10 +104,10 @@ class _Process:
         self._library = library
         self._pipe, theirs = Pipe()
         with theirs:
-            number = theirs.fileno()
+            number, location = theirs.fileno(), str(GRAMMAR_BACKENDS.entry(library))
             try:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(number), library, *sys.path],
+                    [sys.executable, "-c", _PROGRAM, str(number), location, *sys.path],
                     pass_fds=[number],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -134,7 +135,7 @@ class _Process:
         except (OSError, EOFError):
             code = self._end(1.0)
             if code == -signal.SIGXCPU:
-                most = check_process.SECONDS[self._library]
+                most = GRAMMAR_BACKENDS.get(self._library).check_seconds
                 reason = f"to compile it takes more than {most} seconds of computing"
                 raise _Died(reason) from None
             reason = f"the library that compiles it crashed (exit status {code})"

@@ -3,12 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.checks import check_bool, check_choice, check_names, require
+from nanoserve.registry import Registry
 
-# What each backend's package is called.
-_PACKAGES = {"guidance": "llguidance", "xgrammar": "xgrammar"}
+if TYPE_CHECKING:
+    from nanoserve.structured.grammar import Backend
+
+GRAMMAR_BACKENDS: "Registry[type[Backend]]" = Registry(
+    "grammar backend",
+    {
+        "guidance": "nanoserve.structured.guidance:Guidance",
+        "xgrammar": "nanoserve.structured.xgrammar:XGrammar",
+    },
+)
+# The package that a backend needs, and what to install.
+_PACKAGES = {
+    "guidance": ("llguidance", "'nanoserve[guided]'"),
+    "xgrammar": ("xgrammar", "xgrammar"),
+}
 
 
 @dataclass(frozen=True)
@@ -16,6 +30,7 @@ class StructuredOutputsConfig:
     """How grammars are computed.
 
     backend: "auto" is "guidance" (llguidance); "xgrammar" knows fewer schemas, and refuses others.
+        One of your own is added by `register_grammar_backend`.
     disable_any_whitespace: JSON is set out in one way, with a space behind each comma and colon.
     disable_additional_properties: objects of schemas have no other properties than those named,
         unless a schema says so itself, as with vLLM's default backend.
@@ -42,7 +57,7 @@ class StructuredOutputsConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, ("auto", *_PACKAGES))
+        check_choice("backend", self.backend, ("auto", *GRAMMAR_BACKENDS.names()))
         check_bool("disable_any_whitespace", self.disable_any_whitespace)
         check_bool("disable_additional_properties", self.disable_additional_properties)
         check_bool("lenient", self.lenient)
@@ -53,8 +68,16 @@ class StructuredOutputsConfig:
     def backend_name(self) -> str:
         """The backend's name. Raises `ValueError` that names the package which is missing."""
         name = "guidance" if self.backend == "auto" else self.backend
-        package = _PACKAGES[name]
-        extra = "'nanoserve[guided]'" if name == "guidance" else package
-        is_there = find_spec(package) is not None
-        require(is_there, f"structured_outputs needs {package}: pip install {extra}")
+        if name in _PACKAGES:
+            package, extra = _PACKAGES[name]
+            is_there = find_spec(package) is not None
+            require(is_there, f"structured_outputs needs {package}: pip install {extra}")
         return name
+
+
+def register_grammar_backend(name: str, location: str) -> None:
+    """Add a backend of your own, as "module:Class": see `nanoserve.structured.grammar.Backend`.
+
+    Processes that check grammars import it from there.
+    """
+    GRAMMAR_BACKENDS.register(name, location)

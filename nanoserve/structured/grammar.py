@@ -51,10 +51,20 @@ class CompiledGrammar(Protocol):
 
 
 class Backend(Protocol):
-    """Whoever compiles grammars for a tokenizer."""
+    """What compiles grammars for a tokenizer; made as `BackendClass(tokenizer, vocab_size)`.
+
+    check_seconds: of computing that `check` may take; what takes longer is refused.
+    """
+
+    check_seconds: int
 
     def compile(self, source: Source) -> CompiledGrammar:
         """Raises `ValueError` that names what is wrong, or not supported."""
+
+    @staticmethod
+    def check(source: Source) -> None:
+        """Raise `ValueError` for what cannot be compiled. Called in a process of its own, which
+        may die of it, and without a tokenizer."""
 
 
 def count_legal(grammar: Grammar, token_ids: list[int]) -> int:

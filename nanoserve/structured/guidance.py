@@ -35,6 +35,8 @@ _ABOUT_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 class Guidance:
     """Compiles for one tokenizer. To make it takes 1 s where there are 150,000 tokens."""
 
+    check_seconds = 3  # what is within the limits takes less than 1
+
     def __init__(self, backend: TokenizerBackend, vocab_size: int) -> None:
         # Its own end token, which no model has: it stands for whatever ids end a request.
         own, end_name = _without_specials(backend), _secret_name()
@@ -53,6 +55,15 @@ class Guidance:
         except ValueError as error:
             raise ValueError(f"{source.kind}: nothing can begin with it: {error}") from None
         return compiled
+
+    @staticmethod
+    def check(source: Source) -> None:
+        """Raise `ValueError` for what cannot be compiled; no tokenizer is needed for that."""
+        matcher = LLMatcher(_bytes(), to_llguidance(source), log_level=0, limits=_LIMITS)
+        _check(matcher)
+        # As `compile` does, so that a crash shows here. That too much would be computed shows
+        # there, where the tokens are.
+        matcher.deep_copy().compute_bitmask()
 
 
 class CompiledByGuidance:
@@ -157,15 +168,6 @@ def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
 
 def _secret_name() -> str:
     return f"<|{secrets.token_hex(12)}|>"
-
-
-def check(source: Source) -> None:
-    """Raise `ValueError` for what cannot be compiled; no tokenizer is needed for that."""
-    matcher = LLMatcher(_bytes(), to_llguidance(source), log_level=0, limits=_LIMITS)
-    _check(matcher)
-    # As `Guidance.compile` does, so that a crash shows here. That too much would be computed shows
-    # there, where the tokens are.
-    matcher.deep_copy().compute_bitmask()
 
 
 @cache

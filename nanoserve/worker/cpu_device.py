@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -37,7 +38,7 @@ class Computation:
     """
 
     model: nn.Module
-    kv_caches: Any
+    kv_caches: list[KVCache]  # of the layers here
     sampler: Sampler
     last_token: Tensor
     block_size: int
@@ -79,16 +80,18 @@ class Device(Protocol):
         """Return all the memory that a rank may ever have."""
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
+        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
     ) -> int | None:
         """Return the number of KV blocks if it is known before the weights are loaded, else None.
 
-        Raises `ValueError` for what can be refused by then.
+        block_bytes: of a block on this rank. memory_bytes: all that the rank has. Raises
+        `ValueError` for what can be refused by then.
         """
 
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
+        block_bytes: int,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
@@ -165,13 +168,14 @@ class CpuDevice:
         return physical_memory_bytes() // parallel.num_ranks
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
+        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
     ) -> int:
-        return decide_num_kv_blocks(config, model_config, parallel)
+        return decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
 
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
+        block_bytes: int,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:

@@ -130,7 +130,7 @@ class CudaDevice:
         return self.cuda.memory_info()[1]
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
+        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
     ) -> None:
         """Return None: a pool of any size has to fit beside the weights."""
         if config.max_model_len is not None:
@@ -145,6 +145,7 @@ class CudaDevice:
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
+        block_bytes: int,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
@@ -152,7 +153,7 @@ class CudaDevice:
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(self.config, model_config, parallel, free)
+            return decide_num_kv_blocks(self.config, model_config, block_bytes, free)
         executor = make_executor()
         run_step = partial(self._run_worst_case, executor)
         group = parallel.tp.group
@@ -168,7 +169,7 @@ class CudaDevice:
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
         memory = GPUMemory(total, free, step.weights, step.activations, graphs, step.libraries)
-        return memory.num_kv_blocks(self.config, model_config, parallel)
+        return memory.num_kv_blocks(self.config, model_config, block_bytes)
 
     def warm_up(self, executor: Executor) -> None:
         if self._has_explicit_pool:

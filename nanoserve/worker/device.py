@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from nanoserve.attention.interface import AttentionBackend
+from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
@@ -21,15 +21,6 @@ from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads, threads
 
 logger = logging.getLogger(__name__)
-
-# Attention, and the small operations that go with it.
-_BACKENDS = {
-    "torch": ("nanoserve.attention.torch:TorchAttention", "nanoserve.layers.ops:TorchOps"),
-    "numba": ("nanoserve.attention.numba:NumbaAttention", "nanoserve.kernels_cpu.ops:NumbaOps"),
-    "triton": ("nanoserve.attention.triton:TritonAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn": ("nanoserve.attention.flash:FlashAttention", "nanoserve.kernels.ops:TritonOps"),
-    "flash_attn3": ("nanoserve.attention.flash:FlashAttention3", "nanoserve.kernels.ops:TritonOps"),
-}
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
@@ -73,7 +64,7 @@ def make_context(
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
-    attention, ops = _backend(name, **_options(name, config))
+    attention, ops = _backend(name, **attention_options(name, config))
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None
@@ -84,22 +75,17 @@ def make_context(
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
-        from nanoserve.worker.linear_methods import choose_linear_method
+        from nanoserve.quantization.linear_methods import choose_linear_method
 
         with threads(num_threads):
             method = choose_linear_method(config, model_config, device, num_bytes)
-    if config.kv_cache_dtype != "auto":
-        from nanoserve.worker.kv_dtypes import quantized_backend
-
-        options = _options(name, config)
-        attention, ops = quantized_backend(name, config.kv_cache_dtype, **options)
     context = LayerContext(dtype, device, parallel, attention, ops, method)
     if name == "numba":
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         return context, CpuDevice(num_threads, NumbaSampler, is_compiled=True)
-    # Products of integers are numba's, if it is there, whatever attention is.
-    is_compiled = bool(is_quantized) and name == "torch" and find_spec("numba") is not None
+    # Products of integers are numba's, if it is there, whatever attention is; all but Triton's.
+    is_compiled = bool(is_quantized) and name != "triton" and find_spec("numba") is not None
     return context, CpuDevice(num_threads, is_compiled=is_compiled)
 
 
@@ -128,7 +114,7 @@ def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> to
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """What was asked for, if it can run here: a name in `_BACKENDS`."""
+    """What was asked for, if it can run here: a name in `ATTENTION_BACKENDS`."""
     name = config.attention_backend
     if name == "auto" and device.type == "cpu":
         has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
@@ -141,7 +127,7 @@ def choose_attention_backend(
     return check_attention_backend(asked, config.block_size, model_config, device)
 
 
-def _options(name: str, config: EngineConfig) -> dict[str, Any]:
+def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
     """Return what the constructor of an attention backend is given."""
     drafts = config.speculative_config
     if name != "triton" or drafts is None or drafts.enforce_eager:
@@ -150,9 +136,4 @@ def _options(name: str, config: EngineConfig) -> dict[str, Any]:
 
 
 def _backend(name: str, **options: Any) -> tuple[AttentionBackend, TorchOps]:
-    attention, ops = (location.split(":") for location in _BACKENDS[name])
-    return _class(*attention)(**options), _class(*ops)()
-
-
-def _class(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+    return ATTENTION_BACKENDS.get(name)(**options), OPERATIONS.get(name)()

@@ -12,18 +12,16 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate
-from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.dummy_rows import pack_dummy_step
-from nanoserve.worker.kv_cache import blocks_wanted, kv_block_bytes
+from nanoserve.worker.kv_cache import blocks_wanted
 
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _MOST_OF_LIBRARIES = 2**30  # bytes; kernels and cuBLAS load a few hundred MiB
-_ALONE = ParallelContext()
 _PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
@@ -39,15 +37,13 @@ class GPUMemory:
     libraries: int = 0  # of CUDA, beside torch's memory; `free` is without them already
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext = _ALONE
+        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
     ) -> int:
-        """Usable blocks in this process's share of the memory, `gpu_memory_utilization`.
+        """Return the usable blocks in this process's share of memory, `gpu_memory_utilization`.
 
         Other processes do not shrink the share: if what they hold is missing, this raises, and
         so it does if nothing is left. `ValueError` with the numbers and what to lower.
         """
-        block_size, dtype = config.block_size, config.kv_cache_dtype
-        block_bytes = kv_block_bytes(model_config, block_size, parallel, dtype)
         share = int(self.total * config.gpu_memory_utilization)
         taken = self.weights + self.activations + self.graphs + self.libraries
         told = (

@@ -6,7 +6,6 @@ own, and what the head returns reaches the collector of the same name in
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +14,8 @@ from torch import Tensor
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.registry import Registry
 from nanoserve.worker.batch_tensors import BatchTensors
-
-_HEADS = {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
 
 
 class Head(Protocol):
@@ -42,18 +40,19 @@ class Head(Protocol):
         """What `__call__` has returned, brought to the host: here it may wait."""
 
 
+# All ranks must have the same, in the same order.
+HEADS: Registry[Callable[[int], Head]] = Registry(
+    "head", {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
+)
+
+
 def register_head(name: str, location: str) -> None:
-    """Add a head of your own, as "module:Class"."""
-    _HEADS[name] = location
-
-
-def registered_heads() -> dict[str, str]:
-    """Where each head is, by name. All ranks must have the same, in the same order."""
-    return dict(_HEADS)
+    """Add a head of your own, as "module:Class"; other ranks import it from there."""
+    HEADS.register(name, location)
 
 
 class Heads:
-    """Those that a runner has needed so far."""
+    """The heads that a runner has needed so far."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -61,8 +60,7 @@ class Heads:
 
     def __getitem__(self, name: str) -> Head:
         if name not in self._heads:
-            module, _, attribute = _HEADS[name].partition(":")
-            self._heads[name] = getattr(import_module(module), attribute)(self._num_slots)
+            self._heads[name] = HEADS.get(name)(self._num_slots)
         return self._heads[name]
 
     def run(

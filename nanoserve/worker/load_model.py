@@ -4,18 +4,18 @@ import logging
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.loader import check_weights, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.worker.kv_cache import allocate_kv_cache
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +89,20 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def allocate_pool(
-    config: EngineConfig, model_config: ModelConfig, context: LayerContext, num_kv_blocks: int
-) -> Any:
-    """Return the KV caches of this rank's layers, for so many blocks and the dummy block 0."""
-    kv_caches = allocate_kv_cache(model_config, num_kv_blocks, config.block_size, context)
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layout: KVCacheLayout,
+    num_kv_blocks: int,
+    device: torch.device,
+) -> list[KVCache]:
+    """Return the KV caches of the layers here, for so many blocks and the dummy block 0."""
+    kv_caches = allocate_kv_caches(*layout, num_kv_blocks, device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
-        kv_caches.zero_()  # asked for, so taken now: no step waits for the system
+        for kv_cache in kv_caches:
+            kv_cache.fill_(0.0)  # asked for, so taken now: no step waits for the system
+    pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
     logger.info(
         f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
-        f"{config.block_size} tokens ({kv_caches.nbytes / 2**30:.2f} GiB)"
+        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
     )
     return kv_caches

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -23,8 +24,8 @@ from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
-from nanoserve.worker.heads import Heads, registered_heads
-from nanoserve.worker.kv_cache import allocate_kv_cache
+from nanoserve.worker.heads import HEADS, Heads
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 from nanoserve.worker.load_model import allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class ModelRunner:
         context: LayerContext,
         device: Device,
         model: nn.Module,
-        kv_caches: Any,
+        kv_cache_layout: KVCacheLayout,
+        kv_caches: list[KVCache],
         num_kv_blocks: int,
         max_model_len: int,
     ) -> None:
@@ -71,14 +73,13 @@ class ModelRunner:
         """
         self.config, self.model_config = config, model_config
         self.path, self.context, self.device = path, context, device
-        self.model, self.kv_caches = model, kv_caches
+        self.model, self.kv_cache_layout, self.kv_caches = model, kv_cache_layout, kv_caches
         self.num_kv_blocks, self.max_model_len = num_kv_blocks, max_model_len
         num_slots = config.max_num_seqs
+        most_blocks = blocks_needed(max_model_len, config.block_size)
+        names, num_groups = tuple(HEADS.names()), len(kv_cache_layout.groups)
         self.layout = BatchLayout(
-            config.max_num_batched_tokens,
-            num_slots,
-            blocks_needed(max_model_len, config.block_size),
-            tuple(registered_heads()),
+            config.max_num_batched_tokens, num_slots, most_blocks, names, num_groups
         )
         self.heads = Heads(num_slots)
         self.sampler = self._make_sampler()
@@ -101,31 +102,30 @@ class ModelRunner:
         Whatever can be refused before the weights are read, is: with `ValueError`. A CPU's pool is
         known beforehand; a GPU gives it what everything else has left.
         """
-        parallel = context.parallel
+        layout = KVCacheLayout.of(config, model_config, context)
+        parallel, memory_bytes = context.parallel, device.memory_bytes(context.parallel)
         longest = partial(config.resolve_max_model_len, model_config.max_position_embeddings)
         with device.guard():
             # 1) As far as it goes without weights: the pool, and the longest sequence in it.
-            num_kv_blocks, max_model_len = (
-                device.num_kv_blocks(config, model_config, parallel),
-                None,
-            )
+            pool = config, model_config, layout.block_bytes, memory_bytes
+            num_kv_blocks, max_model_len = device.num_kv_blocks(*pool), config.max_model_len
             if num_kv_blocks is not None:
                 num_kv_blocks = parallel.smallest(num_kv_blocks)
                 max_model_len = longest(num_kv_blocks)
             # 2) The weights.
-            num_positions = max_model_len or config.max_model_len
-            memory_bytes = device.memory_bytes(parallel)
-            model = load_model(config, model_config, path, context, num_positions, memory_bytes)
-            make = partial(cls, config, model_config, path, context, device, model)
+            model = load_model(config, model_config, path, context, max_model_len, memory_bytes)
+            make = partial(cls, config, model_config, path, context, device, model, layout)
             # 3) The pool, where it is what they have left.
             if num_kv_blocks is None:
-                profiled = partial(_with_one_block, make, config, model_config, context)
-                measured = device.measure_kv_blocks(model_config, parallel, profiled)
+                profiled = partial(_with_one_block, make, config, model_config, layout, context)
+                measured = device.measure_kv_blocks(
+                    model_config, layout.block_bytes, parallel, profiled
+                )
                 num_kv_blocks = parallel.smallest(measured)
                 max_model_len = longest(num_kv_blocks)
             # 4) The runner, and what would otherwise be compiled while it serves.
-            kv_caches = allocate_pool(config, model_config, context, num_kv_blocks)
             logger.info("max_model_len %d", max_model_len)
+            kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
             runner.warm_up()
         return runner
@@ -293,7 +293,11 @@ class ModelRunner:
         """Allocate the KV cache anew, with as many blocks as before."""
         with self.device.guard():
             self.kv_caches = allocate_pool(
-                self.config, self.model_config, self.context, self.num_kv_blocks
+                self.config,
+                self.model_config,
+                self.kv_cache_layout,
+                self.num_kv_blocks,
+                self.context.device,
             )
 
     def resume(self) -> None:
@@ -333,6 +337,7 @@ def _with_one_block(
     make: Callable[..., ModelRunner],
     config: EngineConfig,
     model_config: ModelConfig,
+    layout: KVCacheLayout,
     context: LayerContext,
 ) -> ModelRunner:
     """Return a runner for steps of dummy rows, which share the dummy block.
@@ -340,7 +345,7 @@ def _with_one_block(
     Its buffers are those of the longest sequence that may turn out to fit.
     """
     longest = config.max_model_len or model_config.max_position_embeddings
-    kv_caches = allocate_kv_cache(model_config, 1, config.block_size, context)
+    kv_caches = allocate_kv_caches(*layout, 1, context.device)
     return make(kv_caches, blocks_needed(longest, config.block_size), longest)
 
 

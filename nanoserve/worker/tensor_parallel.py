@@ -27,8 +27,8 @@ from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.models.registry import model_class, registered_model
-from nanoserve.worker.heads import registered_heads
+from nanoserve.models.registry import MODELS, model_class
+from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import Handle, ModelRunner
 from nanoserve.worker.process_group import LOOPBACK, Group, serve_store
 from nanoserve.worker.ranks import join_ranks
@@ -85,7 +85,7 @@ class TensorParallelExecutor:
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["host"] = host
             job["model"] = (architecture, location)
-            job["heads"], job["num_batches"] = registered_heads(), self._num_batches
+            job["heads"], job["num_batches"] = HEADS.entries(), self._num_batches
             timeout = config.worker_timeout_seconds
             self._workers = workers_class(size, job, memory, num_threads, timeout)
             self._stack.callback(self._workers.close)
@@ -266,7 +266,7 @@ def _model_location(architecture: str) -> str:
 
     Raises `ValueError` for a class that only this process has.
     """
-    model = registered_model(architecture)
+    model = MODELS.entry(architecture)
     if isinstance(model, str):
         return model
     if model.__module__ == "__main__" or "<" in model.__qualname__:

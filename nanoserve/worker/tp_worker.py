@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
@@ -117,7 +117,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         register_model(architecture, location)
     for name, location in job["heads"].items():
         register_head(name, location)
-    model_config = ModelConfig.from_checkpoint(path, config.dtype)
+    model_config = Checkpoint.open(path, config).model_config(config, supported_architectures())
     device = choose_device(config, job["rank"], size)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # this process has no other; what forgets to say so means it

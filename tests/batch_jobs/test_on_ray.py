@@ -59,7 +59,7 @@ def test_chunks_are_small_enough_to_share(
 
 def test_replicas_that_have_no_room_are_told() -> None:
     """Ray would wait for ever."""
-    config = EngineConfig.from_options("tiny-qwen3", tensor_parallel_size=2)
+    config = EngineConfig("tiny-qwen3", tensor_parallel_size=2)
     there = {"CPU": 4.0, "GPU": 4.0}
     assert _resources(config, 1, 2, there) == {"num_cpus": 1, "num_gpus": 2}
     with pytest.raises(ValueError, match="replicas=3 take 2 GPU each, and Ray has 4"):

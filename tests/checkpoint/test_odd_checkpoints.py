@@ -322,13 +322,18 @@ def test_a_path_that_does_not_exist(
         ("gpt2", "bundled are tiny-qwen3, tiny-qwen3-draft"),
         ("", "it is empty"),
         ("org/m-GGUF:Q4_K_M", "name its file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
-        (Path("Qwen/Qwen3-0.6B"), "give the name as a str"),
     ],
 )
-def test_a_name_that_is_almost_one(name: str | Path, advice: str) -> None:
+def test_a_name_that_is_almost_one(name: str, advice: str) -> None:
     told = refusal(name)
     assert "a name on the hub, which is a str of the form 'organisation/model'" in told
     assert advice in told
+
+
+def test_a_path_is_no_name_on_the_hub() -> None:
+    told = refusal(Path("Qwen/Qwen3-0.6B"))
+    assert told.startswith("'./Qwen/Qwen3-0.6B' is neither a folder nor a bundled checkpoint")
+    assert "for a model on the hub, give 'organisation/model'" in told
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def install(folder: Path, file: str = "it.gguf") -> Path:
 
 
 def find(name: Any, **options: Any) -> Checkpoint:
-    return Checkpoint.find(name, EngineConfig(str(name)), **options)
+    return Checkpoint.open(name, EngineConfig(str(name)), **options)
 
 
 def refusal(name: Any, **options: Any) -> str:

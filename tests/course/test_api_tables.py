@@ -9,7 +9,7 @@ import pytest
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import FOREIGN, RENAMED
-from nanoserve.server.request_names import OF_VLLM
+from nanoserve.drop_in.request_names import OF_VLLM
 
 
 @pytest.mark.parametrize(

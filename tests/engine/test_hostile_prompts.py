@@ -343,7 +343,7 @@ def test_integers_of_any_size_are_pythons_afterwards(integer: type) -> None:
     names = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n")
     params = SamplingParams(**{name: integer(2) for name in names})
     assert {type(getattr(params, name)) for name in names} == {int}
-    config = EngineConfig.from_options("none", max_num_seqs=integer(4), block_size=integer(16))
+    config = EngineConfig("none", max_num_seqs=integer(4), block_size=integer(16))
     engine = make_engine(
         max_num_seqs=integer(2),
         max_num_batched_tokens=integer(100),

@@ -19,7 +19,7 @@ from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParam
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.missing import IN_DROP_IN, METHODS, NAMES
-from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
+from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS, engine_config
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.drop_in.speculation import FOREIGN as FOREIGN_SPECULATION
 
@@ -45,7 +45,7 @@ def text(output: Any) -> str:
 def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) -> None:
     """None is "not given"; and what it is by default there, if that is what is done here."""
     accepts, instead = FOREIGN[name]
-    assert EngineConfig.from_options("m", **{name: None}) == EngineConfig("m")
+    assert engine_config("m", {name: None}) == EngineConfig("m")
     asked = next(
         (v for v in (False, 1, 0, {}, True, "auto", "mp", "lazy", "linear", 4) if accepts(v)), ...
     )
@@ -56,11 +56,11 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
             "log_level": "info",
             "performance_mode": "balanced",
         }[name]
-    assert EngineConfig.from_options("m", **{name: asked}) == EngineConfig("m")
+    assert engine_config("m", {name: asked}) == EngineConfig("m")
     refused = object()
     if not accepts(refused):
         with pytest.raises(ValueError) as caught:
-            EngineConfig.from_options("m", **{name: refused})
+            engine_config("m", {name: refused})
         assert str(caught.value).startswith(f"{name}=") and instead in str(caught.value)
 
 
@@ -94,19 +94,19 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
 )
 def test_what_cannot_be_had_is_refused_with_advice(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as caught:
-        EngineConfig.from_options("m", **options)
+        engine_config("m", options)
     assert told in str(caught.value)
 
 
 def test_a_token_of_the_hub_is_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="HF_TOKEN") as caught:
-        EngineConfig.from_options("m", hf_token="hf_secret")
+        engine_config("m", {"hf_token": "hf_secret"})
     assert "secret" not in str(caught.value)
 
 
 def test_what_changes_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nanoserve")
-    EngineConfig.from_options("m", **dict.fromkeys(NO_EFFECT[:-1], 4), task="generate")
+    engine_config("m", {**dict.fromkeys(NO_EFFECT[:-1], 4), "task": "generate"})
     assert [record.message.split("=")[0] for record in caplog.records] == NO_EFFECT
 
 
@@ -125,7 +125,7 @@ def test_what_changes_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     ids=str,
 )
 def test_vllms_spellings_are_understood(options: dict[str, Any], ours: dict[str, Any]) -> None:
-    assert EngineConfig.from_options("m", **options) == EngineConfig("m", **ours)
+    assert engine_config("m", options) == EngineConfig("m", **ours)
 
 
 def test_what_a_checkpoint_recommends_can_be_left_or_changed(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_keys_of_a_bias_may_be_texts_as_openai_has_them() -> None:
 
 def test_an_option_of_older_servers_is_told_where_it_belongs() -> None:
     with pytest.raises(ValueError, match="--reasoning-parser NAME to `nanoserve serve`"):
-        EngineConfig.from_options("m", enable_reasoning=True)
+        engine_config("m", {"enable_reasoning": True})
 
 
 def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:
@@ -644,12 +644,12 @@ def test_vllms_names_of_guessing_are_known(name: str) -> None:
     plain = EngineConfig("m", speculative_config={"method": "ngram"})
     for value in (None, *neutral, *([object()] if not neutral else [])):
         config = {"method": "ngram", name: value}
-        assert EngineConfig("m", speculative_config=config) == plain
+        assert engine_config("m", {"speculative_config": config}) == plain
     if neutral:
         with pytest.raises(ValueError, match=f"{name}=.*is vLLM's and not implemented"):
-            EngineConfig("m", speculative_config={"method": "ngram", name: "other"})
+            engine_config("m", {"speculative_config": {"method": "ngram", name: "other"}})
     with pytest.raises(ValueError, match=r"'eagle3' is vLLM's.*'draft_model'"):
-        EngineConfig("m", speculative_config={"method": "eagle3", "model": "x"})
+        engine_config("m", {"speculative_config": {"method": "eagle3", "model": "x"}})
 
 
 def test_entries_of_a_prompt_that_are_none_are_not_there(llm: LLM) -> None:

@@ -8,11 +8,12 @@ from importlib import import_module
 import pytest
 
 from nanoserve.cli import main
+from nanoserve.commands.engine_args import EngineArgs, FlexibleArgumentParser
 from nanoserve.commands.engine_flags import engine_options
 from nanoserve.commands.parser import Parser, whole_number
 from nanoserve.commands.serve import _OURS, parse_args
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.engine_args import EngineArgs, FlexibleArgumentParser
+from nanoserve.drop_in.options import engine_config
 from nanoserve.drop_in.server_flags import ELSEWHERE, FLAGS
 from nanoserve.server.settings import ServerSettings
 
@@ -150,8 +151,8 @@ def test_what_is_no_integer_is_told(text: str, capsys) -> None:
 @pytest.mark.parametrize("text", ["auto", "-1", "AUTO"])
 def test_a_length_may_be_automatic(text: str) -> None:
     assert options("--max-model-len", text) == {"max_model_len": None}
-    assert EngineConfig.from_options("m", max_model_len=-1) == EngineConfig("m")
-    assert EngineConfig.from_options("m", max_model_len="auto") == EngineConfig("m")
+    assert engine_config("m", {"max_model_len": -1}) == EngineConfig("m")
+    assert engine_config("m", {"max_model_len": "auto"}) == EngineConfig("m")
 
 
 def test_vllms_shorter_flags() -> None:

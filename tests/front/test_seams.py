@@ -14,8 +14,7 @@ from toy_params import NoEchoParams
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.worker import heads
-from nanoserve.worker.heads import register_head
+from nanoserve.worker.heads import HEADS, register_head
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_it_takes_a_few_lines(module, most: int) -> None:
 def test_a_head_gets_the_hidden_states_of_a_prompt(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
-    monkeypatch.setattr(heads, "_HEADS", dict(heads._HEADS))
+    monkeypatch.setattr(HEADS, "_entries", HEADS.entries())
     register_head("lengths", "toy_head:HiddenLengths")
     prompt = [3 * i % 50 for i in range(30)]
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": budget}

@@ -29,7 +29,7 @@ from nanoserve.sampling_params import SamplingParams
 def published_engine(
     publish: Callable[[KVEventBatch], Any], **options: Any
 ) -> tuple[GuardedEngine, BlockManager]:
-    """As `nanoserve.make_engine` wires it."""
+    """As `nanoserve.build` wires it."""
     given = {"enable_kv_cache_events": True, "publisher": publish}
     config = EngineConfig("none", kv_events_config=given).kv_events_config
     engine = make_engine(num_kv_blocks=20, block_size=4, max_num_seqs=3, **options)

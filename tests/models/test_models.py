@@ -211,7 +211,7 @@ def test_so_are_those_of_the_interpreted_kernels(
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PreTrainedModel:
     """transformers' Llama with louder weights, and a checkpoint that says that it is LoudLlama."""
-    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    monkeypatch.setattr(registry.MODELS, "_entries", registry.MODELS.entries())
     model = make_checkpoint(LlamaForCausalLM, tmp_path)
     edit_json(tmp_path / "config.json", architectures=["LoudLlama"])
     with torch.no_grad():

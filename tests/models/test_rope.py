@@ -14,8 +14,8 @@ from transformers import AutoConfig, LlamaConfig, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.overrides import read_with_overrides
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext
@@ -362,10 +362,11 @@ def test_a_scaling_may_be_given_for_a_file_without_a_base(tmp_path: Path) -> Non
     edit_json(tmp_path / "config.json", rope_parameters=...)
     scaling = {"type": "linear", "factor": 4.0}
     config = EngineConfig("m", hf_overrides={"rope_scaling": scaling})
-    found = read_with_overrides(tmp_path, config, ["Qwen3ForCausalLM"])
+    checkpoint = Checkpoint(tmp_path, tmp_path)
+    found = checkpoint.model_config(config, ["Qwen3ForCausalLM"])
     assert found.rope == RopeConfig("linear", theta=1e4, factor=4.0)
     config = EngineConfig("m", hf_overrides={"rope_scaling": scaling, "rope_theta": 5e5})
-    assert read_with_overrides(tmp_path, config, ["Qwen3ForCausalLM"]).rope.theta == 5e5
+    assert checkpoint.model_config(config, ["Qwen3ForCausalLM"]).rope.theta == 5e5
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_options_that_name_nothing_are_refused(tmp_path: Path) -> None:
     }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
-            EngineConfig.from_options(tmp_path, **options)
+            EngineConfig(str(tmp_path), **options)
     with pytest.raises(ValueError, match=r"'gptq' is a format that checkpoints have.*int8 or int4"):
         LLM(tmp_path, device="cpu", skip_tokenizer_init=True, quantization="gptq")
     with pytest.raises(ValueError, match=r"48 inputs .* do not divide into groups of 32 to 32"):

@@ -8,7 +8,7 @@ from counting_executor import make_engine, run
 from shadow_kv import ShadowRun
 
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.cache_salt import key_of_salt
+from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.block_events import BlockEvents
 from nanoserve.replicas.prefix_router import PrefixRouter

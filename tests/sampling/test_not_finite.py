@@ -121,7 +121,7 @@ def test_what_a_mask_hides_harms_nobody_but_those_who_ask_for_log_probabilities(
 def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any) -> GuardedEngine:
     """With the CPU's sampler, or with a GPU's, whose kernels are interpreted."""
     options = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 64} | options
-    config = EngineConfig.from_options(path, async_scheduling=async_scheduling, **options)
+    config = EngineConfig(str(path), async_scheduling=async_scheduling, **options)
     config = config.for_device("cpu" if device == "cpu" else "cuda")
     model_config = ModelConfig.from_checkpoint(path)
     if device == "cpu":

@@ -128,8 +128,8 @@ def random_value(rng: random.Random, depth: int = 0):
 def test_random_bodies_are_answered_or_refused_and_never_an_error_of_the_server(
     server, seed
 ) -> None:
+    from nanoserve.drop_in.request_names import FOREIGN
     from nanoserve.server.protocol import ChatBody, CompletionBody
-    from nanoserve.server.request_names import FOREIGN
 
     rng = random.Random(seed)
     for _ in range(60):

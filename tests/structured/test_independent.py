@@ -297,7 +297,7 @@ def test_a_request_gets_what_it_gets_without_draft_tokens(
 ) -> None:
     """Drafts without a grammar, grammars without drafts, and both in one engine."""
     if "stages" in place:
-        monkeypatch.setattr("nanoserve.make_engine.make_executor", TwoStages)
+        monkeypatch.setattr("nanoserve.build.make_executor", TwoStages)
     with open_llm(kind, place, path) as llm:
         if kind in READERS:
             is_kept = "not filtered" not in kind

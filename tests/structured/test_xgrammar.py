@@ -24,7 +24,7 @@ from random_grammars import RandomSchema, random_regex
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import count_legal
-from nanoserve.structured.xgrammar import XGrammar, check
+from nanoserve.structured.xgrammar import XGrammar
 from nanoserve.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
@@ -154,7 +154,7 @@ def test_json_validates(
 @pytest.mark.parametrize(("schema", "what"), REFUSED)
 def test_what_it_would_pass_over_is_refused_by_name(schema: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        check(source(json=schema))
+        XGrammar.check(source(json=schema))
 
 
 def test_of_random_grammars_it_obeys_those_that_it_takes(
@@ -188,7 +188,7 @@ def test_of_random_grammars_it_obeys_those_that_it_takes(
 )
 def test_regexes_that_it_reads_in_another_way_are_refused(regex: str) -> None:
     with pytest.raises(ValueError, match=r"supported|means"):
-        check(source(regex=regex))
+        XGrammar.check(source(regex=regex))
 
 
 def test_there_and_back_is_as_if_it_had_not_been(xgrammar: XGrammar) -> None:

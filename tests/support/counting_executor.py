@@ -147,7 +147,7 @@ def make_engine(
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> GuardedEngine:
-    config = EngineConfig.from_options("none", **{"max_num_seqs": 8, **options})
+    config = EngineConfig("none", **{"max_num_seqs": 8, **options})
     config = config.for_device("cpu")
     model_config = ModelConfig(
         architecture="Counting",

@@ -43,7 +43,7 @@ def make_runner(
     path: Path, cuda: FakeCuda, attention: AttentionBackend | None = None, **options: Any
 ) -> ModelRunner:
     options = {"num_kv_blocks": 60, "max_num_seqs": 5, "capture_sampling": True} | options
-    config = EngineConfig.from_options(path, **options).for_device("cuda")
+    config = EngineConfig(str(path), **options).for_device("cuda")
     context = LayerContext(attention=attention or CapturableTorchAttention())
     device = CudaDevice(config, cuda, context.attention.capturable)
     return ModelRunner.load(config, ModelConfig.from_checkpoint(path), path, context, device)
@@ -195,8 +195,8 @@ def test_memory_of_both_kinds_of_graphs_is_counted(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, cuda, **options)
     assert isinstance(runner.device.programs[0], SamplingProgram)
     assert cuda.free == GIB - (2 * 40 + 32 + 2 * 3) * 2**20
-    block_bytes = runner.kv_caches.nbytes // (runner.num_kv_blocks + 1)
-    used = GIB - cuda.free + runner.kv_caches.nbytes
+    block_bytes = runner.kv_cache_layout.block_bytes
+    used = GIB - cuda.free + block_bytes * (runner.num_kv_blocks + 1)
     assert used <= 0.9 * GIB < used + 2 * block_bytes
 
 
@@ -213,7 +213,7 @@ def test_close_lets_go_of_both(checkpoint: Path) -> None:
 def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     for other in ({"enforce_eager": True}, {"tensor_parallel_size": 2}):
         with pytest.raises(ValueError, match=r"capture_sampling=True is for the CUDA graphs of"):
-            EngineConfig.from_options(checkpoint, capture_sampling=True, **other)
+            EngineConfig(str(checkpoint), capture_sampling=True, **other)
     with pytest.raises(ValueError, match=r"attention_backend='torch' cannot be part of a CUDA"):
         make_runner(checkpoint, FakeCuda(), TorchAttention(), attention_backend="torch")
 

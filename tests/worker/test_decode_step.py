@@ -31,8 +31,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.graph_programs import DecodeProgram
@@ -139,8 +139,8 @@ def capturing(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) 
 
 def make_runner(path: Path, **options: Any) -> ModelRunner:
     (path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
-    config = EngineConfig.from_options(
-        path,
+    config = EngineConfig(
+        str(path),
         load_format="dummy",
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=8192,

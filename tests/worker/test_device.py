@@ -116,11 +116,11 @@ class Handed(Exception):
 def test_an_executor_is_handed_what_is_in_force(
     has_gpu: bool, asked: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make_executor(config: EngineConfig, *_: Any) -> None:
+    def make_executor(config: EngineConfig, **_: Any) -> None:
         raise Handed(config.device, config.max_num_batched_tokens, config.async_scheduling)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr("nanoserve.make_engine.make_executor", make_executor)
+    monkeypatch.setattr("nanoserve.build.make_executor", make_executor)
     is_gpu = has_gpu and asked == "auto"
     with pytest.raises(Handed) as handed:
         LLM(checkpoint, device=asked, skip_tokenizer_init=True)

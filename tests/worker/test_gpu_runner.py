@@ -33,13 +33,13 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
-from nanoserve.worker.device import _options
+from nanoserve.worker.device import attention_options
 from nanoserve.worker.draft_program import DraftProgram, fill_rows
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.graph_programs import DecodeProgram
@@ -66,12 +66,12 @@ def make_runner(
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
-    config = EngineConfig.from_options(path, **options).for_device("cuda")
+    config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
     attention = attention or TorchAttention()
     context = LayerContext(parallel=parallel or ParallelContext(), attention=attention)
     if config.attention_backend == "triton":
-        attention = TritonAttention(**_options("triton", config))
+        attention = TritonAttention(**attention_options("triton", config))
         context = LayerContext(attention=attention, ops=TritonOps())
     device = CudaDevice(config, cuda, is_capturable)
     return ModelRunner.load(config, model_config, path, context, device)
@@ -444,7 +444,7 @@ def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(
     cuda = FakeCuda(total=GIB, free=GIB, **took)
     cuda.peak = 100 * 2**20
     runner = make_runner(checkpoint, cuda, max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
-    block_bytes = kv_block_bytes(runner.model_config, 16)
+    block_bytes = kv_block_bytes(runner.config, runner.model_config)
     left = int(0.9 * GIB) - (100 + 40 + 32 + len(sizes)) * 2**20
     assert runner.num_kv_blocks == left // block_bytes - 1
     assert runner.max_model_len == 512
@@ -460,7 +460,8 @@ def test_without_graphs_none_is_measured(checkpoint: Path, without: dict[str, bo
     cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=2**20, graph_bytes=2**20)
     runner = make_runner(checkpoint, cuda, max_num_seqs=4, max_num_batched_tokens=32, **without)
     assert not runner.device.programs and cuda.free == GIB
-    assert runner.num_kv_blocks == int(0.9 * GIB) // kv_block_bytes(runner.model_config, 16) - 1
+    block_bytes = runner.kv_cache_layout.block_bytes
+    assert runner.num_kv_blocks == int(0.9 * GIB) // block_bytes - 1
 
 
 class Watched(TorchAttention):
@@ -534,7 +535,7 @@ def test_what_cudas_libraries_take_is_part_of_the_share(
     parallel = ParallelContext(TensorParallel(group=GroupOfOne()))
     runner = make_runner(checkpoint, cuda, parallel=parallel, **options)
     share = int(0.92 * 4 * GIB) - 900 * 2**20
-    assert runner.num_kv_blocks == share // kv_block_bytes(runner.model_config, 16) - 1
+    assert runner.num_kv_blocks == share // kv_block_bytes(runner.config, runner.model_config) - 1
     assert not caplog.records
 
 
@@ -552,7 +553,7 @@ MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=G
 
 def num_kv_blocks(memory: GPUMemory, model_config: ModelConfig, **options: Any) -> int:
     config = EngineConfig("m", **options).for_device("cuda")
-    return memory.num_kv_blocks(config, model_config)
+    return memory.num_kv_blocks(config, model_config, kv_block_bytes(config, model_config))
 
 
 @pytest.fixture(scope="module")
@@ -663,8 +664,8 @@ def test_requests_with_draft_tokens_get_what_the_cpu_answers(
 def test_attention_is_made_for_rows_of_draft_tokens(checkpoint: Path) -> None:
     """It cuts their keys into shares, as those of decode rows, but only where graphs want it."""
     for drafts, longest_cut in ((None, 1), (DRAFTS, 1), (IN_GRAPHS, 4)):
-        config = EngineConfig.from_options(checkpoint, speculative_config=drafts)
-        attention = TritonAttention(**_options("triton", config))
+        config = EngineConfig(str(checkpoint), speculative_config=drafts)
+        attention = TritonAttention(**attention_options("triton", config))
         assert attention.longest_cut == longest_cut
 
 
@@ -755,7 +756,7 @@ def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> No
     """The others are told of draft tokens if graphs are to be recorded of them, else of nothing."""
     common = {"tensor_parallel_size": 2, "num_kv_blocks": 8, "max_num_seqs": 2}
     for drafts, kinds in ((DRAFTS, [DecodeProgram]), (IN_GRAPHS, [DecodeProgram, DraftProgram])):
-        config = EngineConfig.from_options(checkpoint, speculative_config=drafts, **common)
+        config = EngineConfig(str(checkpoint), speculative_config=drafts, **common)
         options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
         theirs = EngineConfig(**options)
         assert theirs.speculative_config == (config.speculative_config if kinds[1:] else None)

@@ -113,7 +113,7 @@ SAMPLER = {"choose_tokens", "filter_borders"}
 def test_from_its_making_to_its_end_an_engine_keeps_to_its_gpu(
     checkpoint: Path, cuda: TwoGPUs, options: dict[str, Any]
 ) -> None:
-    config = EngineConfig.from_options(checkpoint, max_num_seqs=2, **options).for_device("cpu")
+    config = EngineConfig(str(checkpoint), max_num_seqs=2, **options).for_device("cpu")
     runner = make_runner(cuda, config, checkpoint)
     assert cuda.seen() == MODEL | SAMPLER | {"page_lock", "capture"}
     runner.use_memory(np.zeros(2 * runner.layout.num_bytes, dtype=np.uint8))
@@ -131,7 +131,7 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     checkpoint: Path, cuda: TwoGPUs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For NCCL and whatever else has no guard. Then it runs a prompt and a decode step."""
-    config = EngineConfig.from_options(checkpoint, max_num_seqs=2, num_kv_blocks=50)
+    config = EngineConfig(str(checkpoint), max_num_seqs=2, num_kv_blocks=50)
     config = config.for_device("cpu")
     model_config = ModelConfig.from_checkpoint(checkpoint)
     gpu, runners = torch.device("cuda", OWN), []

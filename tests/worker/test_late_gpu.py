@@ -80,7 +80,7 @@ def make_engine(
         monkeypatch.setattr(fused_sampler, name, kernel)
     to_host = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
-    config = EngineConfig.from_options(path, **OPTIONS | options)
+    config = EngineConfig(str(path), **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
     device = CudaDevice(config, cuda, is_capturable=True)
     context = LayerContext(attention=attention)

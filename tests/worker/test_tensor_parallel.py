@@ -237,6 +237,15 @@ def test_the_bundled_model_on_two_ranks(device: str) -> None:
     assert texts[0] == texts[1] != ""
 
 
+def test_all_ranks_read_the_config_with_its_overrides(path: Path, device: str) -> None:
+    answers = []
+    for size, theta in ((1, 1e4), (1, 50.0), (2, 50.0)):
+        with make_llm(path, size, device, hf_overrides={"rope_theta": theta}) as llm:
+            outputs = llm.generate([[*range(40)]], PARAMS[1], use_tqdm=False)
+        answers.append(outputs[0].outputs[0].token_ids)
+    assert answers[0] != answers[1] == answers[2]
+
+
 @pytest.mark.size("full")
 def test_two_engines_at_once_and_their_streams(checkpoint: Path, device: str) -> None:
     asked, share = prompts(3, 300), {"gpu_memory_utilization": 0.3}

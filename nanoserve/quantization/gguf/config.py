@@ -29,9 +29,9 @@ _CONTROL = 3  # in tokenizer.ggml.token_type
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
-def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `config.json` and `generation_config.json` would say."""
-    file = GGUFFile.open(path)
+def read_settings(source: Path | GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `config.json` and `generation_config.json` would say."""
+    file = GGUFFile.open(source)
     sampling = {
         theirs: file.settings[f"general.sampling.{name}"]
         for name, theirs in _SAMPLING.items()

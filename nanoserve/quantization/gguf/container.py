@@ -66,9 +66,14 @@ class GGUFFile:
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def open(cls, path: Path) -> "GGUFFile":
-        """Raises `ValueError` for a damaged file, a part of a model without the others, and a
-        tensor of a type that is not read."""
+    def open(cls, path: "Path | GGUFFile") -> "GGUFFile":
+        """Read the head of a file, and of its other parts. One that is open is returned as it is.
+
+        Raises `ValueError` for a damaged file, a part of a model without the others, and a tensor
+        of a type that is not read.
+        """
+        if isinstance(path, GGUFFile):
+            return path
         settings, tensors = _Parser(path).parse()
         for part in parts_of(path.name)[1:]:
             file = path.with_name(part)

@@ -51,13 +51,16 @@ _CUTS = {
 }  # fmt: skip
 
 
-def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Raises `ValueError`, with what to do, for a kind that is not known, or a file without one."""
-    file = GGUFFile.open(path)
+def read_tokenizer(source: Path | GGUFFile) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF file.
+
+    Raises `ValueError`, with what to do, for a kind that is not known, or a file without one.
+    """
+    file = GGUFFile.open(source)
     kind = file.settings.get("tokenizer.ggml.model")
     require(
         kind in ("gpt2", "llama"),
-        f"{path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
+        f"{file.path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
         f"skip_tokenizer_init=True to work with token ids alone",
     )
     return _byte_level(file) if kind == "gpt2" else _sentencepiece(file)

@@ -1,13 +1,15 @@
 """`EngineArgs`: the options of an engine as an object, and as flags of a script."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanoserve.build import build_engine
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
 from nanoserve.commands.parser import Parser
 from nanoserve.config import EngineConfig
+from nanoserve.drop_in.metrics import start_counting
+from nanoserve.drop_in.options import engine_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -28,7 +30,7 @@ class EngineArgs(EngineConfig):
     def __init__(
         self, model: str | Path = "tiny-qwen3", **options: "Unpack[EngineOptions]"
     ) -> None:
-        vars(self).update(vars(EngineConfig.from_options(model, **options)))
+        vars(self).update(vars(engine_config(model, options)))
 
     @staticmethod
     def add_cli_args(parser: AnyParser) -> AnyParser:
@@ -44,18 +46,16 @@ class EngineArgs(EngineConfig):
         return cls(args.model, **engine_options(args))
 
     def options(self) -> "EngineOptions":
-        """Those that differ from their defaults."""
-        chosen: Any = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.default is not MISSING and value != field.default:
-                chosen[field.name] = value
+        """Return those that differ from their defaults."""
+        chosen: Any = self.changed_options()
         return chosen
 
     def create_engine(self) -> "GuardedEngine":
-        from nanoserve.make_engine import make_engine
-
-        return make_engine(self.model, dict(self.options()))
+        """Return what `LLM(...).engine` is."""
+        engine = build_engine(EngineConfig(**vars(self)))
+        if not self.disable_log_stats:
+            start_counting(engine)
+        return engine
 
 
 class AsyncEngineArgs(EngineArgs):

@@ -1,0 +1,44 @@
+"""Attention backends by name, and the small operations that go with each: no torch is imported."""
+
+from typing import Any
+
+from nanoserve.registry import Registry
+
+# Classes of `nanoserve.attention.interface.AttentionBackend`.
+ATTENTION_BACKENDS: Registry[Any] = Registry(
+    "attention backend",
+    {
+        "torch": "nanoserve.attention.torch:TorchAttention",
+        "numba": "nanoserve.attention.numba:NumbaAttention",
+        "triton": "nanoserve.attention.triton:TritonAttention",
+        "flash_attn": "nanoserve.attention.flash:FlashAttention",
+        "flash_attn3": "nanoserve.attention.flash:FlashAttention3",  # chosen for "flash_attn"
+    },
+)
+# `nanoserve.layers.ops.TorchOps` and its subclasses, by the name of the attention backend.
+OPERATIONS: Registry[Any] = Registry(
+    "operations of attention backend",
+    {
+        "torch": "nanoserve.layers.ops:TorchOps",
+        "numba": "nanoserve.layers.numba_ops:NumbaOps",
+        "triton": "nanoserve.layers.triton_ops:TritonOps",
+        "flash_attn": "nanoserve.layers.triton_ops:TritonOps",
+        "flash_attn3": "nanoserve.layers.triton_ops:TritonOps",
+    },
+)
+
+
+def register_attention_backend(
+    name: str, attention: Any, operations: Any = "nanoserve.layers.ops:TorchOps"
+) -> None:
+    """Add a backend of your own: classes that are made without arguments, or "module:Class".
+
+    Then `LLM(..., attention_backend=name)` takes it. Other ranks do not know it.
+    """
+    ATTENTION_BACKENDS.register(name, attention)
+    OPERATIONS.register(name, operations)
+
+
+def backend_choices() -> list[str]:
+    """Return the values of the option `attention_backend`."""
+    return ["auto", *(name for name in ATTENTION_BACKENDS.names() if name != "flash_attn3")]

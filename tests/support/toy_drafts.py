@@ -1,0 +1,12 @@
+"""A draft method of one's own: the last token, again and again."""
+
+from nanoserve.speculative.proposer import MakeProposer, TextProposer
+
+
+class EchoProposer(TextProposer):
+    def draft(self, seq, most: int) -> list[int]:
+        return seq.token_ids[-1:] * most
+
+
+def prepare_echo(config, model_config) -> MakeProposer:
+    return lambda executor, scheduler: EchoProposer()
