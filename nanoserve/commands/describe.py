@@ -20,12 +20,16 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
-from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
-from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, physical_memory_bytes
+from nanoserve.worker.kv_cache import (
+    KVCacheLayout,
+    decide_num_kv_blocks,
+    physical_memory_bytes,
+    room_of_sequence,
+)
 from nanoserve.worker.startup import check_model, kept_bytes
 
 Facts = dict[str, Any]
@@ -149,7 +153,9 @@ def _describe_pool(
             return
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
     num_blocks = decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
-    facts["num_kv_blocks"], facts["num_kv_tokens"] = num_blocks, num_blocks * block_size
-    max_model_len = config.resolve_max_model_len(limit, num_blocks)
+    room = room_of_sequence(config, model_config)
+    facts["num_kv_blocks"] = num_blocks
+    facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)
+    max_model_len = config.resolve_max_model_len(limit, num_blocks, room.longest(num_blocks))
     facts["max_model_len"] = max_model_len
-    facts["num_full_sequences"] = num_blocks // blocks_needed(max_model_len, block_size)
+    facts["num_full_sequences"] = num_blocks // room.num_blocks(max_model_len)

@@ -15,7 +15,7 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
 from nanoserve.worker.heads import HEADS
-from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches, room_of_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,16 @@ def make_room(runner: Any, num_kv_blocks: int) -> None:
     """With so many blocks: the longest sequence, and the buffers for a step."""
     config = runner.config
     runner.num_kv_blocks = num_kv_blocks = runner.context.parallel.smallest(num_kv_blocks)
+    room = room_of_sequence(config, runner.model_config)
     runner.max_model_len = config.resolve_max_model_len(
-        runner.model_config.max_position_embeddings, num_kv_blocks
+        runner.model_config.max_position_embeddings, num_kv_blocks, room.longest(num_kv_blocks)
     )
     runner.layout = BatchLayout(
         config.max_num_batched_tokens,
         config.max_num_seqs,
         blocks_needed(runner.max_model_len, config.block_size),
         tuple(HEADS.names()),
+        len(room.windows),
     )
     runner.device.make_room(runner.layout)
     runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))
