@@ -21,6 +21,7 @@ from nanoserve.bench.roofline import limit, planned_steps
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 
 _QUESTIONS = [
@@ -250,7 +251,8 @@ def _captured(collective: Callable[[], torch.Tensor], x: torch.Tensor) -> float:
 def _engine_over(job: Job, ranks: TensorParallel) -> str:
     """Its layers reduce and gather over the group, in graphs where there are any."""
     alone = _answers(job, device=job.device)
-    with mock.patch.object(nanoserve.worker.device, "TensorParallel", lambda: ranks):
+    parallel = ParallelContext(ranks)
+    with mock.patch.object(nanoserve.worker.device, "ParallelContext", lambda: parallel):
         together = _answers(job, device=job.device)
     if together != alone:
         raise AssertionError("its answers are others than without the group")

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.bench.roofline import Need, Step, pairs_seen
 from nanoserve.bench.shapes import SHAPES
@@ -37,8 +38,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.kernels import dependent_launch, paged_attention
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.models.registry import model_class
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_graphs import graph_sizes
@@ -83,6 +84,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, kv_cache: torch.Tensor, num_tokens: int, left_out: set[int]) -> None:
+        """kv_cache: one layer's; all lie side by side."""
         super().__init__()
         self.launches: list[Launch] = []
         self._kv_cache, self._num_tokens, self._left_out = kv_cache, num_tokens, left_out
@@ -111,7 +113,7 @@ class _Recorder(TorchDispatchMode):
             _, _, num_kv_heads, _, head_dim = in_pool[0].shape
             num_bytes += 2 * self._num_tokens * num_kv_heads * head_dim * in_pool[0].itemsize
         elif in_pool:  # several kernels may share the keys of a layer; the first one counts
-            index = in_pool[0].storage_offset() // self._kv_cache.stride(0)
+            index = in_pool[0].storage_offset() // self._kv_cache.numel()
             layer = None if index in self._layers_read else index
             self._layers_read.add(index)
         instructions = _INSTRUCTIONS.get(name, 0) * tensors[0].numel()
@@ -160,11 +162,10 @@ class Predictor:
         layout = BatchLayout(max(max_num_tokens, _MAX_ROWS), _MAX_ROWS, blocks)
         memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=_META)
         self._tensors = BatchTensors(layout, memory)
-        self._tables = torch.zeros(_MAX_ROWS, blocks, dtype=torch.int32, device=_META)
-        block = (config.num_key_value_heads, _BLOCK_SIZE, config.head_dim)
-        self._kv_cache = torch.zeros(
-            config.num_hidden_layers, 2, 2, *block, dtype=context.dtype, device=_META
-        )
+        self._tables = torch.zeros(1, _MAX_ROWS, blocks, dtype=torch.int32, device=_META)
+        spec = KVCacheSpec(_BLOCK_SIZE, config.num_key_value_heads, config.head_dim, context.dtype)
+        zeros = functools.partial(torch.zeros, device=_META)
+        self._kv_caches = spec.allocate(config.num_hidden_layers, 2, zeros)
         self._sizes = np.array(graph_sizes(_MAX_ROWS))
         self.launches = functools.cache(self._launches)
 
@@ -180,14 +181,14 @@ class Predictor:
             max_context_len=self.config.max_position_embeddings,  # what a graph is captured for
         )
         tensors = self._tensors
-        metadata = tensors.attention_metadata(header, self._tables[:num_rows])
+        metadata = tensors.attention_metadata(header, self._tables[:, :num_rows])
         words = SETTINGS_WORDS.value
         settings = torch.zeros(_MAX_ROWS, words, dtype=torch.int32, device=_META)
         rotary = [buffer for buffer in self._model.buffers() if buffer.ndim == 2]
         left_out = {_storage(tensor) for tensor in (self._tables, settings, *rotary)}
-        recorder = _Recorder(self._kv_cache, num_tokens, left_out)
+        recorder = _Recorder(self._kv_caches[0].values, num_tokens, left_out)
         with torch.inference_mode(), _recorded(recorder, self.gpu.num_sms):
-            hidden = self._model(tensors.input_ids[:num_tokens], self._kv_cache, metadata)
+            hidden = self._model(tensors.input_ids[:num_tokens], self._kv_caches, metadata)
             if num_logits:
                 rows = tensors.output_rows[:num_logits]
                 logits = self._model.compute_logits(hidden[rows])
@@ -208,7 +209,7 @@ class Predictor:
             query_lens, context_lens = (np.append(a, padding) for a in (query_lens, context_lens))
         decode_rows = int((query_lens == 1).sum())
         launches = self.launches(int(query_lens.sum()), len(query_lens), decode_rows, num_logits)
-        item, heads = self._kv_cache.itemsize, self.config.num_attention_heads
+        item, heads = self._kv_caches[0].values.itemsize, self.config.num_attention_heads
         kv_bytes = 2 * item * self.config.num_key_value_heads * self.config.head_dim
         of_layer = []
         for layer_window in self.config.sliding_windows:

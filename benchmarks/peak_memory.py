@@ -88,8 +88,8 @@ def run_nanoserve(spec: Namespace) -> None:
 
     torch.set_num_threads(spec.threads)
     # What an engine imports late.
-    late = ["numba", "engine.llm_engine", "kernels_cpu.integer_method", "kernels_cpu.float_linear"]
-    for module in (*late, "attention.numba", "kernels_cpu.ops", "worker.compile_ahead"):
+    late = ["numba", "engine.llm_engine", "quantization.cpu_method", "kernels_cpu.float_linear"]
+    for module in (*late, "attention.numba", "layers.numba_ops", "worker.compile_ahead"):
         import_module(module if module == "numba" else f"nanoserve.{module}")
     end_phase("imports")
     llm = LLM(

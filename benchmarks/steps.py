@@ -83,7 +83,8 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
         options["attention_backend"] = args.attention_backend
     llm = LLM(model, **options)
     # Memory that was never written is a single page behind the scenes, and fast to read.
-    llm.engine.executor.kv_cache.fill_(0.01)
+    for kv_cache in llm.engine.executor.kv_caches:
+        kv_cache.fill_(0.01)
     timer = StepTimer(llm.engine)
     llm.engine.replace_executor(PromptSkipper(llm.engine.executor))
     return llm, timer

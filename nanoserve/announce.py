@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.worker.kv_cache import kv_block_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def summary(engine: GuardedEngine) -> str:
     if context is not None:
         parts += [f"attention {_name(context.attention)}", f"products {_products(executor)}"]
     num_blocks = engine.scheduler.block_manager.num_blocks
-    gib = num_blocks * size * model_config.kv_bytes_per_token(config.kv_cache_dtype) / 2**30
+    gib = num_blocks * kv_block_bytes(config, model_config) / 2**30
     parts.append(f"{num_blocks} KV blocks of {size} tokens ({gib:.2f} GiB)")
     parts.append(f"max_model_len {engine.input_processor.max_model_len}")
     return ", ".join(parts)

@@ -1,6 +1,8 @@
 """What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
 
 import logging
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,7 @@ from nanoserve.checks import (
     require,
     shown,
 )
-from nanoserve.output_file import check_trace
-from nanoserve.parallel_config import check_parallel
+from nanoserve.engine.kv_groups import KVCacheGroup, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
+    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
+    disable_hybrid_kv_cache_manager: bool = False
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
@@ -149,6 +152,10 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
+            elif name == "quantization" and value not in _CHOICES[name]:
+                from nanoserve.quantization.registry import quantization_names
+
+                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
             elif name == "attention_backend":
@@ -194,7 +201,7 @@ class EngineConfig:
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
-            check_trace(self.trace, self.async_scheduling)
+            _check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
         """What two options must agree on."""
@@ -223,7 +230,7 @@ class EngineConfig:
             "the events are those of the prefix cache",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
-            check_parallel(self)
+            _check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
@@ -237,6 +244,23 @@ class EngineConfig:
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+
+    def kv_cache_groups(
+        self, windows: Iterable[int | None], limit: int
+    ) -> tuple[KVCacheGroup, ...]:
+        """Return the groups of layers whose K and V are needed equally long, in this engine.
+
+        windows: those of the model's layers; limit: the longest sequence that it was made for. A
+        window as wide as the longest sequence is none. A draft model keeps its own K and V in the
+        blocks of the first group, which must then have them all.
+        """
+        longest = self.max_model_len or limit
+        windows = [None if window is None or window >= longest else window for window in windows]
+        drafts = self.speculative_config
+        needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
+        if self.disable_hybrid_kv_cache_manager or needs_all:
+            windows = [None] * len(windows)
+        return group_layers(windows)
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
@@ -255,16 +279,21 @@ class EngineConfig:
         """Steps that are under way when another is launched: each stage of a pipeline has one."""
         return self.pipeline_parallel_size - 1 or int(bool(self.async_scheduling))
 
-    def resolve_max_model_len(self, model_limit: int, num_kv_blocks: int) -> int:
-        """The longest sequence that the model was made for and the pool can hold, in tokens.
+    def resolve_max_model_len(
+        self, model_limit: int, num_kv_blocks: int, pool_limit: int | None = None
+    ) -> int:
+        """Return how long a sequence may be, by what the model was made for and the pool can hold.
 
+        `pool_limit`: how many tokens of one sequence the pool holds, where layers have sliding
+        windows (`nanoserve.engine.kv_groups.SequenceRoom`); by default, as many as fit into it.
         A length that nobody asked for is lowered and logged; an explicit one that does not fit
         raises, because a request near it could never finish.
         """
-        pool_limit = num_kv_blocks * self.block_size
+        num_slots = num_kv_blocks * self.block_size
+        pool_limit = num_slots if pool_limit is None else pool_limit
         pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
-            2 <= pool_limit < 2**31 - self.block_size,
+            pool_limit >= 2 and num_slots < 2**31 - self.block_size,
             f"{pool}; it takes at least 2, and fewer than 2^31: slots are numbered in 32 bits",
         )
         if self.max_model_len is None:
@@ -281,3 +310,43 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len
+
+
+def _check_trace(trace: Any, is_ahead: bool | None) -> None:
+    """Check that the file `trace` can be written, or replaced; it is not touched.
+
+    is_ahead: what was chosen for `async_scheduling`, if anything was.
+    """
+    require(isinstance(trace, (str, Path)), f"trace={shown(trace)} must be the name of a file")
+    path, told = Path(trace), f"trace={str(trace)!r}"
+    require(path.parent.is_dir(), f"{told}: there is no folder {path.parent}")
+    require(not path.is_dir(), f"{told} is a folder, not a file")
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    require(is_writable, f"{told} cannot be written")
+    require(not is_ahead, f"{told} needs async_scheduling=False: it shows one step at a time")
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    """Raise `ValueError` for what a pipeline, or Ray, cannot be combined with."""
+    stages, asked = config.pipeline_parallel_size, config.speculative_config
+    num_ranks = config.tensor_parallel_size * stages
+    require(
+        config.distributed_executor_backend != "ray" or num_ranks > 1,
+        "distributed_executor_backend='ray' places the ranks of tensor_parallel_size x "
+        f"pipeline_parallel_size, of which there is {num_ranks}",
+    )
+    if stages == 1:
+        return
+    told = f"pipeline_parallel_size={stages}"
+    require(
+        not config.async_scheduling,
+        f"{told} has {stages} steps under way already: leave out async_scheduling=True",
+    )
+    require(
+        not config.capture_sampling, f"{told} samples behind its last stage: no capture_sampling"
+    )
+    require(
+        asked is None or asked.method != "hidden_head",
+        f"{told} has no rank with the whole embedding, which method='hidden_head' needs: take "
+        "'ngram', 'suffix' or 'draft_model'",
+    )

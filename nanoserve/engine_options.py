@@ -70,7 +70,6 @@ class VllmOptions(TypedDict, total=False):
     disable_cascade_attn: Any
     disable_chunked_mm_input: Any
     disable_custom_all_reduce: Any
-    disable_hybrid_kv_cache_manager: Any
     disable_log_requests: Any
     disable_mm_preprocessor_cache: Any
     disable_nccl_for_dp_synchronization: Any
@@ -311,6 +310,7 @@ class EngineOptions(VllmOptions, total=False):
     kv_cache_memory_bytes: int | None
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] | None
     enable_prefix_caching: bool | None
+    disable_hybrid_kv_cache_manager: bool | None
     prefix_cache_seed: int | None
     enable_prompt_tokens_details: bool
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None

@@ -85,21 +85,29 @@ def test_64_gib_hold_8192_blocks_of_16_tokens() -> None:
 def test_our_engine_counts_blocks_in_the_same_way() -> None:
     config = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
     block = kv_cache.block_bytes(16, 114_688)
-    assert kv_block_bytes(config, 16) == block == 1_835_008
+    assert kv_block_bytes(EngineConfig("x", block_size=16), config) == block == 1_835_008
     engine = EngineConfig("x", kv_cache_memory_bytes=GIB)
-    assert decide_num_kv_blocks(engine, config) == kv_cache.usable_blocks(GIB, block) == 584
+    assert (
+        decide_num_kv_blocks(engine, config, block, 80 * GIB)
+        == kv_cache.usable_blocks(GIB, block)
+        == 584
+    )
     gpu = GPUMemory(80 * GIB, 80 * GIB, weights=2 * GIB, activations=3 * GIB, graphs=GIB)
     left = kv_cache.pool_bytes(80 * GIB, 0.9, 2 * GIB, 3 * GIB, GIB)
     assert left == 66 * GIB
-    assert gpu.num_kv_blocks(EngineConfig("x"), config) == kv_cache.usable_blocks(left, block)
+    assert gpu.num_kv_blocks(EngineConfig("x"), config, block) == kv_cache.usable_blocks(
+        left, block
+    )
 
 
 @pytest.mark.parametrize(("head_first", "run"), [(True, 4096), (False, 256)])
 def test_what_a_head_reads_in_one_piece(head_first: bool, run: int) -> None:
     """Found in a tensor: how far the addresses of one head's tokens go on without a gap."""
     assert kv_cache.run_bytes(8, 16, 128, 2, head_first) == run
-    shape = AttentionBackend().kv_cache_shape(3, 16, 8, 128)
-    assert shape == (2, 3, 8, 16, 128)
+    spec = AttentionBackend().kv_cache_spec(16, 8, 128, torch.bfloat16)
+    (ours,) = spec.allocate(1, 3)
+    shape = (2, 3, 8, 16, 128)
+    assert ours.values.shape == shape and ours.values.is_contiguous()
     cache = torch.arange(3 * 8 * 16 * 128, dtype=torch.int32).view(shape[1:])
     if not head_first:
         cache = cache.view(3, 16, 8, 128).transpose(1, 2)

@@ -14,6 +14,7 @@ import time
 import torch
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import NumbaAttention
 from nanoserve.attention.torch import TorchAttention
 
@@ -40,7 +41,7 @@ def decode_rows(num_rows: int, context: int) -> AttentionMetadata:
 
 
 def seconds(
-    backend: AttentionBackend, q: torch.Tensor, cache: torch.Tensor, rows: AttentionMetadata
+    backend: AttentionBackend, q: torch.Tensor, cache: KVCache, rows: AttentionMetadata
 ) -> float:
     begin = time.process_time()
     backend.attend(LAYER, q, cache, rows)
@@ -59,8 +60,8 @@ def main() -> None:
     print("|---:|---:|---:|---:|---|")
     for num_rows, context in ROWS:
         rows = decode_rows(num_rows, context)
-        shape = walk.kv_cache_shape(int(rows.block_tables.max()) + 1, BLOCK_SIZE, 8, 128)
-        cache = torch.randn(shape).bfloat16()
+        shape = (2, int(rows.block_tables.max()) + 1, 8, BLOCK_SIZE, 128)
+        cache = KVCache(torch.randn(shape).bfloat16())
         q = torch.randn(num_rows, LAYER.num_heads, LAYER.head_dim).bfloat16()
         answers = [backend.attend(LAYER, q, cache, rows).float() for backend in (gather, walk)]
         torch.testing.assert_close(*answers, atol=0.02, rtol=0.02)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.sequence import Sequence
@@ -128,7 +129,7 @@ def test_our_attention_reads_your_cache() -> None:
     )
     layer = AttentionLayer(num_heads, HEADS, DIM, scale=DIM**-0.5)
     q = torch.randn(len(lens), num_heads, DIM, dtype=torch.float64)
-    found = TorchAttention().attend(layer, q, kv_cache, metadata)
+    found = TorchAttention().attend(layer, q, KVCache(kv_cache), metadata)
     for i, n in enumerate(lens):
         k, v = (torch.from_numpy(gather(x.numpy(), tables[i], n)) for x in kv_cache)
         expected = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]

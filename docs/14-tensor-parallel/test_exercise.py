@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.linear import ColumnParallelLinear
 from nanoserve.layers.tensor_parallel import TensorParallel
 
@@ -30,7 +30,7 @@ class CountingRing:
 def by_the_layer(
     outputs: dict[str, int], num_slices: dict[str, int], rank: int, size: int
 ) -> dict[str, range]:
-    context = LayerContext(tp=TensorParallel(rank, size))
+    context = LayerContext(parallel=ParallelContext(TensorParallel(rank, size)))
     layer = ColumnParallelLinear(HIDDEN, outputs, context, num_slices=num_slices)
     return {
         tensor.name.removesuffix(".weight"): range(

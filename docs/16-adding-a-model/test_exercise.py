@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models import registry
 
@@ -108,7 +108,8 @@ def test_the_feed_forwards_of_two_ranks_add_up(weights: Weights, tmp_path: Path)
     config, x = ModelConfig.from_checkpoint(tmp_path), torch.randn(3, HIDDEN)
     summands = []
     for rank in range(2):
-        model = HeronForCausalLM(config, LayerContext(tp=TensorParallel(rank, 2)))
+        parallel = ParallelContext(TensorParallel(rank, 2))
+        model = HeronForCausalLM(config, LayerContext(parallel=parallel))
         load_weights(model, tmp_path)
         summands.append(model.model.layers[1].mlp(x))
     up = F.linear(x, weights["model.layers.1.mlp.up_proj.weight"])
@@ -120,7 +121,7 @@ def test_the_feed_forwards_of_two_ranks_add_up(weights: Weights, tmp_path: Path)
 @torch.inference_mode()
 def test_each_rank_keeps_its_heads_of_the_fused_tensor(weights: Weights, tmp_path: Path) -> None:
     config = ModelConfig.from_checkpoint(tmp_path)
-    model = HeronForCausalLM(config, LayerContext(tp=TensorParallel(1, 2)))
+    model = HeronForCausalLM(config, LayerContext(parallel=ParallelContext(TensorParallel(1, 2))))
     load_weights(model, tmp_path)
     fused = weights["model.layers.0.self_attn.qkv_proj.weight"]
     q, k, v = fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM])

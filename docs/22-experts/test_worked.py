@@ -13,7 +13,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nanoserve.checkpoint.moe_config import MoEConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.experts import SparseMoE
 from nanoserve.layers.tensor_parallel import TensorParallel
 
@@ -131,7 +131,8 @@ def test_experts_of_ranks_are_the_engines(experts: int, ranks: int) -> None:
     config = SimpleNamespace(moe=moe, hidden_size=8, hidden_act="silu")
     homes = []
     for rank in range(ranks):
-        layer = SparseMoE(config, 0, LayerContext(tp=TensorParallel(rank, ranks)))
+        parallel = ParallelContext(TensorParallel(rank, ranks))
+        layer = SparseMoE(config, 0, LayerContext(parallel=parallel))
         homes += [rank] * len(layer.down)
         assert layer.first_expert == homes.index(rank) if rank in homes else True
     assert homes == [worked.rank_of(expert, experts, ranks) for expert in range(experts)]

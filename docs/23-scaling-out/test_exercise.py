@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nanoserve.worker.pipeline_stage import _bounds, _starts_under
+from nanoserve.worker.pipeline_stage import split_layers
 
 from .exercise import bubble, run_pipeline, share_layers
 
@@ -92,9 +92,6 @@ def test_the_largest_stage_is_that_of_the_engine_and_of_all_cuts(seed: int) -> N
         for ends in [(0, *inner, len(sizes))]
     )
     assert found == least, f"{case}: {cut}, whose largest is {found}, not {least}"
-    engines = min(
-        bound
-        for bound in _bounds(sizes, head)
-        if _starts_under(bound, sizes, head, num_stages) is not None
-    )
+    engines_cut = split_layers(sizes, 0, head, num_stages)
+    engines = max(sum(sizes[i] for i in p) + head * (p is engines_cut[-1]) for p in engines_cut)
     assert found == engines, f"{case}: the engine's largest is {engines}"

@@ -93,7 +93,7 @@ def test_ranks_are_where_the_engine_puts_them(tp: int, pp: int) -> None:
     config = ModelConfig.from_hf(SHAPES["tiny"], {})
     for rank in range(tp * pp):
         found = join_stage(pp, tp, rank, config, lambda name, rank, size: None)
-        assert (found.stage.index, found.rank) == worked.place(rank, tp, pp), (rank, tp, pp)
+        assert (found.pp.index, found.tp.rank) == worked.place(rank, tp, pp), (rank, tp, pp)
 
 
 def test_the_groups_of_two_numberings() -> None:

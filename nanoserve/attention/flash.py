@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 _PAGE_MULTIPLE = 256  # tokens: FlashAttention-2 reads a page in tiles, and a tile from one page
 _MAX_HEAD_DIM = 256
@@ -55,11 +56,36 @@ def _has_version_3(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == _HOPPER
 
 
-class FlashAttention3(AttentionBackend):
+class _FlashBackend(AttentionBackend):
     capturable = True
 
+    def kv_cache_spec(
+        self,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> KVCacheSpec:
+        """See `AttentionBackend`; flash-attn keeps K and V in the type of the queries."""
+        if kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={kv_cache_dtype!r} and attention_backend='flash_attn': flash-attn "
+                f"knows no scale per token and head; ['torch', 'numba', 'triton'] do"
+            )
+        return super().kv_cache_spec(block_size, num_kv_heads, head_dim, dtype)
+
+
+class FlashAttention3(_FlashBackend):
+    """Version 3.
+
+    Its tiles of keys need not begin where a page does, so by its source one in which a window
+    begins may reach into pages behind the window, and multiplies their V by 0: finite values do no
+    harm there, NaN would. Not run on a GPU.
+    """
+
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         from flash_attn_interface import flash_attn_with_kvcache
 
@@ -76,11 +102,11 @@ class FlashAttention3(AttentionBackend):
         )
 
 
-class FlashAttention(AttentionBackend):
-    capturable = True
+class FlashAttention(_FlashBackend):
+    """Version 2. Its tiles lie within a page: behind a window it reads the sequence's own only."""
 
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         k_cache, v_cache = _pages(kv_cache)
         num_decode_rows = metadata.num_decode_rows
@@ -141,10 +167,10 @@ def _ends_of_chunks(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
     return metadata.scratch["flash_attn"]
 
 
-def _pages(kv_cache: Tensor) -> Tensor:
-    """K and V, each [num_blocks, block_size, num_kv_heads, head_dim], as flash-attn has them. It
-    reads strides, so views will do."""
-    return kv_cache.transpose(2, 3)
+def _pages(kv_cache: KVCache) -> Tensor:
+    """Return K and V, each [num_blocks, block_size, num_kv_heads, head_dim], as flash-attn has
+    them. It reads strides, so views will do."""
+    return kv_cache.values.transpose(2, 3)
 
 
 def _scores(layer: AttentionLayer) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """The interface of an attention backend: its inputs, and what it must do."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
+
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class AttentionMetadata:
     """The batch as attention sees it: a few tensors and integers, the same for every layer.
 
     A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], they are the
-    last of its context, and each attends to itself and to all that came before it.
+    last of its context, and each attends to itself and to all that came before it. `slot_mapping`
+    and `block_tables` differ by group of layers, see `nanoserve.engine.kv_groups`.
     """
 
     positions: Tensor  # int32 [num_tokens]
@@ -35,6 +39,16 @@ class AttentionMetadata:
     max_context_len: int
     # What a backend computes in a step's first layer for all the others, by the backend's name.
     scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
+
+    def add_group(self, slot_mapping: Tensor, block_tables: Tensor) -> None:
+        """Add where the K and V of one more group of layers are; all else is the same."""
+        group = replace(self, slot_mapping=slot_mapping, block_tables=block_tables)
+        self._other_groups.append(group)
+
+    def of_group(self, group: int) -> "AttentionMetadata":
+        """Return the step as the layers of a group see it; this one is that of group 0."""
+        return self._other_groups[group - 1] if group else self
 
     @property
     def num_rows(self) -> int:
@@ -48,19 +62,27 @@ class AttentionBackend:
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
-    kv_cache_dtype = "auto"  # "auto" is the model's own; see nanoserve.attention.quantized_kv
 
-    def kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Shape of one layer's cache, K before V; `num_blocks` counts the dummy block 0.
+    def kv_cache_spec(
+        self,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> KVCacheSpec:
+        """Return how a layer's K and V are kept for this backend.
 
-        With the head before the token, what one KV head reads of a block is contiguous.
+        num_kv_heads: of this rank. dtype: the model's. kv_cache_dtype: the user's choice. Raises
+        `ValueError` for a format that the backend cannot read.
         """
-        return (2, num_blocks, num_kv_heads, block_size, head_dim)
+        return KVCacheSpec.of_format(block_size, num_kv_heads, head_dim, dtype, kv_cache_dtype)
 
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """q and what is returned: [num_tokens, num_heads, head_dim]."""
+        """Attend from q [num_tokens, num_heads, head_dim]; return the same shape.
+
+        Blocks behind the windows of all of a row's queries may hold anything, even NaN.
+        """
         raise NotImplementedError

@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +9,9 @@ from numba import config, get_num_threads, set_num_threads
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.numba_checks import check_attention, check_row, refuse_rows
 from nanoserve.attention.torch import attend_rows
-from nanoserve.kernels_cpu import checks
 from nanoserve.kernels_cpu.attention import attend_decode
 from nanoserve.kernels_cpu.values import ELEMENTS, address
 
@@ -22,7 +22,8 @@ FEW = 33
 class NumbaAttention(AttentionBackend):
     """A kernel of its own for rows of few tokens; torch, as in `TorchAttention`, for longer ones.
 
-    It reads the K and V of a row once for all its tokens, and where they lie.
+    It reads the K and V of a row once for all its tokens, and where they lie: also codes of 8 bits,
+    which are half the bytes of 16 bits.
     """
 
     def __init__(self) -> None:
@@ -33,10 +34,10 @@ class NumbaAttention(AttentionBackend):
         torch.set_num_threads(num_threads)
 
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        cache, scales = self._codes_and_scales(kv_cache, q)
-        checks.check_attention(layer, q, cache, metadata)
+        cache, scales = kv_cache.values, kv_cache.scales
+        check_attention(layer, q, cache, scales, metadata)
         q = q.contiguous()
         out = torch.empty_like(q)
         num_tokens, num_single = q.shape[0], metadata.num_decode_rows
@@ -49,7 +50,7 @@ class NumbaAttention(AttentionBackend):
             tensors = q, out, starts, tables, metadata.context_lens, cache
             sizes = *tables.shape, *cache.shape[1:]
             num_wrong = attend_decode(
-                (*map(address, tensors), scales, few_at),
+                (*map(address, tensors), 0 if scales is None else address(scales), few_at),
                 (num_single, num_few, num_tokens, layer.num_heads, *sizes),
                 layer.scale,
                 layer.sliding_window or 2**31 - 1,
@@ -60,20 +61,11 @@ class NumbaAttention(AttentionBackend):
                 ELEMENTS[cache.dtype],
             )
             if num_wrong:
-                checks.refuse_rows(num_tokens, cache.shape, metadata)
+                refuse_rows(layer, num_tokens, cache.shape, metadata)
         for row, start, end in longer:
-            checks.check_row(row, num_tokens, cache.shape, metadata)
-            out[start:end] = self._attend_rows(layer, q, kv_cache, metadata, row, row + 1)
+            check_row(row, layer, num_tokens, cache.shape, metadata)
+            out[start:end] = attend_rows(layer, q, kv_cache, metadata, row, row + 1)
         return out
-
-    # What another kind of cache has other answers to.
-    _attend_rows = staticmethod(attend_rows)
-
-    def _codes_and_scales(self, kv_cache: Any, q: Tensor) -> tuple[Tensor, int]:
-        """What K and V are kept as, and the address of their scales if they have any."""
-        if kv_cache.dtype != q.dtype:
-            checks.refuse("q and cache must be of one dtype", q=q, cache=kv_cache)
-        return kv_cache, 0
 
 
 _started: set[int] = set()  # by whom numba's threads were, as a process; a fork has it, too

@@ -20,10 +20,10 @@ OPERATIONS: Registry[Any] = Registry(
     "operations of attention backend",
     {
         "torch": "nanoserve.layers.ops:TorchOps",
-        "numba": "nanoserve.kernels_cpu.ops:NumbaOps",
-        "triton": "nanoserve.kernels.ops:TritonOps",
-        "flash_attn": "nanoserve.kernels.ops:TritonOps",
-        "flash_attn3": "nanoserve.kernels.ops:TritonOps",
+        "numba": "nanoserve.layers.numba_ops:NumbaOps",
+        "triton": "nanoserve.layers.triton_ops:TritonOps",
+        "flash_attn": "nanoserve.layers.triton_ops:TritonOps",
+        "flash_attn3": "nanoserve.layers.triton_ops:TritonOps",
     },
 )
 

@@ -10,17 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 
 # Rows of one token are attended together, padded to the longest: as many as keep the gathered copy
-# of a KV head about inside the processor's cache.
+# of a KV head about inside the processor's cache. Of a cache in 8 bits the copy is in floats: of
+# all rows at once it would take more room than the cache itself.
 _SLOTS_AT_ONCE = 8192
 
 
 class TorchAttention(AttentionBackend):
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        rows_at_once = max(1, _SLOTS_AT_ONCE // metadata.max_context_len)
+        longest = metadata.max_context_len
+        if layer.sliding_window is not None:  # and a block more, in which the window begins
+            longest = min(longest, layer.sliding_window + kv_cache.values.shape[3])
+        rows_at_once = max(1, _SLOTS_AT_ONCE // longest)
         decodes = metadata.num_decode_rows
         # Longer rows go alone, each a large product. [0, 2, 4, 5, 6, 7]: two, two and one of the
         # rows of one token, then two longer ones.
@@ -32,7 +37,7 @@ class TorchAttention(AttentionBackend):
 def attend_rows(
     layer: AttentionLayer,
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     first: int,
     end: int,
@@ -43,14 +48,13 @@ def attend_rows(
     """
     # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
     num_rows, num_kv_heads = end - first, layer.num_kv_heads
-    lens = metadata.context_lens[first:end]
-    shortest, length = int(lens.min()), int(lens.max())
-    k, v = _gather(layer, kv_cache, metadata.block_tables[first:end], length)
+    tokens = slice(*metadata.cu_seqlens_q[[first, end]].tolist())
+    n, group = (tokens.stop - tokens.start) // num_rows, layer.num_heads // num_kv_heads
+    k, v, lens = _gather(layer, kv_cache, metadata, slice(first, end), n, q.dtype)
+    length = k.shape[2]
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
     #    head. Of one token, they are the rows of one product; of several, the KV head is repeated.
-    tokens = slice(*metadata.cu_seqlens_q[[first, end]].tolist())
-    n, group = (tokens.stop - tokens.start) // num_rows, layer.num_heads // num_kv_heads
     if n == 1:
         queries = q[tokens].unflatten(1, (num_kv_heads, group))
     else:
@@ -61,8 +65,6 @@ def attend_rows(
     #    less than a vector of 16 scores that are all NaN, its quick way makes plain zeros.
     is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
-    if shortest < length:
-        _clear_ends(k, v, lens, shortest)
 
     # 4) Attention itself.
     if layer.soft_cap is None:
@@ -75,26 +77,48 @@ def attend_rows(
 
 
 def _gather(
-    layer: AttentionLayer, kv_cache: Tensor, block_tables: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
-    """Return K and V of some rows, up to the longest: [num_rows, num_kv_heads, length, head_dim].
+    layer: AttentionLayer,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    rows: slice,
+    n: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (k, v, lens) of rows with n tokens each, up to the longest of them.
 
-    The heads of a block follow each other in the cache, so that one index finds a head of a block.
+    k and v are [num_rows, num_kv_heads, length, head_dim]. With a window, what is returned of a row
+    begins with the first block that its first query sees; lens [num_rows] count from there.
     """
-    num_kv_heads, block_size = layer.num_kv_heads, kv_cache.shape[3]
-    blocks = block_tables[:, None, : -(-length // block_size)].long()
-    index = blocks * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
-    heads = (cache.flatten(0, 1).index_select(0, index.flatten()) for cache in kv_cache)
-    shape = (len(block_tables), num_kv_heads, -1, layer.head_dim)
-    k, v = (head.view(shape)[:, :, :length] for head in heads)
-    return k, v
+    lens, tables = metadata.context_lens[rows], metadata.block_tables[rows]
+    block_size, window, starts = kv_cache.values.shape[3], layer.sliding_window, None
+    if window is not None and window < metadata.max_context_len:
+        starts = (lens - n + 1 - window).clamp(min=0)  # the first slot that is seen
+        behind = starts // block_size  # blocks
+        starts, lens = starts % block_size, lens - behind * block_size
+    shortest, length = int(lens.min()), int(lens.max())
+    num_blocks = -(-length // block_size)
+    if starts is None:
+        tables = tables[:, :num_blocks]
+    else:
+        columns = behind[:, None] + torch.arange(num_blocks, device=lens.device)
+        tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
+    blocks = kv_cache.read(tables, dtype)
+    kv = blocks.transpose(2, 3).flatten(3, 4)[:, :, :, :length]  # [2, num_rows, num_kv_heads, ...]
+    if shortest < length:
+        slots = torch.arange(shortest, length, device=lens.device)
+        _clear(kv[:, :, :, shortest:], slots >= lens[:, None])
+    if starts is not None:
+        slots = torch.arange(min(block_size, length), device=lens.device)
+        _clear(kv[:, :, :, :block_size], slots < starts[:, None])
+    return kv[0], kv[1], lens
 
 
-def _clear_ends(k: Tensor, v: Tensor, lens: Tensor, shortest: int) -> None:
-    """Write zeros behind each row's end: there may be another's, even NaN, and 0 x NaN is NaN."""
-    slots = torch.arange(shortest, k.shape[2], device=k.device)
-    for x in (k, v):
-        x[:, :, shortest:].masked_fill_((slots >= lens[:, None])[:, None, :, None], 0)
+def _clear(kv: Tensor, is_unseen: Tensor) -> None:
+    """Write zeros where [num_rows, length] no query sees a slot of [2, num_rows, ..., head_dim].
+
+    There may be another sequence's K and V, even NaN, and 0 x NaN is NaN.
+    """
+    kv.masked_fill_(is_unseen[:, None, :, None], 0)
 
 
 def _capped_attention(

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.kernels.paged_attention import paged_attention
 
 
@@ -13,12 +14,12 @@ class TritonAttention(AttentionBackend):
     longest_cut = 1
 
     def attend(
-        self, layer: AttentionLayer, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         is_cut = metadata.max_query_len <= self.longest_cut
         return paged_attention(
             q,
-            kv_cache,
+            kv_cache.values,
             metadata.cu_seqlens_q,
             metadata.context_lens,
             metadata.block_tables,
@@ -28,4 +29,5 @@ class TritonAttention(AttentionBackend):
             max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
+            kv_scales=kv_cache.scales,
         )

@@ -2,7 +2,10 @@
 
 from typing import Any, NamedTuple
 
+from nanoserve.attention.kv_formats import head_bytes, kv_format
+
 _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+_HEAD_DIM = 128  # values that share the scale of a KV cache in 8 bits
 _LLAMA_CPP = {"q8_0": 8.5, "q4_0": 4.5, "q4_k_m": 4.85}  # the last as its own tools tell it
 
 
@@ -19,7 +22,8 @@ def precision_of(
     """`options` are the engine's own, as on the command line; `stored` is a GGUF file's bits of a
     weight, which transformers makes floats of."""
     bits: float = _DTYPE_BITS[dtype]
-    kv_bits = bits if options.get("kv_cache_dtype", "auto") == "auto" else 8.25  # heads of 128
+    kind = kv_format(options.get("kv_cache_dtype", "auto"), dtype)
+    kv_bits = 8 * head_bytes(_HEAD_DIM, kind.item_bytes, kind.has_scales) / _HEAD_DIM
     quantization = options.get("quantization")
     if stored is not None and quantization is None and engine in ("nanoserve", "llama.cpp"):
         return Precision(stored, stored, kv_bits, True)

@@ -21,4 +21,7 @@ def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[f
     from nanoserve.kernels_cpu.integer_linear import IntegerPanels
     from nanoserve.quantization.online import quantize_int8
 
-    return rate, hardware.form_rate(lambda weight: IntegerPanels(quantize_int8(weight)), weight)
+    def integers(weight: torch.Tensor) -> IntegerPanels:
+        return IntegerPanels(*quantize_int8(weight).operands())
+
+    return rate, hardware.form_rate(integers, weight)

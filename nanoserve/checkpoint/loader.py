@@ -9,7 +9,7 @@ memory never holds the model twice, not even a model in one file.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,13 +29,19 @@ _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the f
 
 
 def load_weights(
-    model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
+    model: nn.Module,
+    path: Path,
+    load_format: str = "auto",
+    elsewhere: Set[str] = frozenset(),
+    *,
+    shows_progress: bool = True,
 ) -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
 
     Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
-    fills with random values instead. Raises `ValueError` as `check_weights` does, before it copies
-    anything. A load that takes longer than a second shows its progress.
+    fills with random values instead. The files may hold the tensors named in `elsewhere`, too:
+    other stages of a pipeline have them. Raises `ValueError` as `check_weights` does, before it
+    copies anything. A load that takes longer than a second shows its progress.
     """
     early: list[nn.Module] = []
     if load_format == "dummy":
@@ -43,7 +49,7 @@ def load_weights(
 
         fill_randomly(model)
     else:
-        early = _load_safetensors(model, path, shows_progress)
+        early = _load_safetensors(model, path, elsewhere, shows_progress)
     for module in model.modules():
         if hasattr(module, "process_after_loading") and module not in early:
             module.process_after_loading()
@@ -93,17 +99,18 @@ class _Copy(NamedTuple):
 
 
 def check_weights(
-    model: nn.Module, path: Path
+    model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()
 ) -> tuple[dict[str, list[CheckpointTensor]], dict[str, Stored]]:
     """What `model` wants, and what the files in `path` hold, in their order.
 
     The model may be one without memory, on torch's "meta" device. Raises `ValueError` that names
-    offending tensors unless the two are the same, but for tied tensors that may be stored or not.
+    offending tensors unless the two are the same, but for tensors that may be stored or not: tied
+    ones, and those named in `elsewhere`.
     """
     expected, stored = expected_tensors(model), stored_tensors(path)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
-    others = model.tied_tensors.keys() | getattr(model, "elsewhere", ())
+    others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         from nanoserve.checkpoint.misfits import tell_misfits
 
@@ -112,13 +119,15 @@ def check_weights(
     return expected, stored
 
 
-def _load_safetensors(model: nn.Module, path: Path, shows_progress: bool) -> list[nn.Module]:
+def _load_safetensors(
+    model: nn.Module, path: Path, elsewhere: Set[str], shows_progress: bool
+) -> list[nn.Module]:
     """Fill `model`; returns the modules that have been processed.
 
     A tied LM head is read and gets its form before the others are read. It is by far the largest
     weight: later, the two copies that it takes for a moment would come on top of all the others.
     """
-    expected, stored = check_weights(model, path)
+    expected, stored = check_weights(model, path, elsewhere)
     if model.tied_tensors.keys() & stored.keys():
         from nanoserve.checkpoint.tied_tensors import check_tied
 

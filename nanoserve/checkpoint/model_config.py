@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.attention.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.misfits import check_folder
@@ -150,14 +151,13 @@ class ModelConfig:
         return self.rope.theta
 
     def kv_bytes_per_token(self, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of K and V of one token over all layers: 2 x layers x heads x dim x size.
+        """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
         But for "auto", a value is a byte, and a head has a scale of 4 bytes more: 270,336.
         """
-        bytes_per_head = self.head_dim * (4 if self.dtype == "float32" else 2)
-        if kv_cache_dtype != "auto":
-            bytes_per_head = self.head_dim + 4
+        kind = kv_format(kv_cache_dtype, self.dtype)
+        bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
         return 2 * self.num_hidden_layers * self.num_key_value_heads * bytes_per_head
 
 

@@ -20,13 +20,16 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
-from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
-from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
+from nanoserve.worker.kv_cache import (
+    KVCacheLayout,
+    decide_num_kv_blocks,
+    physical_memory_bytes,
+    room_of_sequence,
+)
 from nanoserve.worker.startup import check_model, kept_bytes
 
 Facts = dict[str, Any]
@@ -112,7 +115,7 @@ def _of_files(checkpoint: Checkpoint) -> Facts:
 def _describe_engine(
     facts: Facts, config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint
 ) -> None:
-    alone, make = TensorParallel(), model_class(model_config.architecture)
+    alone, make = ParallelContext(), model_class(model_config.architecture)
     with _noting(facts):
         plain = LayerContext(device=torch.device("meta"), num_positions=1)
         parameters = make(model_config, plain).parameters()
@@ -123,7 +126,8 @@ def _describe_engine(
         if hasattr(method, "activations"):
             facts["rounding"] = {"weights": method.weights, "activations": method.activations}
         with _noting(facts):
-            _describe_pool(facts, config, model_config)
+            layout = KVCacheLayout.of(config, model_config, context)
+            _describe_pool(facts, config, model_config, layout.block_bytes)
         meta = replace(context, device=torch.device("meta"), num_positions=1)
         model = make(model_config, meta)
         facts["kept_bytes"] = kept_bytes(model)
@@ -136,19 +140,22 @@ def _describe_engine(
             check_model(runner, model, checkpoint.folder)
 
 
-def _describe_pool(facts: Facts, config: EngineConfig, model_config: ModelConfig) -> None:
+def _describe_pool(
+    facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
+) -> None:
     """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
     limit, block_size = model_config.max_position_embeddings, config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
-    block_bytes = kv_block_bytes(model_config, block_size, dtype=config.kv_cache_dtype)
     facts["kv_block_bytes"] = block_bytes
-    memory_bytes = None
+    memory_bytes = physical_memory_bytes()
     if config.device == "cuda":
         if config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
             return
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
-    num_blocks = decide_num_kv_blocks(config, model_config, memory_bytes=memory_bytes)
-    facts["num_kv_blocks"], facts["num_kv_tokens"] = num_blocks, num_blocks * block_size
-    max_model_len = config.resolve_max_model_len(limit, num_blocks)
+    num_blocks = decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
+    room = room_of_sequence(config, model_config)
+    facts["num_kv_blocks"] = num_blocks
+    facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)
+    max_model_len = config.resolve_max_model_len(limit, num_blocks, room.longest(num_blocks))
     facts["max_model_len"] = max_model_len
-    facts["num_full_sequences"] = num_blocks // blocks_needed(max_model_len, block_size)
+    facts["num_full_sequences"] = num_blocks // room.num_blocks(max_model_len)

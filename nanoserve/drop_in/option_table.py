@@ -144,7 +144,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("prefix_match_unit", "cached prefixes are whole blocks of block_size tokens"),
     **_known("prefix_cache_retention_interval", "the blocks used least recently are evicted first"),
     **_known("kv_cache_dtype_skip_layers", "all layers have one kv_cache_dtype"),
-    **_known("swa_bounded_replay", "every layer keeps the K and V of all tokens", _off),
+    **_known("swa_bounded_replay", "what lies behind a window is not computed again", _off),
     **_known("use_fp64_gumbel", "noise is float32, and the same on every device", _off),
     **_known("num_lookahead_slots", "guesses take blocks that are left over", _one_of(0)),
     **_known("external_parameters additional_config", "there is nothing that would read it"),
@@ -156,7 +156,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("kv_offloading_backend", _NOT_MOVED, _one_of("native")),
     **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
     **_known("kv_sharing_fast_prefill", _STATE, _off),
-    **_known("disable_hybrid_kv_cache_manager disable_cascade_attn", "there is none", _anything),
+    **_known("disable_cascade_attn", "there is none", _anything),
     **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _STATE, _one_of("auto")),
     **_known("mamba_block_size", _STATE),
     **_known("mamba_backend mamba_ssu_algorithm mamba_cache_mode mamba_cache_philox_rounds "

@@ -45,6 +45,7 @@ class Batch:
         self._before_tables = layout.offsets()["block_tables"]
         views = layout.views(memory, np.int32)
         self._header, self._tables = views.pop("header"), views.pop("block_tables")
+        views["slot_mapping"] = views["slot_mapping"].reshape(layout.num_groups, -1)
         self.__dict__.update(views)
 
     @property
@@ -52,15 +53,17 @@ class Batch:
         return BatchHeader._make(self._header.tolist())
 
     def block_tables(self, num_rows: int, width: int) -> np.ndarray:
-        """[num_rows, width]: as wide as the longest context of the step."""
-        return self._tables[: num_rows * width].reshape(num_rows, width)
+        """[num_groups, num_rows, width]: as wide as the longest context of the step."""
+        groups = self.layout.num_groups
+        return self._tables[: groups * num_rows * width].reshape(groups, num_rows, width)
 
     def num_bytes_used(self, header: BatchHeader) -> int:
         """Return how much of the buffer a step needs."""
-        return self._before_tables + header.num_rows * header.table_width * 4
+        tables = self.layout.num_groups * header.num_rows * header.table_width
+        return self._before_tables + tables * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
-        """Write `plan` into this buffer; `block_tables` is the scheduler's table, by slot.
+        """Write `plan` into this buffer; `block_tables` are the scheduler's, by group and slot.
 
         Per sequence a few list operations, per token none but numpy's.
         """
@@ -73,7 +76,7 @@ class Batch:
         context_lens = start + n
         max_context_len = int(context_lens.max())
         width = blocks_needed(max_context_len, block_size)
-        tables = block_tables[slots, :width]
+        tables = block_tables[: self.layout.num_groups, slots, :width]
         self._pack_rows(slots, n, context_lens, tables)
         self._pack_tokens(input_ids, start, n, tables, block_size)
         outputs, all_outputs = sum(num_sampled), sum(num_outputs)
@@ -96,8 +99,8 @@ class Batch:
     def _pack_rows(
         self, slots: np.ndarray, n: np.ndarray, context_lens: np.ndarray, tables: np.ndarray
     ) -> None:
-        """Write what there is one of for each row; tables: [num_rows, width]."""
-        rows, width = tables.shape
+        """Write what there is one of for each row; tables: [num_groups, num_rows, width]."""
+        _, rows, width = tables.shape
         self.cu_seqlens_q[0] = 0
         np.cumsum(n, out=self.cu_seqlens_q[1 : rows + 1])
         self.context_lens[:rows] = context_lens
@@ -123,8 +126,8 @@ class Batch:
         shift = start - self.cu_seqlens_q[:rows]
         positions = np.arange(tokens, dtype=np.int32) + shift[row_of_token]
         self.positions[:tokens] = positions
-        blocks = tables[row_of_token, positions // block_size]
-        self.slot_mapping[:tokens] = blocks * block_size + positions % block_size
+        blocks = tables[:, row_of_token, positions // block_size]
+        self.slot_mapping[:, :tokens] = blocks * block_size + positions % block_size
 
     def _pack_outputs(self, slots: np.ndarray, num_sampled: np.ndarray, outputs: int) -> None:
         """Write the sampler's outputs: the last tokens of the rows that catch up."""

@@ -25,13 +25,15 @@ class BatchLayout:
 
     `block_tables` is last and only as wide as a step needs, so that a step copies the first
     `Batch.num_bytes_used` bytes only. `heads` are the names of those that take outputs of a
-    prompt's tokens, in the order in which they get them.
+    prompt's tokens, in the order in which they get them. `num_groups` is how many groups of layers
+    have block tables of their own.
     """
 
     max_num_tokens: int
     max_num_rows: int
     max_blocks_per_row: int
     heads: tuple[str, ...] = ()
+    num_groups: int = 1
 
     def fields(self) -> dict[str, int]:
         """Capacity of each field, in integers."""
@@ -40,7 +42,8 @@ class BatchLayout:
             "header": len(BatchHeader._fields),
             "input_ids": tokens,
             "positions": tokens,
-            "slot_mapping": tokens,  # where in the KV cache each token's K and V go
+            # By group: where in the KV cache each token's K and V go.
+            "slot_mapping": self.num_groups * tokens,
             "cu_seqlens_q": rows + 1,
             "context_lens": rows,
             "row_slots": rows,  # the slot of the sequence behind each row
@@ -48,7 +51,7 @@ class BatchLayout:
             "output_slots": tokens,  # the slot of the sequence behind each output
             "next_ids": tokens,  # for an output that is not sampled: the token that follows it
             "head_counts": len(self.heads),  # outputs of each head, behind those of the sampler
-            "block_tables": rows * self.max_blocks_per_row,
+            "block_tables": self.num_groups * rows * self.max_blocks_per_row,
         }
 
     def offsets(self) -> dict[str, int]:

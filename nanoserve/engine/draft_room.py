@@ -28,12 +28,10 @@ def add_draft_tokens(scheduler: Scheduler, plan: Plan, index: int, token_ids: li
 def reserve_draft_tokens(scheduler: Scheduler, plan: Plan, row: Row, most: int) -> int:
     """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many."""
     most = min(most, plan.budget, max_draft_tokens(scheduler, row))
-    size = scheduler.block_manager.block_size
-    room = len(row.seq.block_table) * size - row.start - row.n
-    while room < most and _has_spare_block(scheduler):
-        scheduler.grow(row.seq, row.n + room + 1)
-        room += size
-    count = max(0, min(room, most))
+    seq, end = row.seq, row.start + row.n
+    while seq.num_allocated_tokens < end + most and _has_spare_blocks(scheduler):
+        scheduler.grow(seq, seq.num_allocated_tokens + 1 - row.start)
+    count = max(0, min(most, seq.num_allocated_tokens - end))
     plan.budget -= count
     return count
 
@@ -62,11 +60,10 @@ def may_draft(scheduler: Scheduler, seq: Sequence) -> bool:
     return seq.params.num_speculative_tokens != 0 and not has_processors
 
 
-def _has_spare_block(scheduler: Scheduler) -> bool:
+def _has_spare_blocks(scheduler: Scheduler) -> bool:
     manager = scheduler.block_manager
-    block = manager.next_free_block()
-    if not block or manager.is_cached(block):
+    if not manager.has_spare_blocks():
         return False
     # The next step, if it is planned before this one is over, may need a block for each sequence.
-    is_scarce = manager.num_free_blocks <= len(scheduler.running)
+    is_scarce = manager.num_free_blocks <= len(scheduler.running) * len(manager.windows)
     return not (scheduler.config.async_scheduling and (scheduler.waiting or is_scarce))

@@ -13,7 +13,6 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
-from nanoserve.engine.cache_salt import key_of_salt
 from nanoserve.engine.context_length import prompt_too_long
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
@@ -223,3 +222,13 @@ class InputProcessor:
             raise ValueError("the prompt is empty: there is no token to continue from")
         if num_tokens >= self.max_model_len:
             raise prompt_too_long(self.max_model_len, num_tokens, max_tokens)
+
+
+def key_of_salt(salt: Any) -> tuple[str, ...]:
+    """Return what is folded into the root of a request's prefixes: others have other blocks.
+
+    Requests of one `cache_salt` share theirs. Raises `ValueError` unless it is a text.
+    """
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
+    return ("cache_salt", salt)

@@ -11,6 +11,8 @@ of up to 4 with the window. A block then holds 4 layers' K and V of `block_size`
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _MOST_PADDING = 1.5  # up to here, a kind of fewer layers is padded to the size of one of more
@@ -38,3 +40,40 @@ def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, .
         num_groups = -(-len(layers) // size)
         groups += [KVCacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
     return tuple(groups)
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold so many tokens; the last one may be partly empty."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True)
+class SequenceRoom:
+    """How much of the pool a sequence takes, whose groups have these windows.
+
+    Behind a window of w tokens, a step of n reads w - 1 + n tokens, in blocks of which the first
+    may begin before them. Two blocks are there in any case: `BlockManager` caches a block behind
+    the one before it, perhaps a step late.
+    """
+
+    windows: AbstractSequence[int | None]
+    block_size: int
+    max_step_tokens: int
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence of so many tokens holds at a time."""
+        whole = blocks_needed(num_tokens, self.block_size)
+        return sum(whole if w is None else min(whole, self._behind(w)) for w in self.windows)
+
+    def longest(self, num_blocks: int) -> int:
+        """Return how many tokens a sequence may have in a pool of so many blocks."""
+        low, high = 0, num_blocks if None in self.windows else 2**31 // self.block_size - 1
+        while low < high:  # the longest table, in blocks
+            middle = (low + high + 1) // 2
+            fits = self.num_blocks(middle * self.block_size) <= num_blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * self.block_size
+
+    def _behind(self, window: int) -> int:
+        tokens = max(window - 1, 2 * self.block_size) + self.max_step_tokens
+        return blocks_needed(tokens, self.block_size) + 1

@@ -37,6 +37,8 @@ class CachedBlock(NamedTuple):
         for the first block of a sequence.
     token_ids: `block_size` of them. The list is the prefix cache's own: do not change it.
     cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
+    group: whose K and V the block holds: an index of `nanoserve.engine.kv_groups.group_layers`.
+    is_copy: whether another block of the group holds the same already.
     """
 
     block: int
@@ -44,6 +46,8 @@ class CachedBlock(NamedTuple):
     parent_hash: bytes | None
     token_ids: list[int]
     cache_key: tuple[str, ...]
+    group: int = 0
+    is_copy: bool = False
 
 
 class BlockListener:
@@ -56,8 +60,11 @@ class BlockListener:
     def on_cached(self, cached: CachedBlock) -> None:
         """Called when lookups can find a block that they could not find before."""
 
-    def on_removed(self, block: int, block_hash: bytes) -> None:
-        """Called when a cached block has been evicted, and lookups find it no more."""
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        """Called when a cached block has been evicted, and lookups find it no more.
+
+        is_last: whether no other block of the group holds the same.
+        """
 
     def on_cleared(self) -> None:
         """Called when all cached blocks have been removed at once; there may have been none."""

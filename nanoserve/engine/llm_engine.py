@@ -66,8 +66,14 @@ class LLMEngine:
         max_model_len = executor.max_model_len
         self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
         self.extensions: list[Extension] = []
+        limit = model_config.max_position_embeddings
+        groups = config.kv_cache_groups(model_config.sliding_windows, limit)
         self.scheduler = load_scheduler_class(config.scheduler_cls)(
-            config, executor.num_kv_blocks, max_model_len, self.extensions
+            config,
+            executor.num_kv_blocks,
+            max_model_len,
+            self.extensions,
+            [group.window for group in groups],
         )
         self.output_processor = OutputProcessor(tokenizer)
         self.outputs = OutputQueues()
@@ -299,7 +305,7 @@ class LLMEngine:
             while self._in_flight:
                 self._finish_step()
             self.scheduler.reset(self._sequences())
-        self.scheduler.block_manager.evict_all()
+        self.scheduler.block_manager.prefix_cache.clear()
 
     def replace_executor(self, executor: Executor) -> None:
         """Use another executor, of the same pool, in the place of one that was closed."""

@@ -42,8 +42,10 @@ class Scheduler:
         num_kv_blocks: int,
         max_model_len: int,
         extensions: AbstractSequence[Extension] = (),
+        windows: AbstractSequence[int | None] = (None,),
     ) -> None:
-        """`extensions` is the engine's list, which may grow."""
+        """`extensions` is the engine's list, which may grow; `windows` are those of the groups of
+        layers (`nanoserve.engine.kv_groups`), None for full attention."""
         self.config, self.extensions = config, extensions
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
@@ -51,18 +53,16 @@ class Scheduler:
         # How many later arrivals one level of priority outweighs; 2^64 will never come.
         by_priority = config.scheduling_policy == "priority"
         self.priority_worth = (config.priority_aging or 2**64) if by_priority else 0
-        self.block_manager = BlockManager(
-            num_kv_blocks, config.block_size, config.enable_prefix_caching, config.prefix_cache_seed
-        )
+        self.block_manager = BlockManager.for_config(config, num_kv_blocks, windows)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
         max_blocks = self.block_manager.blocks_needed(max_model_len)
-        self._slots = SlotTable(self.max_num_seqs, max_blocks)
-        self.block_tables = self._slots.block_tables  # by slot
+        self._slots = SlotTable(self.max_num_seqs, max_blocks, len(windows))
+        self.block_tables = self._slots.block_tables  # by group and slot
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # prompt tokens looked up in the prefix cache
-        self.num_hit_tokens = 0
+        # Prompt tokens that were looked up in the prefix cache, and that were there.
+        self.num_queried_tokens = self.num_hit_tokens = 0
 
     def order(self, seq: Sequence) -> tuple[int, ...]:
         """Return the place of a sequence in line: the lowest is admitted first and preempted last.
@@ -135,7 +135,7 @@ class Scheduler:
                 seq.metrics.num_preemptions += 1
                 self.num_preemptions += 1
             seq.slot, seq.num_computed_tokens, seq.num_pending = -1, 0, 0
-            seq.block_table, seq.num_cached_blocks = [], 0
+            seq.block_tables, seq.num_cached_blocks, seq.num_allocated_tokens = [], 0, 0
             seq.finish_reason = seq.stop_reason = None  # of an end that did not come about
             if seq.held_for:
                 seq.status = SequenceStatus.HELD
@@ -215,12 +215,11 @@ class Scheduler:
     # ------------------------------------------------------------------ rows and blocks
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """Make room in the block table of a running sequence for its next `n` tokens."""
-        num_blocks = len(seq.block_table)
+        """Make room in the block tables of a running sequence for its next `n` tokens."""
+        num_blocks = [len(table) for table in seq.block_tables]
         if not self.block_manager.allocate(seq, seq.num_computed_tokens + n):
             return False
-        if len(seq.block_table) > num_blocks:
-            self._slots.extend(seq, num_blocks)
+        self._slots.extend(seq, num_blocks)
         return True
 
     def trim(self, seq: Sequence) -> None:
@@ -258,7 +257,7 @@ class Scheduler:
         if self.extensions:
             for extension in self.extensions:
                 n = max(0, min(n, extension.limit_tokens(seq, n, plan)))
-        has_room = start + n <= len(seq.block_table) * self.block_manager.block_size
+        has_room = start + n <= seq.num_allocated_tokens
         if n == 0 or not (has_room or self._make_room(seq, n, plan)):
             return
         num_sampled = int(start + n == num_tokens)  # the one definition of "caught up"
@@ -370,7 +369,7 @@ class Scheduler:
             found.append("waiting is out of order")
         if len(set(queued)) != len(queued):
             found.append("a sequence is queued twice")
-        if any(seq.block_table for seq in self.waiting):
+        if any(any(seq.block_tables) for seq in self.waiting):
             found.append("a waiting sequence holds blocks")
         if found:
             raise RuntimeError(f"the scheduler is inconsistent: {found}")

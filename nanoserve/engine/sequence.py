@@ -1,6 +1,6 @@
 """One sequence: its tokens, its progress through the model, its place in the KV cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
@@ -8,6 +8,7 @@ from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
 StopCondition = Callable[["Sequence"], tuple[str, str | None] | None]
+CacheKey = tuple[str, ...]  # what K and V depend on besides the tokens, such as a tenant's salt
 
 
 class SequenceStatus(Enum):
@@ -15,6 +16,38 @@ class SequenceStatus(Enum):
     WAITING = auto()  # new, or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
+
+
+class BlockTable(list[int]):
+    """The KV blocks of a sequence: entry i holds positions i x block_size to (i + 1) x block_size.
+
+    The first `num_released` entries are 0: a group of layers with a sliding window has given them
+    back, or a prefix-cache hit did not need them.
+    """
+
+    __slots__ = ("num_released",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_released = 0
+
+    def add_hits(self, blocks: Iterable[int]) -> None:
+        """Begin with the blocks of a prefix-cache hit; those that are not needed are 0."""
+        self += blocks
+        self.num_released = self.count(0)
+
+    def release_first(self) -> int:
+        """Take the first block that is there out of the table, and return it."""
+        block = self[self.num_released]
+        self[self.num_released] = 0
+        self.num_released += 1
+        return block
+
+    def pop_last(self) -> int:
+        """Take the last entry out of the table, and return it; 0 if its block was released."""
+        block = self.pop()
+        self.num_released = min(self.num_released, len(self))
+        return block
 
 
 @dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
@@ -47,7 +80,7 @@ class Sequence:
     index: int = 0  # which completion of its prompt
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    cache_key: tuple[str, ...] = ()  # KV blocks are shared by sequences with the same key
+    cache_key: CacheKey = ()  # KV blocks are shared by sequences with the same key
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
@@ -55,7 +88,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending: int = 0
     slot: int = -1  # row of the per-slot tables while RUNNING
-    block_table: list[int] = field(default_factory=list)  # [i] holds positions i*block_size ...
+    block_tables: list[BlockTable] = field(default_factory=list)  # by group of layers
+    num_allocated_tokens: int = 0  # so many tokens' K and V have room in all of its tables
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
     num_cached_blocks: int = 0  # full blocks that have been offered to the prefix cache
     finish_reason: str | None = None
@@ -104,6 +138,11 @@ class Sequence:
     def needs_prompt_outputs(self) -> bool:
         """True if every token of the prompt must be computed, whatever the prefix cache has."""
         return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def block_table(self) -> list[int]:
+        """The blocks of the first group of layers; in most models there is no other."""
+        return self.block_tables[0] if self.block_tables else []
 
     @property
     def finished(self) -> bool:

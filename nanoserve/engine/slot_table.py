@@ -10,11 +10,11 @@ from nanoserve.engine.sequence import Sequence
 
 
 class SlotTable:
-    """block_tables: int32 [num_slots, max_blocks]; row i is the table of the sequence in slot i."""
+    """block_tables: int32 [num_groups, num_slots, max_blocks]: by group of layers and slot."""
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, num_groups: int = 1) -> None:
         self.num_slots = num_slots
-        self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.block_tables = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int32)
         self.clear()
 
     def clear(self) -> None:
@@ -22,14 +22,18 @@ class SlotTable:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def take(self, seq: Sequence) -> None:
-        """Give a sequence a slot, and enter its block table."""
+        """Give a sequence a slot, and enter its block tables."""
         seq.slot = self._free.pop()
-        self.extend(seq, 0)
+        self.extend(seq, [0] * len(seq.block_tables))
 
-    def extend(self, seq: Sequence, num_known: int) -> None:
-        """Enter what the block table of a sequence has behind its first `num_known` blocks."""
-        table = seq.block_table
-        self.block_tables[seq.slot, num_known : len(table)] = table[num_known:]
+    def extend(self, seq: Sequence, num_known: list[int]) -> None:
+        """Enter what its block tables have behind the first blocks, `num_known` of each.
+
+        What a group has given back becomes the dummy block: those blocks may be others' by now.
+        """
+        for rows, table, known in zip(self.block_tables, seq.block_tables, num_known, strict=True):
+            rows[seq.slot, : table.num_released] = 0
+            rows[seq.slot, known : len(table)] = table[known:]
 
     def give_back(self, seq: Sequence) -> None:
         """Free the slot of a sequence, if it has one."""
@@ -40,10 +44,13 @@ class SlotTable:
     def problems(self, running: list[Sequence]) -> list[str]:
         """Return what is wrong with the slots of all running sequences; nothing, it is hoped."""
         slots = sorted([*self._free, *(seq.slot for seq in running)])
-        rows = [self.block_tables[seq.slot, : len(seq.block_table)] for seq in running]
         found = []
         if slots != list(range(self.num_slots)):
             found.append("slots were lost or given out twice")
-        if any(row.tolist() != seq.block_table for row, seq in zip(rows, running, strict=True)):
+        if any(
+            rows[seq.slot, : len(table)].tolist() != table
+            for seq in running
+            for rows, table in zip(self.block_tables, seq.block_tables, strict=True)
+        ):
             found.append("a row of block_tables differs from its sequence")
         return found

@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_int8
-
 
 @dataclass(frozen=True)
 class ExpertCodes:
@@ -33,24 +30,12 @@ class ExpertCodes:
                 f"not {codes.dtype} {list(codes.shape)}, {scale.dtype} {list(scale.shape)}"
             )
 
-    @classmethod
-    def of(cls, experts: list[QuantizedMatrix]) -> "ExpertCodes":
-        """Of other codes than int8 with a scale per output, such are made."""
-        experts = [each if _fits(each) else quantize_int8(each.dequantize()) for each in experts]
-        codes = torch.stack([each.codes for each in experts])
-        return cls(codes, torch.stack([each.scale[:, 0] for each in experts]))
-
     def __len__(self) -> int:
         return len(self.codes)
 
     def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
         for codes, scale in zip(self.codes, self.scale, strict=True):
             yield partial(_product, codes, scale)
-
-
-def _fits(matrix: QuantizedMatrix) -> bool:
-    has_plain_codes = matrix.offset is None and not matrix.is_e4m3
-    return has_plain_codes and matrix.bits == 8 and matrix.scale.shape[1] == 1
 
 
 def _product(codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:

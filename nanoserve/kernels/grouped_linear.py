@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from nanoserve.kernels.quantized_kv import unscaled
-from nanoserve.quantization.matrix import QuantizedMatrix
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -63,18 +62,29 @@ def tile_config(num_rows: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3)
 
 
-def pack_groups(matrix: QuantizedMatrix) -> GroupedWeight:
-    """In the order of the kernel, on the matrix's device. Raises `ValueError` for loose groups."""
-    if matrix.group_of_input is not None:
-        raise ValueError("groups that are no runs of inputs have to be sorted before")
-    codes, inputs = matrix.codes, matrix.shape[1]
-    if matrix.bits == 4 and inputs % 2 == 0:
+def pack_groups(
+    codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None, bits: int = 8
+) -> GroupedWeight:
+    """Put weights into the order of the kernel, on their device.
+
+    codes: int8, of 4 or 8 bits, or float8_e4m3fn [outputs, inputs]. scale and offset: float32
+    [outputs, groups], whose groups are runs of equally many inputs.
+    """
+    outputs, inputs = codes.shape
+    groups = scale.shape[-1] if scale.dim() == 2 else 0
+    shapes = [list(values.shape) for values in (scale, offset) if values is not None]
+    if groups == 0 or inputs % groups or any(shape != [outputs, groups] for shape in shapes):
+        raise ValueError(
+            f"codes {list(codes.shape)} and scale and offset {shapes} must be [outputs, inputs] "
+            f"and [outputs, groups], in groups of equal size"
+        )
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"codes must be int8 or float8_e4m3fn, not {codes.dtype}")
+    if bits == 4 and inputs % 2 == 0:
         unsigned = (codes + 8).view(torch.uint8)
         codes = unsigned[:, : inputs // 2] | unsigned[:, inputs // 2 :] << 4
-    elif matrix.is_e4m3:
-        codes = codes.view(torch.float8_e4m3fn)
-    offset = None if matrix.offset is None else matrix.offset.contiguous()
-    return GroupedWeight(codes.contiguous(), matrix.scale.contiguous(), offset)
+    offset = None if offset is None else offset.contiguous()
+    return GroupedWeight(codes.contiguous(), scale.contiguous(), offset)
 
 
 def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.kernels.decode_attention_kernels import decode_attention_kernel, merge_parts_kernel
 from nanoserve.kernels.dependent_launch import has_dependent_launch
 from nanoserve.kernels.paged_attention_kernels import chunk_attention_kernel
+from nanoserve.kernels.quantized_kv import check_cache
 from nanoserve.kernels.tile_config import (
     SHARED_MEMORY_WITHOUT_GPU,
     TileConfig,
@@ -36,7 +36,7 @@ _MOST_SHARED = 64  # rows of a tile, tokens times heads, where keys are cut into
 
 def paged_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor | QuantizedKV,
+    kv_cache: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
@@ -48,16 +48,18 @@ def paged_attention(
     max_query_len: int | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends from every query token to the keys of its sequence up to itself.
+    """Attend from every query token to the keys of its sequence up to itself.
 
     q             [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-    kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype, or codes and
-                  their scales, both contiguous
+    kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype, or codes: int8,
+                  or uint8 for e4m3
+    kv_scales     of codes, float32 [2, num_blocks, num_kv_heads, block_size]; both are contiguous
     cu_seqlens_q  int32 [num_rows + 1]: row r has the tokens cu_seqlens_q[r : r + 2]
     context_lens  int32 [num_rows]; a row's tokens are the last ones of its context
-    block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read,
-                  nor are those before all windows of the row
+    block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read, nor are
+                  those before all windows of the row, or their blocks, which may hold NaN
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
     `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
@@ -72,10 +74,10 @@ def paged_attention(
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays right as contexts grow.
     """
-    kv_cache, scales = codes_and_scales(kv_cache, q.dtype)
+    check_cache(kv_cache, kv_scales, q.dtype)
     batch = _Batch(
         *(q, kv_cache, cu_seqlens_q, context_lens, block_tables),
-        *(scale, sliding_window, soft_cap, (None, None) if scales is None else tuple(scales)),
+        *(scale, sliding_window, soft_cap, (None, None) if kv_scales is None else tuple(kv_scales)),
     )
     _check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

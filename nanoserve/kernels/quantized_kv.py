@@ -1,9 +1,11 @@
 """K and V in 8 bits, for the Triton kernels: to codes and scales, and back.
 
-See `nanoserve.attention.quantized_kv`. Bytes of the type uint8 are e4m3, and are put together bit
-by bit: Triton's own type for it needs a GPU of compute capability 8.9 or newer.
+A value is its code x the scale of its token and head, float32; the largest magnitude of a head has
+the largest code, 127 of int8 or 448 of e4m3. Bytes of the type uint8 are e4m3, and are put together
+bit by bit: Triton's own type for it needs a GPU of compute capability 8.9 or newer.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -11,6 +13,28 @@ _INFINITY = tl.constexpr(0x7F800000)  # the bits of magnitudes that are not fini
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 # Added to a number below 2^22, it leaves no room for a fraction: it rounds, halves to even.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
+
+
+def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Raise `ValueError` unless floats are of `dtype`, and codes contiguous, each with its scale.
+
+    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim]; kv_scales: float32, without
+    head_dim, or None of floats.
+    """
+    if kv_scales is None:
+        if kv_cache.dtype != dtype:
+            raise ValueError(f"kv_cache {kv_cache.dtype} of values in {dtype} is not supported")
+        return
+    is_good = kv_cache.dtype in (torch.int8, torch.uint8) and kv_scales.dtype == torch.float32
+    if not is_good or kv_scales.shape != kv_cache.shape[:-1]:
+        raise ValueError(
+            f"codes {kv_cache.dtype} {list(kv_cache.shape)} must be int8 or uint8, and scales "
+            f"{kv_scales.dtype} {list(kv_scales.shape)} float32, one for each head of each slot"
+        )
+    if not (kv_cache.is_contiguous() and kv_scales.is_contiguous()):
+        raise ValueError(
+            f"codes and scales must be contiguous: {kv_cache.stride()}, {kv_scales.stride()}"
+        )
 
 
 @triton.jit

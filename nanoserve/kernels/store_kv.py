@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from nanoserve.attention.quantized_kv import QuantizedKV, codes_and_scales
 from nanoserve.kernels.dependent_launch import has_dependent_launch
-from nanoserve.kernels.quantized_kv import quantized
+from nanoserve.kernels.quantized_kv import check_cache, quantized
 
 # Up to this many tokens, one program per token and head: there are too few to fill a GPU otherwise.
 _FEW_TOKENS = 64
@@ -28,8 +27,9 @@ def store_kv(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    kv_cache: torch.Tensor | QuantizedKV,
+    kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim], contiguous.
 
@@ -38,11 +38,13 @@ def store_kv(
     tokens with one slot (padding), any may win.
     cos, sin: [max_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or None.
-    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`, or codes
-    and their scales, both contiguous; to codes, values go from float32.
+    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
+    codes, int8 or uint8 for e4m3, which values become from float32.
+    kv_scales: of codes, float32 [2, num_blocks, num_kv_heads, block_size]; then both are
+    contiguous.
     The last dimension of every tensor is contiguous; heads and kv_cache may have any other strides.
     """
-    kv_cache, scales = codes_and_scales(kv_cache, heads.dtype)
+    check_cache(kv_cache, kv_scales, heads.dtype)
     _check(heads, positions, cos, sin, q_weight, k_weight, kv_cache, slot_mapping)
     num_tokens, num_all_heads, head_dim = heads.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -59,7 +61,7 @@ def store_kv(
         q_weight,
         k_weight,
         kv_cache,
-        scales,
+        kv_scales,
         slot_mapping,
         q,
         num_tokens,

@@ -200,13 +200,14 @@ def _made(sources):
 
     @njit(parallel=True, **FAST)
     def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
-        """For the cache see `AttentionBackend`; what has which shape is said at the top.
+        """The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V; what else
+        has which shape is said at the top.
 
         The rows are the first `num_single`, which have one token, and those that `few` lists. All
         take the same code: nothing is compiled when the first row of several tokens comes.
 
-        A cache of codes has scales, see `nanoserve.attention.quantized_kv`; the address of others'
-        is 0. A scale is that of a whole head, so it is multiplied into a score, or a weight.
+        A cache of codes has scales, one for each token and head; the address of others' is 0. A
+        scale is that of a whole head, so it is multiplied into a score, or a weight.
 
         Returns 0, or how many rows name tokens or blocks that do not exist; those are left out.
         """

@@ -11,28 +11,29 @@ from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.integer_linear import pack_codes, pack_scales, scale_dtype
 from nanoserve.kernels_cpu.panels import PANEL, unpadded
 from nanoserve.kernels_cpu.processor import converts_float16
-from nanoserve.quantization.matrix import QuantizedMatrix
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _product = functools.cache(make_product)
 
 
 class DequantizedPanels:
-    """A `QuantizedMatrix` in panels: x [..., inputs] -> [..., outputs] in x's dtype.
+    """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
-    What `FloatPanels` gives for the dequantised weight in float32, to the bit, and from few bits of
+    The arguments are those of `nanoserve.kernels_cpu.integer_linear.IntegerPanels`. The result is
+    what `FloatPanels` gives for the dequantised weight in float32, to the bit, and from few bits of
     memory: x and sums are float32, and a row does not depend on its neighbours.
     """
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
-        checks.check_codes(matrix)
-        self.outputs, self.inputs = matrix.shape
-        is_small = matrix.bits == 4 and KINDS["nibbles"].takes(matrix.group_size)
+    def __init__(
+        self, codes: Tensor, scale: Tensor, offset: Tensor | None = None, bits: int = 8
+    ) -> None:
+        checks.check_codes(codes, scale, offset, bits)
+        (self.outputs, self.inputs), groups = codes.shape, scale.shape[1]
+        is_small = bits == 4 and KINDS["nibbles"].takes(self.inputs // groups)
         self.kind = "nibbles" if is_small else "bytes"
-        self.codes = pack_codes(matrix, KINDS[self.kind])
-        self.scale = pack_scales(matrix.scale, scale_dtype(matrix))
-        self.offset = None if matrix.offset is None else pack_scales(matrix.offset, torch.float32)
-        groups = matrix.scale.shape[1]
+        self.codes = pack_codes(codes, KINDS[self.kind])
+        self.scale = pack_scales(scale, scale_dtype(scale))
+        self.offset = None if offset is None else pack_scales(offset, torch.float32)
         self._stored = (
             self.codes.data_ptr(),
             self.scale.data_ptr(),

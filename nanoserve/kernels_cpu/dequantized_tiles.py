@@ -3,13 +3,12 @@
     y[m, n] = sum over inputs k, in their order, of x[m, k] x (codes[n, k] x scale[n, g]
                                                               + offset[n, g])
 
-A weight becomes the float32 that `QuantizedMatrix.dequantize` makes of it, on its way from memory
-into the sums of a tile. So the bits are those of `float_tiles` with the dequantised weight, and a
+A weight becomes the float32 code x scale + offset, rounded twice, on its way from memory into the
+sums of a tile. So the bits are those of `float_tiles` with the dequantised weight, and a
 row's do not depend on the rows beside it; but memory is read for 4 or 8 bits of a weight, not 32.
 """
 
 import functools
-from typing import NamedTuple
 
 from llvmlite import ir
 from numba import njit, prange, types
@@ -17,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk, written_by
+from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, IntegerPanel, walk, write, written_by
 from nanoserve.kernels_cpu.vectors import (
     BYTE,
     FLOAT,
@@ -29,12 +28,11 @@ from nanoserve.kernels_cpu.vectors import (
     Accumulators,
     constant,
     load,
+    load_floats,
     multiply_add,
     offset,
     prefetch,
-    rounded,
     splat,
-    store,
 )
 
 _BYTES = ir.VectorType(BYTE, LANES)
@@ -69,14 +67,6 @@ class Nibbles:
 KINDS = {"bytes": Bytes(), "nibbles": Nibbles()}
 
 
-class _Panel(NamedTuple):
-    """Addresses."""
-
-    codes: ir.Value
-    scale: ir.Value  # float32 or float16 [groups, PANEL]
-    offset: ir.Value  # float32 [groups, PANEL]
-
-
 @intrinsic(prefer_literal=True)
 def _multiply(
     typing_context,
@@ -92,14 +82,13 @@ def _multiply(
     out,
     out_stride,
 ):
-    """out[num_rows, PANEL]; shape: groups and a group's steps; panel is a `_Panel`."""
+    """out[num_rows, PANEL]; shape: groups and a group's steps; panel is an `IntegerPanel`."""
     own, out_dtype = KINDS[kind.literal_value], dtype.literal_value
     kind_of_scale = HALVES if scale_dtype.literal_value == "float16" else FLOATS
-    out_bytes = LANES * (4 if out_dtype == "float32" else 2)
 
     def generate(context, b, signature, args):
         x, x_stride, num_rows = args[4:7]
-        panel = _Panel(*cgutils.unpack_tuple(b, args[7]))
+        panel = IntegerPanel(*cgutils.unpack_tuple(b, args[7]))
         groups, group_steps = cgutils.unpack_tuple(b, args[8])
         out, out_stride = args[9:]
         number, steps, x_bytes = groups.type, b.mul(groups, group_steps), 4 * own.depth
@@ -107,8 +96,8 @@ def _multiply(
 
         def of_group(values, kind, group, vector):
             size = LANES * (2 if kind == HALVES else 4)
-            loaded = load(b, at(values, (group, PANEL // LANES * size), (vector, size)), kind, size)
-            return b.fpext(loaded, FLOATS) if kind == HALVES else loaded
+            place = at(values, (group, PANEL // LANES * size), (vector, size))
+            return load_floats(b, place, kind)
 
         def tile(rows, vectors, row, vector, soon, soon_step):
             codes, x_here = at(panel.codes, (vector, LANES)), at(x, (row, x_stride))
@@ -135,11 +124,8 @@ def _multiply(
                             value = splat(b, load(b, place, FLOAT, 4))
                             for i in range(vectors):
                                 sums[r, i] = multiply_add(b, weights[i][k], value, sums[r, i])
-            to = at(out, (row, out_stride), (vector, out_bytes))
-            for r in range(rows):
-                for i in range(vectors):
-                    values = rounded(b, sums[r, i], out_dtype)
-                    store(b, values, at(to, (r, out_stride), (i, out_bytes)))
+            to = at(out, (row, out_stride))
+            write(b, sums, (rows, vectors), to, out_stride, vector, out_dtype)
 
         walk(b, num_rows, panel.codes, b.mul(steps, number(PANEL)), steps, tile)
         return context.get_dummy_value()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels_cpu import packed_linear, rates
-from nanoserve.kernels_cpu.linear_method import Form
-from nanoserve.kernels_cpu.torch_linear import Packed, Plain, WidenedTiles
+from nanoserve.kernels_cpu.torch_linear import Form, Packed, Plain, WidenedTiles
 
 logger = logging.getLogger(__name__)
 

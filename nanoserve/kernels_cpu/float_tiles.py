@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from nanoserve.kernels_cpu.panels import PANEL
-from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk, written_by
+from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, walk, write, written_by
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -26,12 +26,11 @@ from nanoserve.kernels_cpu.vectors import (
     call,
     constant,
     load,
+    load_floats,
     multiply_add,
     offset,
     prefetch,
-    rounded,
     splat,
-    store,
 )
 
 
@@ -56,7 +55,7 @@ class Widened:
             low, high = b.shl(pairs, constant(WORD, 16)), b.and_(pairs, constant(WORD, 0xFFFF0000))
             return [b.bitcast(low, FLOATS), b.bitcast(high, FLOATS)]
         if self.dtype == "float16":
-            return [b.fpext(load(b, address, HALVES, 32), FLOATS)]
+            return [load_floats(b, address, HALVES)]
         return [load(b, address, FLOATS, 64)]
 
     def inputs(self, b, address):
@@ -97,7 +96,6 @@ def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, ou
     """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers."""
     own = KINDS[kind.literal_value]
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
-    out_bytes = LANES * (4 if own.dtype == "float32" else 2)
 
     def generate(context, b, signature, args):
         x, x_stride, num_rows, panel, steps, out, out_stride = args[1:]
@@ -117,11 +115,9 @@ def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, ou
                     inputs = own.inputs(b, at(x_here, (loop.index, own.x_bytes), (r, x_stride)))
                     for i in range(vectors):
                         sums[r, i] = own.add(b, sums[r, i], widened[i], inputs)
-            to = at(out, (row, out_stride), (vector, out_bytes))
-            for r in range(rows):
-                for i in range(vectors):
-                    values = rounded(b, sums[r, i], own.dtype)
-                    store(b, values, at(to, (r, out_stride), (i, out_bytes)))
+            write(
+                b, sums, (rows, vectors), at(out, (row, out_stride)), out_stride, vector, own.dtype
+            )
 
         walk(b, num_rows, panel, b.mul(steps, number(step_bytes)), steps, tile)
         return context.get_dummy_value()

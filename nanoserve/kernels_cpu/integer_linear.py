@@ -13,7 +13,6 @@ from nanoserve.kernels_cpu.integer_tiles import make_product
 from nanoserve.kernels_cpu.panels import PANEL, empty, empty_panels, pack_into, unpadded
 from nanoserve.kernels_cpu.processor import converts_float16
 from nanoserve.kernels_cpu.values import ELEMENTS
-from nanoserve.quantization.matrix import QuantizedMatrix
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PIECE = 2**22  # codes that are put in order at a time
@@ -21,39 +20,50 @@ _product = functools.cache(make_product)
 
 
 class IntegerPanels:
-    """A `QuantizedMatrix` in panels: x [..., inputs] -> [..., outputs] in x's dtype.
+    """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
+
+    A weight is code x scale + offset. codes: int8 [outputs, inputs], of 4 or 8 `bits`; scale and
+    offset (None is all zeros): float32 [outputs, groups], whose groups are runs of inputs. kind:
+    one of `nanoserve.kernels_cpu.integer_kinds.KINDS`; None is the best that is here.
 
     Each 32 inputs of a row of x, or as many as divide a weight's group, become integers of -127 to
     127 with one scale, their largest absolute value / 127: a row does not depend on its neighbours.
     A row that holds NaN or infinity becomes NaN.
     """
 
-    def __init__(self, matrix: QuantizedMatrix, kind: str | None = None) -> None:
-        checks.check_codes(matrix)
-        self.outputs, self.inputs = matrix.shape
-        self.size = x_group_size(matrix.group_size)
-        self.kind = kind or best_kind(matrix.bits, self.size)
-        self.own, groups = KINDS[self.kind], matrix.scale.shape[1]
-        if self.own.bits < matrix.bits or not self.own.takes(self.size):
-            raise ValueError(
-                f"{self.kind!r} has no codes of {matrix.bits} bits in groups of {self.size}"
-            )
-        self.codes = pack_codes(matrix, self.own)
-        self.scale = pack_scales(matrix.scale, scale_dtype(matrix))
-        self.offset = None if matrix.offset is None else pack_scales(matrix.offset, torch.float32)
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        offset: Tensor | None = None,
+        bits: int = 8,
+        *,
+        kind: str | None = None,
+    ) -> None:
+        checks.check_codes(codes, scale, offset, bits)
+        (self.outputs, self.inputs), groups = codes.shape, scale.shape[1]
+        group_size = self.inputs // groups
+        self.size = x_group_size(group_size)
+        self.kind = kind or best_kind(bits, self.size)
+        self.own = KINDS[self.kind]
+        if self.own.bits < bits or not self.own.takes(self.size):
+            raise ValueError(f"{self.kind!r} has no codes of {bits} bits in groups of {self.size}")
+        self.codes = pack_codes(codes, self.own)
+        self.scale = pack_scales(scale, scale_dtype(scale))
+        self.offset = None if offset is None else pack_scales(offset, torch.float32)
         self._stored = (
             self.codes.data_ptr(),
             self.scale.data_ptr(),
             0 if self.offset is None else self.offset.data_ptr(),
             self.codes.shape[0],
             groups,
-            matrix.group_size // self.size,
+            group_size // self.size,
             self.size // self.own.depth,
         )
         self._form = (
             self.kind,
             self.size,
-            self.size == matrix.group_size,
+            self.size == group_size,
             _NAMES[self.scale.dtype],
             self.offset is not None,
         )
@@ -90,19 +100,19 @@ def best_kind(bits: int, group_size: int) -> str:
     )
 
 
-def pack_codes(matrix: QuantizedMatrix, own: Any) -> Tensor:
-    """uint8 [panels, steps, ...]: `depth` inputs of an output side by side.
+def pack_codes(codes: Tensor, own: Any) -> Tensor:
+    """Pack int8 [outputs, inputs] into uint8 [panels, steps, ...]: see `own.depth`.
 
     Some panels at a time: the shifted codes of a whole LM head would be as large as the result.
     """
-    outputs, inputs = matrix.shape
+    outputs, inputs = codes.shape
     depth = own.depth if own.bits == 8 else own.depth // 2
     packed = empty_panels(outputs, inputs * own.bits // 8, depth, torch.uint8)
     num_rows = PANEL * max(1, _PIECE // (PANEL * inputs))
     for row in range(0, outputs, num_rows):
-        codes = _codes_in_bytes(matrix.codes[row : row + num_rows], own)
+        piece = _codes_in_bytes(codes[row : row + num_rows], own)
         first = row // PANEL
-        pack_into(packed[first : first - (-len(codes) // PANEL)], codes)
+        pack_into(packed[first : first - (-len(piece) // PANEL)], piece)
     return packed
 
 
@@ -116,10 +126,10 @@ def _codes_in_bytes(codes: Tensor, own: Any) -> Tensor:
     return (codes[:, :, 0] | codes[:, :, 1] << 4).view(len(codes), -1)
 
 
-def scale_dtype(matrix: QuantizedMatrix) -> torch.dtype:
-    """float16, if a row has many scales and all of them are: then they are a tenth fewer bytes."""
-    groups, scale = matrix.scale.shape[1], matrix.scale
-    is_half = groups > 1 and converts_float16() and torch.equal(scale.half().float(), scale)
+def scale_dtype(scale: Tensor) -> torch.dtype:
+    """Return float16 if a row has many scales and all are that: a tenth fewer bytes of weights."""
+    is_many = scale.shape[1] > 1
+    is_half = is_many and converts_float16() and torch.equal(scale.half().float(), scale)
     return torch.float16 if is_half else torch.float32
 
 

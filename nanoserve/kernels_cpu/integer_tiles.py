@@ -22,7 +22,14 @@ from nanoserve.kernels_cpu.integer_kinds import KINDS
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.kernels_cpu.panels import PANEL
 from nanoserve.kernels_cpu.processor import has
-from nanoserve.kernels_cpu.tile_walk import ROWS_AT_ONCE, TILES, walk, written_by
+from nanoserve.kernels_cpu.tile_walk import (
+    ROWS_AT_ONCE,
+    TILES,
+    IntegerPanel,
+    walk,
+    write,
+    written_by,
+)
 from nanoserve.kernels_cpu.values import FAST, array_at
 from nanoserve.kernels_cpu.vectors import (
     FLOAT,
@@ -33,12 +40,11 @@ from nanoserve.kernels_cpu.vectors import (
     Accumulators,
     constant,
     load,
+    load_floats,
     multiply_add,
     offset,
     prefetch,
-    rounded,
     splat,
-    store,
 )
 
 # Sums of integers and of floats are to stay in registers side by side.
@@ -57,14 +63,6 @@ class _Inputs(NamedTuple):
     sums_stride: ir.Value
 
 
-class _Panel(NamedTuple):
-    """Addresses."""
-
-    codes: ir.Value
-    scale: ir.Value  # float32 or float16 [groups, PANEL]
-    offset: ir.Value  # float32 [groups, PANEL]
-
-
 @intrinsic(prefer_literal=True)
 def _multiply(
     typing_context,
@@ -81,7 +79,7 @@ def _multiply(
     out,
     out_stride,
 ):
-    """out[num_rows, PANEL]; x is `_Inputs`, panel `_Panel`.
+    """out[num_rows, PANEL]; x is `_Inputs`, panel `IntegerPanel`.
 
     group_steps: of a group of x. shape: the number of weight groups, the groups of x in each (1, if
     is_one_to_one), and once more `group_steps`, which LLVM cannot know here and unroll.
@@ -93,14 +91,11 @@ def _multiply(
     )
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
     is_half = scale_dtype.literal_value == "float16"
-    scale_bytes, out_bytes = (
-        LANES * (2 if is_half else 4),
-        LANES * (4 if out_dtype == "float32" else 2),
-    )
+    kind_of_scale, scale_bytes = (HALVES, LANES * 2) if is_half else (FLOATS, LANES * 4)
 
     def generate(context, b, signature, args):
         x = _Inputs(*cgutils.unpack_tuple(b, args[6]))
-        panel = _Panel(*cgutils.unpack_tuple(b, args[8]))
+        panel = IntegerPanel(*cgutils.unpack_tuple(b, args[8]))
         groups, x_groups, loop_steps = cgutils.unpack_tuple(b, args[9])
         num_rows, out, out_stride = args[7], *args[10:]
         number = groups.type
@@ -148,10 +143,8 @@ def _multiply(
                 ):
                     add_steps(step)
 
-        def weight_scale(i, place):
-            kind = HALVES if is_half else FLOATS
-            scale = load(b, at(panel.scale, (place, scale_bytes)), kind, scale_bytes)
-            return b.fpext(scale, FLOATS) if is_half else scale
+        def weight_scale(place):
+            return load_floats(b, at(panel.scale, (place, scale_bytes)), kind_of_scale)
 
         def tile(rows, vectors, row, vector, soon, soon_step):
             codes = at(panel.codes, (vector, vector_bytes))
@@ -176,26 +169,23 @@ def _multiply(
                 first = b.add(b.mul(group.index, number(PANEL // LANES)), vector)
                 places = [b.add(first, number(i)) for i in range(vectors)]
                 if is_one_to_one.literal_value:
-                    x_group(group.index, [weight_scale(i, places[i]) for i in range(vectors)])
+                    x_group(group.index, [weight_scale(places[i]) for i in range(vectors)])
                 else:
                     parts.clear()
                     with cgutils.for_range(b, x_groups, intp=number) as inner:
                         x_group(b.add(b.mul(group.index, x_groups), inner.index), [])
                     for i in range(vectors):
-                        scale = weight_scale(i, places[i])
+                        scale = weight_scale(places[i])
                         for r in range(rows):
                             floats[r, i] = multiply_add(b, parts[r, i], scale, floats[r, i])
                 for r in range(rows if has_offset.literal_value else 0):
                     here = at(x.sums, (row, x.sums_stride), (group.index, 4), (r, x.sums_stride))
                     sums = splat(b, load(b, here, FLOAT, 4))
                     for i in range(vectors):
-                        own_offset = load(b, at(panel.offset, (places[i], 64)), FLOATS, 64)
+                        own_offset = load_floats(b, at(panel.offset, (places[i], 64)), FLOATS)
                         floats[r, i] = multiply_add(b, sums, own_offset, floats[r, i])
-            to = at(out, (row, out_stride), (vector, out_bytes))
-            for r in range(rows):
-                for i in range(vectors):
-                    values = rounded(b, floats[r, i], out_dtype)
-                    store(b, values, at(to, (r, out_stride), (i, out_bytes)))
+            to = at(out, (row, out_stride))
+            write(b, floats, (rows, vectors), to, out_stride, vector, out_dtype)
 
         walk(b, num_rows, panel.codes, b.mul(steps, number(step_bytes)), steps, tile, _TILES)
         return context.get_dummy_value()

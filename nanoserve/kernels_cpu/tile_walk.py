@@ -8,13 +8,14 @@ once for all rows of the tile.
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from nanoserve.kernels_cpu.panels import PANEL
 from nanoserve.kernels_cpu.processor import has
-from nanoserve.kernels_cpu.vectors import LANES
+from nanoserve.kernels_cpu.vectors import LANES, Accumulators, offset, rounded, store
 
 # Rows that are computed with one panel before the next: their x stays in the processor's cache.
 ROWS_AT_ONCE = 256
@@ -61,6 +62,36 @@ def walk(
                 soon = b.add(following, b.mul(share, done))
                 tile(rows, vectors, row, vector, soon, step_bytes)
         first = b.add(first, b.mul(count, number(rows)))
+
+
+class IntegerPanel(NamedTuple):
+    """The addresses of a panel of integer weights."""
+
+    codes: ir.Value
+    scale: ir.Value  # float32 or float16 [groups, PANEL]
+    offset: ir.Value  # float32 [groups, PANEL]
+
+
+def write(
+    b: ir.IRBuilder,
+    sums: Accumulators,
+    shape: tuple[int, int],
+    out: ir.Value,
+    stride: ir.Value,
+    vector: ir.Value,
+    dtype: str,
+) -> None:
+    """Write a tile's sums of `shape` (rows, vectors), rounded to `dtype`, behind the address `out`.
+
+    stride: bytes from a row to the next; vector: the first vector's number within the panel.
+    """
+    rows, vectors = shape
+    num_bytes = LANES * (4 if dtype == "float32" else 2)
+    to = offset(b, out, (vector, num_bytes))
+    for r in range(rows):
+        for i in range(vectors):
+            values = rounded(b, sums[r, i], dtype)
+            store(b, values, offset(b, to, (r, stride), (i, num_bytes)))
 
 
 def written_by(*names: str) -> str:

@@ -4,12 +4,15 @@ A form is made from a weight [outputs, inputs]. To call it is to multiply: x [..
 [..., outputs].
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.kernels_cpu import checks, packed_linear
-from nanoserve.quantization.matrix import QuantizedMatrix
+
+Form = Callable[[Tensor], Tensor]
 
 _TILE = 512  # outputs that are widened at a time: they stay in the cache until they are used
 _TILE_VALUES = 2**19  # that become floats at a time, in several steps: 2 MiB of them
@@ -54,17 +57,28 @@ class WidenedTiles:
 class DequantizedTiles:
     """Integers of 4 or 8 bits in memory, dequantised tile by tile for the product of float32.
 
+    A weight is code x scale + offset. codes: int8 [outputs, inputs]; scale and offset: float32
+    [outputs, groups], whose groups are runs of inputs.
+
     x and sums are float32, and nothing is rounded but the result, to x's dtype. A row of it does
     not depend on the other rows; but torch orders a sum by how many rows there are, so its last
     bits may depend on their number.
     """
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
-        checks.check_codes(matrix)
-        self.outputs, self.inputs = matrix.shape
-        self._is_packed = matrix.bits == 4 and self.inputs % 2 == 0
-        tiles = matrix.split(max(1, _TILE_VALUES // self.inputs))
-        self._tiles = [(self._pack(t.codes), _copy(t.scale), _copy(t.offset)) for t in tiles]
+    def __init__(
+        self, codes: Tensor, scale: Tensor, offset: Tensor | None = None, bits: int = 8
+    ) -> None:
+        checks.check_codes(codes, scale, offset, bits)
+        self.outputs, self.inputs = codes.shape
+        self._is_packed = bits == 4 and self.inputs % 2 == 0
+        num_rows = max(1, _TILE_VALUES // self.inputs)
+        tiles = [self._pack(tile) for tile in codes.split(num_rows)]
+        # In memory of their own: the matrix is not kept.
+        scales = [tile.clone() for tile in scale.split(num_rows)]
+        offsets: list[Tensor | None] = [None] * len(tiles)
+        if offset is not None:
+            offsets = [tile.clone() for tile in offset.split(num_rows)]
+        self._tiles = list(zip(tiles, scales, offsets, strict=True))
 
     def __call__(self, x: Tensor) -> Tensor:
         checks.check_linear(x, self.inputs, (torch.float32, torch.bfloat16, torch.float16))
@@ -79,7 +93,7 @@ class DequantizedTiles:
         return first | second << 4
 
     def _weight(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        """float32 [outputs of the tile, inputs]: the numbers of `QuantizedMatrix.dequantize`."""
+        """Return the weights of a tile: float32 [outputs, inputs]."""
         if self._is_packed:
             codes = torch.cat([codes & 15, codes >> 4], dim=1)
         weight = codes.float()
@@ -90,8 +104,3 @@ class DequantizedTiles:
         if offset is not None:
             groups += offset[..., None]
         return weight
-
-
-def _copy(values: Tensor | None) -> Tensor | None:
-    """In memory of its own, for a tile: its matrix is not kept."""
-    return None if values is None else values.clone()

@@ -1,9 +1,8 @@
 """What the CPU kernels compute with: elements of arrays, e^x.
 
 bfloat16 has no type in numba. It is the upper half of a float32, so its bits, shifted, are one.
-Nor has e4m3, the 8 bits of which are a sign, 4 of exponent (bias 7) and 3 of mantissa: see
-`nanoserve.attention.quantized_kv`. An array's type says what its elements are: float32, uint16 for
-bfloat16, int8 for integers, uint8 for e4m3.
+Nor has e4m3, the 8 bits of which are a sign, 4 of exponent (bias 7) and 3 of mantissa. An array's
+type says what its elements are: float32, uint16 for bfloat16, int8 for integers, uint8 for e4m3.
 """
 
 import math

@@ -53,6 +53,13 @@ def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Va
     return value
 
 
+def load_floats(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    """Load a vector that is stored as FLOATS or HALVES, as FLOATS."""
+    if kind == HALVES:
+        return b.fpext(load(b, address, HALVES, LANES * 2), FLOATS)
+    return load(b, address, FLOATS, LANES * 4)
+
+
 def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
     """To where its numbers may stand: rows of an output begin anywhere."""
     number = value.type.element

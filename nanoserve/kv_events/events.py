@@ -16,8 +16,9 @@ An event is a map with its kind as "type" (since vLLM 0.24; before, it was an ar
 Hashes are the last 64 bits of those of the engine, as integers, as vLLM's are by default.
 """
 
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 
@@ -32,6 +33,7 @@ class BlockStored:
     parent_block_hash: of the block before the first one; None if that begins its sequence.
     token_ids: `block_size` for each of the blocks, in order.
     cache_key: what else K and V depend on, such as ("cache_salt", "tenant-a").
+    group: the group of layers whose K and V they hold, and whether these see a window only.
     """
 
     block_hashes: list[bytes]
@@ -39,6 +41,8 @@ class BlockStored:
     token_ids: list[int]
     block_size: int
     cache_key: tuple[str, ...] = ()
+    group: int = 0
+    has_window: bool = False
 
     def wire(self) -> dict[str, Any]:
         """Return vLLM's map. As there, the first block of a sequence has the salt as extra key."""
@@ -56,8 +60,8 @@ class BlockStored:
             "medium": _MEDIUM,
             "lora_name": None,
             "extra_keys": extra_keys,
-            "group_idx": 0,
-            "kv_cache_spec_kind": "full_attention",
+            "group_idx": self.group,
+            "kv_cache_spec_kind": "sliding_window" if self.has_window else "full_attention",
         }
 
 
@@ -66,12 +70,15 @@ class BlockRemoved:
     """Blocks that are not in the prefix cache any more."""
 
     block_hashes: list[bytes]
+    group: int = 0
 
     def wire(self) -> dict[str, Any]:
-        hashes = list(map(wire_hash, self.block_hashes))
         return {
-            "type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM, "group_idx": 0
-        }  # fmt: skip
+            "type": "BlockRemoved",
+            "block_hashes": list(map(wire_hash, self.block_hashes)),
+            "medium": _MEDIUM,
+            "group_idx": self.group,
+        }
 
 
 @dataclass
@@ -83,6 +90,7 @@ class AllBlocksCleared:
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+E = TypeVar("E", BlockStored, BlockRemoved)
 
 
 @dataclass
@@ -103,14 +111,20 @@ def wire_hash(block_hash: bytes) -> int:
 
 
 class EventCollector(BlockListener):
-    """Collects events until they are taken; neighbours of one kind become one event."""
+    """Collects events until they are taken; neighbours of one kind become one event.
 
-    def __init__(self) -> None:
+    They are about contents, so copies of a block make none. `windows` are those of the groups.
+    """
+
+    def __init__(self, windows: AbstractSequence[int | None] = (None,)) -> None:
+        self._windows = windows
         self._events: list[KVEvent] = []
 
     def on_cached(self, cached: CachedBlock) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockStored) and last.block_hashes[-1] == cached.parent_hash:
+        if cached.is_copy:
+            return
+        last = self._last_of(BlockStored, cached.group)
+        if last is not None and last.block_hashes[-1] == cached.parent_hash:
             last.block_hashes.append(cached.block_hash)
             last.token_ids += cached.token_ids
             return
@@ -121,15 +135,24 @@ class EventCollector(BlockListener):
                 list(cached.token_ids),
                 len(cached.token_ids),
                 cached.cache_key,
+                cached.group,
+                self._windows[cached.group] is not None,
             )
         )
 
-    def on_removed(self, block: int, block_hash: bytes) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
-            last.block_hashes.append(block_hash)
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        if not is_last:
+            return
+        last = self._last_of(BlockRemoved, group)
+        if last is None:
+            self._events.append(BlockRemoved([block_hash], group))
         else:
-            self._events.append(BlockRemoved([block_hash]))
+            last.block_hashes.append(block_hash)
+
+    def _last_of(self, kind: type[E], group: int) -> E | None:
+        """Return the last event if it is of this kind and group."""
+        last = self._events[-1] if self._events else None
+        return last if isinstance(last, kind) and last.group == group else None
 
     def on_cleared(self) -> None:
         self._events.append(AllBlocksCleared())

@@ -71,7 +71,7 @@ class KVEvents(Extension, EventCollector):
     """
 
     def __init__(self, block_manager: BlockManager, publish: Callable[[KVEventBatch], Any]) -> None:
-        super().__init__()
+        super().__init__(block_manager.windows)
         self._publish, self._has_failed = publish, False
         block_manager.listeners.append(self)
 

@@ -1,6 +1,6 @@
 """The context that all layers of one model share."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.layers.ops import TorchOps
+from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.layers.tensor_parallel import TensorParallel
 
 
@@ -28,12 +29,44 @@ class LinearMethod(Protocol):
 
 
 @dataclass(frozen=True)
+class ParallelContext:
+    """This process's place among all ranks of an engine: by default, it is the only one.
+
+    A stage of a pipeline (`pp`) has layers of its own, which several ranks may share (`tp`).
+    `world` is the group of all ranks where there are several stages.
+    """
+
+    tp: TensorParallel = field(default_factory=TensorParallel)
+    pp: PipelineParallel = field(default_factory=PipelineParallel)
+    world: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all stages."""
+        return self.tp.size * self.pp.num_stages
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among all of them; those of the last stage come first.
+
+        Rank 0, which samples, is in the last stage: so no token travels, and the scheduler plans
+        while the other stages compute.
+        """
+        return self.tp.size * (self.pp.num_stages - 1 - self.pp.index) + self.tp.rank
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest value of all ranks, on all of them."""
+        group = self.tp.group if self.world is None else self.world
+        return value if group is None else group.smallest(value)
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """Handed to every layer's constructor, so that no layer reads a global."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    tp: TensorParallel = field(default_factory=TensorParallel)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
     linear_method: LinearMethod | None = None  # None keeps weights as the checkpoint has them
@@ -41,12 +74,13 @@ class LayerContext:
     num_positions: int | None = None  # that occur, where fewer do than the model allows
     parts: Any = None  # the model's class, whose attributes name its parts: see Qwen3ForCausalLM
 
-    def of_layer(self, index: int) -> "LayerContext":
-        """Return the context of one layer: without memory, if another pipeline stage has it."""
-        stage = self.tp.stage
-        if stage is None or index in stage.layers:
-            return self
-        return replace(self, device=torch.device("meta"))
+    @property
+    def tp(self) -> TensorParallel:
+        return self.parallel.tp
+
+    @property
+    def pp(self) -> PipelineParallel:
+        return self.parallel.pp
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised parameter, which the loader fills."""

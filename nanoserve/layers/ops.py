@@ -1,7 +1,7 @@
 """The small operations between the matrix products, in plain torch.
 
 They cost few operations and many bytes, so a GPU wants each of them as one pass over its data:
-`nanoserve.kernels.ops` has the same methods as Triton kernels, and is measured against these.
+`nanoserve.layers.triton_ops` has the same methods as Triton kernels, and is measured against these.
 """
 
 from collections.abc import Callable
@@ -37,17 +37,6 @@ class TorchOps:
         """[..., 2 x size] -> [..., size]: activation(gate) * up (Shazeer 2020: SwiGLU, GEGLU)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-
-def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """K and V [num_tokens, num_kv_heads, head_dim] go to their slots: block x block_size + offset.
-
-    kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim].
-    """
-    block_size = kv_cache.shape[3]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[0][blocks, :, offsets] = k
-    kv_cache[1][blocks, :, offsets] = v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A rank among those that share a model: which part is its own, and how parts become a whole."""
+"""A rank among those that share layers: which part is its own, and how parts become a whole."""
 
 from typing import Any, NamedTuple
 
@@ -7,32 +7,14 @@ from torch import Tensor
 
 
 class TensorParallel(NamedTuple):
-    """This process's place among the ranks that share a model (Shoeybi et al. 2019, Megatron-LM).
+    """This process's place among the ranks that share layers (Shoeybi et al. 2019, Megatron-LM).
 
-    `group` is a `nanoserve.worker.process_group.Group`, None on one device. `stage` is a
-    `nanoserve.worker.pipeline_stage.Stage` where they share some of its layers only.
+    `group` is a `nanoserve.worker.process_group.Group`, None on one device.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    stage: Any = None
-
-    @property
-    def num_ranks(self) -> int:
-        """Of all stages."""
-        return self.size if self.stage is None else self.size * self.stage.num_stages
-
-    @property
-    def global_rank(self) -> int:
-        """Among all of them; those of the last stage come first."""
-        if self.stage is None:
-            return self.rank
-        return self.size * (self.stage.num_stages - 1 - self.stage.index) + self.rank
-
-    def num_layers(self, total: int) -> int:
-        """How many of the model's layers are computed here."""
-        return total if self.stage is None else len(self.stage.layers)
 
     def part(self, total: int, what: str) -> int:
         """`total` divided by the ranks; `ValueError` if it does not divide."""
@@ -66,8 +48,3 @@ class TensorParallel(NamedTuple):
         """What rank 0 has in `x`, on all ranks."""
         if self.group is not None:
             self.group.broadcast(x)
-
-    def smallest(self, value: int) -> int:
-        """What all ranks can agree on."""
-        group = self.group if self.stage is None else self.stage.world
-        return value if group is None else group.smallest(value)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
@@ -44,7 +45,7 @@ class Gemma2DecoderLayer(Qwen3DecoderLayer):
         self.post_feedforward_layernorm = parts.norm_class(size, eps, context)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, hidden: Tensor, residual: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, kv_cache, metadata)

@@ -11,14 +11,13 @@ from nanoserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Model
 
 
 class Gemma3Model(Gemma2Model):
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
+    def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
         num_positions = config.max_position_embeddings
         rope = config.local_rope or config.rope  # a model of one's own may have one for all
         local = RotaryEmbedding(rope, config.head_dim, num_positions, context)
-        for layer, window in zip(self.layers, config.sliding_windows, strict=True):
-            if window is not None:
-                layer.self_attn.rotary = local
+        by_layer = super().rotary_by_layer(config, context)
+        windows = zip(by_layer, config.sliding_windows, strict=True)
+        return [rotary if window is None else local for rotary, window in windows]
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

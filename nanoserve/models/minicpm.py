@@ -8,12 +8,13 @@ has for long contexts is not here: a config.json that asks for it is refused.
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
 
 class MiniCPMAttention(Qwen3Attention):
-    def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         return super().forward(hidden, kv_cache, metadata) * self.config.residual_scale
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import rotate, store_kv
+from nanoserve.layers.ops import rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 
 
@@ -51,7 +52,7 @@ class Qwen3Attention(nn.Module):
         window = config.sliding_windows[index]
         self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale, window, soft_cap)
 
-    def forward(self, hidden: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
         # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
@@ -70,7 +71,7 @@ class Qwen3Attention(nn.Module):
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             # 5) K and V go to their slots of the cache, before it is read.
-            store_kv(k, v, kv_cache, metadata.slot_mapping)
+            kv_cache.store(k, v, metadata.slot_mapping)
         # 6) Every token looks at those before it, in the cache: [num_tokens, num_heads, head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
@@ -103,7 +104,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = parts.norm_class(size, eps, context)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, hidden: Tensor, residual: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """(what the last block gave, the stream beside it) -> the same two, one layer on."""
         # `add` is two steps in one: residual += hidden, and hidden = norm(residual).
@@ -116,24 +117,46 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+        self.config, self.dtype, self.pp = config, context.dtype, context.pp
+        size, parts = config.hidden_size, context.parts
+        # A stage of a pipeline has some of the layers; the first stage also has the embedding, and
+        # the last one the norm and the head. As a rule the model is one stage, the first and last.
+        self.embed_tokens = self.norm = None
+        is_head = self.pp.is_last and config.tie_word_embeddings
+        if self.pp.is_first or is_head:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, context)
+        rotary = self.rotary_by_layer(config, context)
+        self.layers = nn.ModuleList()
+        for index in self.pp.layers_of(config.num_hidden_layers):
+            layer = parts.layer_class(config, index, rotary[index], context)
+            self.layers.add_module(str(index), layer)  # its name in checkpoints
+        if self.pp.is_last:
+            self.norm = parts.norm_class(size, config.rms_norm_eps, context)
+
+    def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
+        """Return the rotary positions of each layer of the model: here all share one table."""
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
-        self.layers = nn.ModuleList(
-            context.parts.layer_class(config, index, rotary, context.of_layer(index))
-            for index in range(config.num_hidden_layers)
-        )
-        self.norm = context.parts.norm_class(config.hidden_size, config.rms_norm_eps, context)
+        return [rotary] * config.num_hidden_layers
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
 
-    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
-        hidden = self.embed(input_ids)  # [num_tokens, hidden_size], and so it stays
+    def forward(
+        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        if self.pp.is_first:
+            hidden = self.embed(input_ids)  # [num_tokens, hidden_size], and so it stays
+        else:
+            shape = (len(input_ids), self.config.hidden_size)
+            hidden = self.pp.receive(input_ids.new_empty(shape, dtype=self.dtype))
         residual = torch.zeros_like(hidden)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, kv_cache, metadata)
+            # Layers that need K and V equally long have a block table of their own.
+            group = metadata.of_group(kv_cache.group)
+            hidden, residual = layer(hidden, residual, kv_cache, group)
+        if not self.pp.is_last:  # the next stage begins with the sum as with an embedding
+            return self.pp.send(residual + hidden)
         return self.norm.add(hidden, residual)[0]
 
 
@@ -153,18 +176,22 @@ class Qwen3ForCausalLM(nn.Module):
         self.config = config
         context = replace(context, parts=type(self))
         self.model = self.model_class(config, context)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
+        self.lm_head = None
+        if context.pp.is_last:
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
         # Tied checkpoints often store the head all the same; it must be the embedding, read once.
         self.tied_tensors: dict[str, str] = {}
         if config.tie_word_embeddings:
-            self.lm_head.tie(self.model.embed_tokens)
             self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"}
+            if self.lm_head is not None:
+                self.lm_head.tie(self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Hidden states [num_tokens, hidden_size].
+    def forward(
+        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Hidden states [num_tokens, hidden_size]: of the last layer that is computed here.
 
-        input_ids are int32 [num_tokens]; kv_caches is [num_layers, ...], one cache
-        per layer in the attention backend's shape.
+        input_ids are int32 [num_tokens]; kv_caches has one cache for each layer computed here.
         """
         return self.model(input_ids, kv_caches, metadata)
 
@@ -173,4 +200,4 @@ class Qwen3ForCausalLM(nn.Module):
 
         None on every rank but the first.
         """
-        return self.lm_head(hidden)
+        return None if self.lm_head is None else self.lm_head(hidden)

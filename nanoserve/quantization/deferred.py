@@ -6,7 +6,7 @@ scales of the whole; cut to what this rank keeps; and once a weight has all its 
 them into the form that it multiplies with. Memory: the result, and what one weight is made of.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +18,8 @@ from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
 from nanoserve.kernels_cpu.memory import give_back_freed
-from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
-from nanoserve.quantization.plain_source import PlainSource, RandomSource
-from nanoserve.quantization.source import WeightSource
+from nanoserve.quantization.source import PlainSource, RandomSource, WeightSource, open_quantized
 
 Weight = Tensor | QuantizedMatrix
 _MAX_VALUES = 2**24  # that are float32 at a time: of an embedding, all would be gigabytes
@@ -36,22 +34,29 @@ def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
 
 
 def load_deferred(
-    model: nn.Module, path: Path, load_format: str = "auto", *, shows_progress: bool = True
+    model: nn.Module,
+    path: Path,
+    load_format: str = "auto",
+    elsewhere: Set[str] = frozenset(),
+    *,
+    shows_progress: bool = True,
 ) -> None:
     """As `nanoserve.checkpoint.loader.load_weights`, for a model with deferred weights."""
     if load_format == "dummy":
-        source: WeightSource = RandomSource(model, model.model.embed_tokens.weight.dtype)
+        source: WeightSource = RandomSource(model, getattr(torch, model.config.dtype))
     elif model.config.quantization_config:
         source = open_quantized(path, model.config.quantization_config)
     else:
         source = PlainSource(path, model.tied_tensors)
-    fill(model, source, getattr(model.lm_head.method, "to_integers", None), shows_progress)
+    methods = (getattr(module, "method", None) for module in model.modules())
+    to_integers = next((m.to_integers for m in methods if hasattr(m, "to_integers")), None)
+    fill(model, source, to_integers, shows_progress, elsewhere)
 
 
-def check_weights(model: nn.Module, path: Path) -> None:
+def check_weights(model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()) -> None:
     """As `nanoserve.checkpoint.loader.check_weights`, for a quantised checkpoint."""
     source = open_quantized(path, model.config.quantization_config)
-    _check(expected_tensors(model), source, model)
+    _check(expected_tensors(model), source, model, elsewhere)
 
 
 def fill(
@@ -59,6 +64,7 @@ def fill(
     source: WeightSource,
     to_integers: Callable[[Weight, bool], Weight] | None,
     shows_progress: bool,
+    elsewhere: Set[str] = frozenset(),
 ) -> None:
     """Fill `model` from `source`.
 
@@ -68,7 +74,7 @@ def fill(
     Raises `ValueError`, before anything is read, unless the two have the same tensors.
     """
     expected = expected_tensors(model)
-    _check(expected, source, model)
+    _check(expected, source, model, elsewhere)
     pending = {_memory(parameter): _Pending(*both) for *both, parameter in _deferred(model)}
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
     bar = tqdm(
@@ -123,7 +129,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _fill_head(
-    head: nn.Module,
+    head: nn.Module | None,
     destination: Tensor,
     weight: Weight,
     to_integers: Callable[[Weight, bool], Weight] | None,
@@ -133,7 +139,9 @@ def _fill_head(
     The embedding is read first, so the most that is made of one weight is not needed on top of all
     others. Integers that the checkpoint has are kept.
     """
-    if not hasattr(head.method, "fill") or _memory(destination) != _memory(head.weight):
+    if head is None or not hasattr(head.method, "fill"):
+        return
+    if _memory(destination) != _memory(head.weight):
         return
     if isinstance(weight, QuantizedMatrix) and weight.shape == head.weight.shape:
         head.method.fill(head, "weight", weight)
@@ -180,10 +188,13 @@ def _copy(weight: Weight, destination: Tensor) -> None:
 
 
 def _check(
-    expected: dict[str, list[CheckpointTensor]], source: WeightSource, model: nn.Module
+    expected: dict[str, list[CheckpointTensor]],
+    source: WeightSource,
+    model: nn.Module,
+    elsewhere: Set[str],
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
     found = source.shapes()
-    others = model.tied_tensors.keys() | getattr(model, "elsewhere", ())
+    others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         raise ValueError(f"the weights do not fit the model: {tell_misfits(wanted, found, others)}")

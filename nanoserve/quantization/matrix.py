@@ -78,6 +78,17 @@ class QuantizedMatrix:
         weight = codes * scale
         return weight if offset is None else weight + offset
 
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Return codes, scale, offset and bits, which is what the kernels take.
+
+        Codes of 8-bit floats are float8_e4m3fn there, others int8. Raises `ValueError` for groups
+        that are no runs of inputs: see `in_runs`.
+        """
+        if self.group_of_input is not None:
+            raise ValueError("groups that are no runs of inputs have to be sorted before")
+        codes = self.codes.view(torch.float8_e4m3fn) if self.is_e4m3 else self.codes
+        return codes, self.scale, self.offset, self.bits
+
     def rows(self, first: int, end: int) -> "QuantizedMatrix":
         """Of the outputs [first, end)."""
         offset = None if self.offset is None else self.offset[first:end]

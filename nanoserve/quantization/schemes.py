@@ -1,6 +1,6 @@
 """In how many bits the weights of an engine are kept, and what they become."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -9,8 +9,8 @@ from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_fp8, quantize_int4, quantize_int8
+from nanoserve.quantization.registry import SCHEMES
 
-_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
 
 
@@ -54,6 +54,9 @@ class Scheme:
         return quantize_int8(weight, _GROUP_SIZE if in_groups else None)
 
 
+INT8, INT4, FP8 = Scheme(8), Scheme(4), Scheme(8, is_fp8=True)
+
+
 def in_words(bits: int, group_size: int | None, num_inputs: int | None = None) -> str:
     """Integers of a weight: a group of all inputs, or None, is a scale for each output."""
     is_row = group_size in (None, num_inputs)
@@ -84,10 +87,12 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
         )
         return Scheme(None)
     require(
-        asked in (None, *_BITS),
+        asked in (None, *SCHEMES.names()),
         f"quantization={asked!r} is a format that checkpoints have, and this one's weights are "
-        f"plain; what can be made of plain ones is {' or '.join(_BITS)}",
+        f"plain; what can be made of plain ones is {' or '.join(SCHEMES.names())}",
     )
     if asked is None:
         return None
-    return Scheme(_BITS[asked], config.quantization_group_size, is_fp8=asked == "fp8")
+    scheme = SCHEMES.get(asked)
+    group_size = config.quantization_group_size
+    return scheme if group_size is None else replace(scheme, group_size=group_size)

@@ -20,7 +20,7 @@ class BlockEvents(BlockListener):
         self._taken: set[bytes] = set()  # what all that was taken adds up to
         self._touched: set[bytes] = set()
         manager.listeners.append(self)
-        self._touched.update(manager.cached_hashes())  # what it has now is news, too
+        self._touched.update(manager.prefix_cache.hashes())  # what it has now is news, too
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes of the blocks (stored, removed) since the last call; none is in both.
@@ -31,7 +31,7 @@ class BlockEvents(BlockListener):
         removed: list[bytes] = []
         with self._lock:
             for block_hash in self._touched:
-                is_there = self._manager.find(block_hash) is not None
+                is_there = self._manager.prefix_cache.find(block_hash) is not None
                 was_there = block_hash in self._taken
                 if is_there and not was_there:
                     stored.append(block_hash)
@@ -46,7 +46,7 @@ class BlockEvents(BlockListener):
         with self._lock:
             self._touched.add(cached.block_hash)
 
-    def on_removed(self, block: int, block_hash: bytes) -> None:
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
         with self._lock:
             self._touched.add(block_hash)
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
 from nanoserve.checks import check_int, check_number, require
-from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.work_shares import WorkShares
 from nanoserve.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ class PrefixRouter:
         self.beta, self.gamma = check_number("beta", beta, 0), check_number("gamma", gamma, 0)
         seed = check_int("prefix_cache_seed", prefix_cache_seed, 0)
         self._rng = random.Random() if rng is None else rng
-        self._hasher = BlockManager(1, block_size, prefix_cache_seed=seed)
+        self._hasher = PrefixCache(1, block_size, seed=seed)
         self._known: dict[str, Known] = {}
         self._shares = WorkShares()
         # By hash, the sum of the bits of those that have the block: a walk down a chain is then one
@@ -87,7 +87,7 @@ class PrefixRouter:
         """
         num_blocks = max(len(token_ids) - 1, 0) // self.block_size
         seq = Sequence("", token_ids, _NO_PARAMS, len(token_ids), cache_key=cache_key)
-        self._hasher._hash_blocks(seq, num_blocks)
+        self._hasher.hash_blocks(seq, num_blocks)
         return seq.block_hashes
 
     @property

@@ -4,9 +4,13 @@ An observer of the steps and a listener of requests fill it, in the engine's thr
 is in the loop, and it is loaded for a server only.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,7 +27,6 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.server.histogram import Histogram
 from nanoserve.speculative.extension import Speculation
 
 if TYPE_CHECKING:
@@ -260,3 +263,33 @@ def _one_two_five(most: int) -> list[int]:
         bounds += [digit * power for digit in (1, 2, 5) if digit * power <= most]
         power *= 10
     return bounds
+
+
+class Histogram:
+    """Counts how many values fell at or below each of `bounds`, which ascend.
+
+    One thread fills it, another may read: it then sees all of a step or, at worst, its values
+    without their sum.
+    """
+
+    def __init__(self, bounds: AbstractSequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = np.zeros(len(self._bounds) + 1, dtype=np.int64)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Many at once: 256 take about 10 us, one by one 150."""
+        array = np.fromiter(values, dtype=np.float64)
+        places = np.searchsorted(self._bounds, array)
+        self._counts += np.bincount(places, minlength=len(self._counts))
+        self._sum += float(array.sum())
+
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """The cumulative buckets by their upper bounds, and the sum: as prometheus-client wants
+        them."""
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
+        return list(zip(names, accumulate(self._counts.tolist()), strict=True)), self._sum

@@ -25,7 +25,7 @@ from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, Slo
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import ParallelContext
 from nanoserve.models.registry import supported_architectures
 from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
@@ -74,9 +74,10 @@ def prepare_draft_model(
             own,
             num_kv_blocks=executor.num_kv_blocks,
             kv_cache_memory_bytes=None,
+            disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
             max_model_len=min(executor.max_model_len, draft.max_position_embeddings),
         )
-        runner = make_runner(sized, draft, checkpoint.folder, TensorParallel())
+        runner = make_runner(sized, draft, checkpoint.folder, ParallelContext())
         return DraftModelProposer(runner, scheduler)
 
     return make
@@ -95,7 +96,7 @@ class DraftModelProposer:
         # draft tokens behind them.
         self._computed: dict[Sequence, tuple[int, list[int]]] = {}
         self._in_slot: dict[int, Sequence] = {}
-        # The contents of blocks that the draft has filled itself, by block.
+        # The numbers of the prefixes whose blocks the draft has filled itself, by block.
         self._filled: dict[int, int] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -180,7 +181,8 @@ class DraftModelProposer:
         return changes
 
     def _has(self, block: int) -> bool:
-        return self._filled.get(block) == self._pool.content_id(block)
+        number = self._pool.prefix_cache.number_of(block)
+        return number != 0 and self._filled.get(block) == number
 
     def _note_filled(self, seq: Sequence) -> None:
         """Record blocks that others may find in the prefix cache, the last ones first."""
@@ -188,7 +190,7 @@ class DraftModelProposer:
         for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
                 break
-            self._filled[block] = self._pool.content_id(block)
+            self._filled[block] = self._pool.prefix_cache.number_of(block)
 
 
 def _simplified(params: SamplingParams) -> SamplingParams:

@@ -19,8 +19,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.quantization.linear_methods import choose_linear_method
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
-from nanoserve.worker.linear_methods import choose_linear_method
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner

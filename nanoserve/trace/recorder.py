@@ -42,10 +42,10 @@ from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.incremental_decoder import TokenTexts
+from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.trace.cache_changes import CacheChanges
 from nanoserve.trace.reader import FORMAT, VERSION
 from nanoserve.trace.whole_lines import WholeLines
 
@@ -106,7 +106,7 @@ class TraceRecorder:
         for seq in [*undone, *plan.preempted]:
             self._tables.pop(seq, None)
         header = batch.header
-        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        tables = batch.block_tables(header.num_rows, header.table_width)[0].tolist()
         sampled = (row.seq for row in plan.sampled)
         new_ids = dict(zip(sampled, result.token_ids, strict=True))
         rows = [
@@ -277,3 +277,37 @@ def _taken(seq: Sequence, new_ids: list[int], num_tokens: int) -> list[int]:
 
 def _numbers(sequences: Iterable[Sequence]) -> list[int]:
     return [seq.arrival for seq in sequences]
+
+
+class CacheChanges(BlockListener):
+    """Notes which blocks entered and left the prefix cache until they are taken."""
+
+    def __init__(self) -> None:
+        self._cached: set[int] = set()  # when changes were taken last
+        self._added: dict[int, None] = {}  # since then and still cached, in order
+        self._removed: set[int] = set()  # since then, even if cached again
+
+    def on_cached(self, cached: CachedBlock) -> None:
+        self._added[cached.block] = None
+
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        self._added.pop(block, None)
+        self._removed.add(block)
+
+    def on_cleared(self) -> None:
+        self._added.clear()
+        self._removed |= self._cached
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the blocks (evicted, cached) since the last call.
+
+        A block that was evicted and cached anew, with other content, is in both; one that came and
+        went meanwhile is in neither.
+        """
+        evicted = sorted(self._cached & self._removed)
+        added = list(self._added)
+        self._cached.difference_update(evicted)
+        self._cached.update(added)
+        self._added.clear()
+        self._removed.clear()
+        return evicted, added

@@ -1,5 +1,7 @@
 """A packed step as tensors."""
 
+import math
+
 import torch
 
 from nanoserve.attention.interface import AttentionMetadata
@@ -9,7 +11,8 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 class BatchTensors:
     """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device.
 
-    They are as long as the field's capacity; `block_tables` is flat, as wide as its step.
+    They are as long as the field's capacity. `slot_mapping` is [num_groups, num_tokens], a row for
+    each group of layers; `block_tables` is flat, as wide as its step.
     """
 
     input_ids: torch.Tensor
@@ -25,26 +28,32 @@ class BatchTensors:
 
     def __init__(self, layout: BatchLayout, memory: torch.Tensor) -> None:
         self.__dict__.update(layout.views(memory, torch.int32))
+        self.num_groups = layout.num_groups
+        self.slot_mapping = self.slot_mapping.view(layout.num_groups, -1)
 
     def packed_tables(self, header: BatchHeader) -> torch.Tensor:
-        """The block tables of a step: [num_rows, table_width]."""
-        size = header.num_rows * header.table_width
-        return self.block_tables[:size].view(header.num_rows, header.table_width)
+        """Return the block tables of a step: [num_groups, num_rows, table_width]."""
+        shape = (self.num_groups, header.num_rows, header.table_width)
+        return self.block_tables[: math.prod(shape)].view(shape)
 
     def attention_metadata(
         self, header: BatchHeader, block_tables: torch.Tensor
     ) -> AttentionMetadata:
+        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width]."""
         rows, tokens = header.num_rows, header.num_tokens
-        return AttentionMetadata(
+        first = AttentionMetadata(
             positions=self.positions[:tokens],
-            slot_mapping=self.slot_mapping[:tokens],
+            slot_mapping=self.slot_mapping[0, :tokens],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
             context_lens=self.context_lens[:rows],
-            block_tables=block_tables,
+            block_tables=block_tables[0],
             num_decode_rows=header.num_decode_rows,
             max_query_len=header.max_query_len,
             max_context_len=header.max_context_len,
         )
+        for group in range(1, self.num_groups):
+            first.add_group(self.slot_mapping[group, :tokens], block_tables[group])
+        return first
 
     def fill_in_pending(self, header: BatchHeader, last_token: torch.Tensor) -> None:
         """Put the tokens that only the device knows in the places left for them.

@@ -39,8 +39,10 @@ def compile_ahead(runner: Any) -> None:
                 max_query_len=num_tokens,
                 max_context_len=num_tokens,
             )
+            for _ in range(max(cache.group for cache in runner.kv_caches)):
+                metadata.add_group(metadata.slot_mapping, metadata.block_tables)
             input_ids = torch.zeros(num_tokens, dtype=torch.int32)
-            hidden = runner.model(input_ids, runner.kv_cache, metadata)
+            hidden = runner.model(input_ids, runner.kv_caches, metadata)
             logits = runner.model.compute_logits(hidden[-1:])
         # Rank 0 has the logits, and chooses.
         if logits is not None and isinstance(runner.sampler, NumbaSampler):

@@ -23,6 +23,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_graphs import DecodeGraphs, append_dummy_rows, graph_sizes
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.host_device import Forward, HostDevice
-from nanoserve.worker.kv_cache import allocate_kv_cache, decide_num_kv_blocks
+from nanoserve.worker.kv_cache import allocate_kv_caches, decide_num_kv_blocks
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.startup import make_room
 
@@ -142,11 +143,15 @@ class CudaDevice(HostDevice):
 
     # ------------------------------------------------------------------ starting
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         return self.cuda.memory_info()[1]
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        block_bytes: int,
     ) -> None:
         if config.max_model_len is not None:  # to be refused before the weights are read
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
@@ -159,16 +164,16 @@ class CudaDevice(HostDevice):
 
     def pool_after_loading(self, runner: ModelRunner) -> int:
         """What the configuration fixes, or what is left when everything else has its memory."""
-        config, model_config, tp = self.config, runner.model_config, runner.context.tp
+        config, model_config, layout = self.config, runner.model_config, runner.kv_cache_layout
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(config, model_config, tp, free)
+            return decide_num_kv_blocks(config, model_config, layout.block_bytes, free)
         # A pool of one block will do: all rows of the profile are dummies. The buffers are those
         # of the longest sequence that may turn out to fit.
         max_len = config.max_model_len or model_config.max_position_embeddings
         make_room(runner, blocks_needed(max_len, config.block_size))
-        runner.kv_cache = allocate_kv_cache(model_config, 1, config.block_size, runner.context)
+        runner.kv_caches = allocate_kv_caches(*layout, 1, runner.context.device)
         weights = self.cuda.allocated() - self._allocated_before
         others = self.cuda.held_by_others()
         self.cuda.reset_peak()
@@ -176,11 +181,11 @@ class CudaDevice(HostDevice):
         activations = self.cuda.peak_allocated() - self._allocated_before - weights
         libraries = self._libraries(runner.context.tp, self.cuda.held_by_others() - others)
         graphs = self._measure_graphs(runner)
-        runner.kv_cache = None
+        runner.kv_caches = None
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
         memory = GPUMemory(total, free, weights, activations, graphs, libraries)
-        return memory.num_kv_blocks(config, model_config, tp)
+        return memory.num_kv_blocks(config, model_config, layout.block_bytes)
 
     def warm_up(self, runner: ModelRunner) -> None:
         if self._has_explicit_pool:

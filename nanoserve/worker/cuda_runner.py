@@ -24,7 +24,7 @@ def make_cuda_runner(
     """
     cuda = cuda or Cuda(context.device)
     # What a stage receives and sends has not been part of a graph yet.
-    is_capturable = context.attention.capturable and context.tp.stage is None
+    is_capturable = context.attention.capturable and context.pp.num_stages == 1
     asked = config.speculative_config
     if asked is not None and not asked.enforce_eager:
         device = _guessing_device(config, context, cuda)

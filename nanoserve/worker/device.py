@@ -12,9 +12,8 @@ from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
-from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import weight_bytes
 from nanoserve.worker.host_device import HostDevice
 from nanoserve.worker.model_runner import ModelRunner
@@ -31,7 +30,7 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if num_ranks == 1:
-        return make_runner(config, model_config, path, TensorParallel())
+        return make_runner(config, model_config, path, ParallelContext())
     if config.pipeline_parallel_size > 1:
         from nanoserve.worker.pipeline import PipelineExecutor as Ranks
     else:
@@ -43,10 +42,10 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
 
 
 def make_runner(
-    config: EngineConfig, model_config: ModelConfig, path: Path, tp: TensorParallel
+    config: EngineConfig, model_config: ModelConfig, path: Path, parallel: ParallelContext
 ) -> ModelRunner:
     """The runner of one rank."""
-    context, host = make_context(config, model_config, tp)
+    context, host = make_context(config, model_config, parallel)
     if context.device.type == "cpu":
         return ModelRunner(config, model_config, path, context, host)
     from nanoserve.worker.cuda_runner import make_cuda_runner
@@ -55,10 +54,10 @@ def make_runner(
 
 
 def make_context(
-    config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+    config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
 ) -> tuple[LayerContext, HostDevice]:
     """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
-    device = choose_device(config, tp.global_rank, tp.num_ranks)
+    device = choose_device(config, parallel.global_rank, parallel.num_ranks)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
@@ -73,7 +72,7 @@ def make_context(
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
-        from nanoserve.worker.linear_methods import choose_linear_method
+        from nanoserve.quantization.linear_methods import choose_linear_method
 
         with host.guard():
             method = choose_linear_method(config, model_config, device, num_bytes)
@@ -81,11 +80,7 @@ def make_context(
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         host.sampler_class = NumbaSampler
-    if config.kv_cache_dtype != "auto":
-        from nanoserve.worker.kv_dtypes import quantized_backend
-
-        attention, ops = quantized_backend(name, config.kv_cache_dtype)
-    return LayerContext(dtype, device, tp, attention, ops, method), host
+    return LayerContext(dtype, device, parallel, attention, ops, method), host
 
 
 def device_kind(asked: str) -> str:

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.worker.kv_cache import blocks_wanted, kv_block_bytes
+from nanoserve.worker.kv_cache import blocks_wanted
 
 _GIB = 2**30
-_ALONE = TensorParallel()
 _PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
@@ -24,14 +22,13 @@ class GPUMemory:
     libraries: int = 0  # of CUDA, beside torch's memory; `free` is without them already
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel = _ALONE
+        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
     ) -> int:
-        """Usable blocks in this process's share of the memory, `gpu_memory_utilization`.
+        """Return the usable blocks in this process's share of memory, `gpu_memory_utilization`.
 
         Other processes do not shrink the share: if what they hold is missing, this raises, and
         so it does if nothing is left. `ValueError` with the numbers and what to lower.
         """
-        block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
         share = int(self.total * config.gpu_memory_utilization)
         taken = self.weights + self.activations + self.graphs + self.libraries
         told = (

@@ -12,7 +12,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
@@ -20,7 +20,6 @@ from nanoserve.worker.threads import threads
 
 _COMPILED = (  # by numba
     "nanoserve.attention.numba",
-    "nanoserve.attention.quantized_numba",
     "nanoserve.kernels_cpu.integer_linear",
     "nanoserve.kernels_cpu.dequantized_linear",
 )
@@ -44,15 +43,20 @@ class HostDevice:
         """A context in which work is launched on this device, whatever the caller chose."""
         return nullcontext() if self._num_threads is None else threads(self._num_threads)
 
-    def memory_bytes(self, tp: TensorParallel) -> int:
+    def memory_bytes(self, parallel: ParallelContext) -> int:
         """All that a rank may ever have."""
-        return physical_memory_bytes() // tp.num_ranks
+        return physical_memory_bytes() // parallel.num_ranks
 
     def pool_before_loading(
-        self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        parallel: ParallelContext,
+        block_bytes: int,
     ) -> int | None:
         """Return the number of KV blocks, if it is known before the weights are loaded."""
-        return decide_num_kv_blocks(config, model_config, tp)
+        memory_bytes = self.memory_bytes(parallel)
+        return decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
 
     def pool_after_loading(self, runner: Any) -> int:
         """Return the number of KV blocks, computed after the weights are loaded."""

@@ -1,4 +1,4 @@
-"""The KV cache: how many blocks fit, and the memory they take.
+"""The KV cache of a rank: how many blocks fit, and the memory they take.
 
 Worked numbers (the course's first chapter): LLaMA-2-7B in 16 bits keeps half a MiB per token, so
 4,096 reserved tokens a user are 2 GiB, and 64 GiB serve 32 users; in blocks of 16, a user of 300
@@ -7,48 +7,86 @@ tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 
 import math
 import os
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom
 from nanoserve.kernels_cpu.memory import map_zeros
 from nanoserve.layers.context import LayerContext
-from nanoserve.layers.tensor_parallel import TensorParallel
 
 _GIB = 2**30
-_ALONE = TensorParallel()
 
 
-def kv_block_bytes(
-    model_config: ModelConfig, block_size: int, tp: TensorParallel = _ALONE, dtype: str = "auto"
-) -> int:
-    """Bytes of K and V of one block over all layers, on one rank; `dtype` is `kv_cache_dtype`."""
-    share = tp.slices(model_config.num_key_value_heads, "num_key_value_heads")
-    num_layers = model_config.num_hidden_layers
-    token_bytes = model_config.kv_bytes_per_token(dtype) // num_layers * tp.num_layers(num_layers)
-    return block_size * token_bytes // share
+def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of layers that have a block table each."""
+    limit = model_config.max_position_embeddings
+    return config.kv_cache_groups(model_config.sliding_windows, limit)
+
+
+def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
+    """Return what tells how many blocks a sequence takes."""
+    windows = [group.window for group in kv_cache_groups(config, model_config)]
+    return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
+
+
+def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the bytes of a block over all ranks: K and V of the largest group's layers."""
+    num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))
+    per_token = model_config.kv_bytes_per_token(config.kv_cache_dtype)
+    return config.block_size * per_token // model_config.num_hidden_layers * num_layers
+
+
+class KVCacheLayout(NamedTuple):
+    """What a block of one rank holds."""
+
+    spec: KVCacheSpec  # of each layer
+    groups: tuple[KVCacheGroup, ...]  # of the whole model
+    layers_here: range  # of the rank's pipeline stage
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model_config: ModelConfig, context: LayerContext
+    ) -> "KVCacheLayout":
+        """Return a rank's layout. Raises `ValueError` for a format that its backend cannot read."""
+        num_kv_heads, num_layers = model_config.num_key_value_heads, model_config.num_hidden_layers
+        num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
+        spec = context.attention.kv_cache_spec(
+            config.block_size,
+            num_kv_heads,
+            model_config.head_dim,
+            getattr(torch, model_config.dtype),
+            config.kv_cache_dtype,
+        )
+        groups = kv_cache_groups(config, model_config)
+        return cls(spec, groups, context.pp.layers_of(num_layers))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: K and V of the layers here that the largest group has."""
+        return self.spec.block_bytes * max(map(len, self.group_layers()))
+
+    def group_layers(self) -> list[list[int]]:
+        """Return the layers here of each group."""
+        return [[i for i in group.layers if i in self.layers_here] for group in self.groups]
 
 
 def decide_num_kv_blocks(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    tp: TensorParallel = _ALONE,
-    memory_bytes: int | None = None,
+    config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
 ) -> int:
-    """Usable blocks, without the dummy block 0, of a rank with so much memory (a CPU's if None).
+    """Return the usable blocks, without the dummy block 0, of a rank with so much memory.
 
     An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
     sequences of full length need, within a quarter of the memory and 4 GiB.
     """
-    block_bytes = kv_block_bytes(model_config, config.block_size, tp, config.kv_cache_dtype)
-    memory_bytes = memory_bytes or physical_memory_bytes() // tp.num_ranks
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
-        from nanoserve.worker.explicit_pool import explicit_num_kv_blocks
-
-        return explicit_num_kv_blocks(config, block_bytes, memory_bytes)
+        return _explicit_num_kv_blocks(config, block_bytes, memory_bytes)
     budget = min(4 * _GIB, memory_bytes // 4)
     return max(1, min(blocks_wanted(config, model_config), budget // block_bytes - 1))
 
@@ -56,38 +94,61 @@ def decide_num_kv_blocks(
 def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the number of blocks that `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
-    return config.max_num_seqs * blocks_needed(max_model_len, config.block_size)
+    return config.max_num_seqs * room_of_sequence(config, model_config).num_blocks(max_model_len)
 
 
-def allocate_kv_cache(
-    model_config: ModelConfig, num_kv_blocks: int, block_size: int, context: LayerContext
-) -> Any:
-    """One tensor [num_layers, *attention.kv_cache_shape()], zeroed; in fewer bits than the model's
-    it is a `nanoserve.attention.quantized_kv.QuantizedKVCache`.
+def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes: int) -> int:
+    """Return the usable blocks of a pool that `num_kv_blocks` or `kv_cache_memory_bytes` fixes.
+
+    Raises `ValueError` if it is larger than the memory, or holds none.
+    """
+    asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
+    if asked > memory_bytes:
+        raise ValueError(
+            f"the KV pool asked for takes {asked} bytes; this machine has {memory_bytes}"
+        )
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if asked < 2 * block_bytes:
+        raise ValueError(
+            f"kv_cache_memory_bytes={asked} holds no KV block: one takes {block_bytes} "
+            f"bytes, and one more is the dummy block"
+        )
+    return asked // block_bytes - 1
+
+
+def allocate_kv_caches(
+    spec: KVCacheSpec,
+    groups: Sequence[KVCacheGroup],
+    layers_here: range,
+    num_kv_blocks: int,
+    device: torch.device,
+) -> list[KVCache]:
+    """Return the caches of `layers_here`, in their order, zeroed.
+
+    num_kv_blocks: usable ones; the dummy block 0 comes on top. A block belongs to one group at a
+    time, so the j-th layer of each group has the same memory.
 
     Zeroed, because rows that only fill up a batch read the dummy block. On a CPU the memory comes
     straight from the system, which maps a page when it is first used: an ample pool costs nothing
     until then. Large pages, where the system has them, make the reading of scattered blocks an
     eighth faster.
     """
-    num_kv_heads = model_config.num_key_value_heads
-    num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
-    shape = context.attention.kv_cache_shape(
-        num_kv_blocks + 1, block_size, num_kv_heads, model_config.head_dim
-    )
-    shape = (context.tp.num_layers(model_config.num_hidden_layers), *shape)
-    if context.attention.kv_cache_dtype == "auto":
-        return _zeros(shape, context.dtype, context.device)
-    from nanoserve.attention.quantized_kv import QuantizedKVCache
-
-    return QuantizedKVCache.allocate(shape, context, _zeros)
+    by_group = KVCacheLayout(spec, tuple(groups), layers_here).group_layers()
+    zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, zeros)
+    caches = {
+        layer: replace(cache, group=group)
+        for group, layers in enumerate(by_group)
+        for layer, cache in zip(layers, shared, strict=False)
+    }
+    return [caches[layer] for layer in layers_here]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def physical_memory_bytes() -> int:
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -41,7 +41,7 @@ class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
     What a GPU does otherwise than a CPU is its device's to know. From `start` it has `model`,
-    `sampler`, `kv_cache` ([num_layers, *attention.kv_cache_shape()]) and its size `num_kv_blocks`,
+    `sampler`, `kv_caches` (one for each layer here) and their size `num_kv_blocks`,
     `max_model_len`, and the `layout` of its two `batches`.
     """
 
@@ -174,14 +174,14 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights and cache, even if the runner is still referenced."""
         self.device.finish()
-        self.model = self.kv_cache = self.sampler = self.last_token = self.batches = None
+        self.model = self.kv_caches = self.sampler = self.last_token = self.batches = None
         self.device.close()
 
     def run_model(
         self, tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
     ) -> torch.Tensor:
         metadata = tensors.attention_metadata(header, block_tables)
-        return self.model(tensors.input_ids[: header.num_tokens], self.kv_cache, metadata)
+        return self.model(tensors.input_ids[: header.num_tokens], self.kv_caches, metadata)
 
 
 def _logprobs_by_row(

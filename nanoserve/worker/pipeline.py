@@ -16,7 +16,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
-from nanoserve.worker.pipeline_stage import share_layers
+from nanoserve.worker.pipeline_stage import check_stages
 from nanoserve.worker.tensor_parallel import TensorParallelExecutor
 
 
@@ -33,7 +33,7 @@ class PipelineExecutor(TensorParallelExecutor):
     """Rank 0's runner, and the workers of all stages."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, *args: Any) -> None:
-        share_layers(model_config, config.pipeline_parallel_size)  # raises for too few
+        check_stages(model_config, config.pipeline_parallel_size)
         self._launched: deque[Launched] = deque()  # in which rank 0 has not taken part yet
         self._is_traced = config.trace is not None
         super().__init__(config, model_config, *args)
@@ -58,7 +58,7 @@ class PipelineExecutor(TensorParallelExecutor):
             result = self.runner.collect(handle)
             self._workers.check()  # as for tensor parallelism
             if self._is_traced:
-                span = [self.runner.context.tp.stage.span[0], time.perf_counter()]
+                span = [self.runner.context.pp.received_at, time.perf_counter()]
                 self._workers.spans[launched.batch.step, 0] = span
         return result
 
@@ -67,8 +67,9 @@ class PipelineExecutor(TensorParallelExecutor):
 
         All have, but the news may be under way. Once; a stage that says nothing has none.
         """
-        place, spans, deadline = self.runner.context.tp, self._workers.spans, time.monotonic() + 1
-        ranks = [place.size * index for index in reversed(range(place.stage.num_stages))]
+        context, spans, deadline = self.runner.context, self._workers.spans, time.monotonic() + 1
+        # The first rank of each stage; stage 0 has the last ranks.
+        ranks = [context.tp.size * index for index in reversed(range(context.pp.num_stages))]
         while any((step, rank) not in spans for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.0002)
         return [spans.pop((step, rank), []) for rank in ranks]

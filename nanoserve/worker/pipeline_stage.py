@@ -1,163 +1,58 @@
-"""A stage of a pipeline: some of the model's layers, and what passes from it to the next.
+"""Which layers each stage of a pipeline has, and where a rank finds its stage.
 
-Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has devices of its own.
-Unlike tensor parallelism, which talks twice in each layer, a stage sends one tensor a step,
-[num_tokens, hidden_size]; so stages may be far apart, and one of them is busy only while a step is
-in it. They are all busy when as many steps are under way (`nanoserve.engine.pipeline`).
-
-Nothing in a model knows of stages. The first one embeds tokens; in the others, what was received
-takes the place of that. The last one has the final norm and the head; in the others, a sender has.
+What a stage is, and how tensors pass from one to the next: `nanoserve.layers.pipeline_parallel`.
 """
 
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import inf
 
 import torch
-from torch import Tensor, nn
 
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
+from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
 from nanoserve.worker.process_group import Group
 
+# (stage, first layer, the one behind the last) -> if a stage may have these layers. Where it may,
+# it may have fewer of them, too.
+Fits = Callable[[int, int, int], bool]
 
-@dataclass
-class Stage:
-    """One stage, as one of its ranks sees it.
 
-    Rank 0, which samples, is in the last stage: so no token travels, and the brain plans while the
-    others compute. `layers` are those computed here. `before` joins this rank to one of the stage
-    before, `behind` to one of the next; `world` is all ranks'.
+def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) -> Set[str]:
+    """Return the names of the checkpoint's tensors that are not read here, but by other stages.
+
+    `context` is this stage's, without memory.
     """
-
-    index: int
-    num_stages: int
-    layers: range
-    world: Group | None = None
-    before: Group | None = None
-    behind: Group | None = None
-    span: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the last step, when it ran
-    _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    def part_of(self, whole: type[nn.Module]) -> Callable[[ModelConfig, LayerContext], nn.Module]:
-        """What builds this stage of models of the class `whole`."""
-
-        def build(config: ModelConfig, context: LayerContext) -> nn.Module:
-            # Other stages' layers are built without memory (`LayerContext.of_layer`), then dropped:
-            # models may look at all of theirs.
-            model = whole(config, context)
-            everywhere = expected_tensors(model).keys()
-            self._cut(model, context)
-            model.elsewhere = everywhere - expected_tensors(model).keys()
-            return model
-
-        return build
-
-    def _cut(self, model: nn.Module, context: LayerContext) -> None:
-        """Leave what is computed here; its names stay those of the checkpoint."""
-        body = model.model
-        for index in set(range(len(body.layers))) - set(self.layers):
-            delattr(body.layers, str(index))  # `del` would give the others new names
-        hidden_size, dtype = model.config.hidden_size, context.dtype
-        if not self.is_first:
-            if not (self.is_last and model.tied_tensors):  # else the head is the embedding
-                body.embed_tokens = Elsewhere(body.embed_tokens)
-            body.embed = Receiver(self, hidden_size, dtype, context.device)
-        else:
-            body.embed = Beginning(self, body.embed)
-        if not self.is_last:
-            body.norm, model.lm_head = Sender(self), Elsewhere(model.lm_head)
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden`, [num_tokens, hidden_size], with what the stage before has sent."""
-        self.before.broadcast(hidden.view(torch.uint8))
-        self.span[0] = time.perf_counter()
-        return hidden
-
-    def send(self, hidden: Tensor) -> None:
-        """To the next stage, which may be busy: this one goes on with its next step meanwhile."""
-        self.span[1] = time.perf_counter()
-        while len(self._sent) >= self.num_stages:  # so many steps are under way at most
-            work, _ = self._sent.popleft()
-            self.behind.wait(work)
-        work = self.behind.start_broadcast(hidden.view(torch.uint8))
-        self._sent.append((work, hidden))
+    make = model_class(model_config.architecture)
+    alone = replace(context, parallel=ParallelContext(context.tp))
+    whole = expected_tensors(make(model_config, alone)).keys()
+    return whole - expected_tensors(make(model_config, context)).keys()
 
 
-class Beginning:
-    """Embeds tokens, and notes when: `embed` is the model's own method."""
-
-    def __init__(self, stage: Stage, embed: Callable[[Tensor], Tensor]) -> None:
-        self._stage, self._embed = stage, embed
-
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        self._stage.span[0] = time.perf_counter()
-        return self._embed(input_ids)
-
-
-class Receiver:
-    """In the place of the model's `embed`: what its tokens have become in the stages before."""
-
-    def __init__(
-        self, stage: Stage, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._stage, self._hidden_size = stage, hidden_size
-        self._kind = {"dtype": dtype, "device": device}
-
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        return self._stage.receive(torch.empty(len(input_ids), self._hidden_size, **self._kind))
-
-
-class Sender(nn.Module):
-    """In the place of the final norm: the residual stream, with the last block's output, goes on.
-
-    The next stage begins with it as the first one does with embeddings, and adds nothing to it.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
-
-    def add(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = residual + hidden
-        self._stage.send(total)
-        return total, total
-
-
-class Elsewhere(nn.Module):
-    """In the place of an embedding or a head that another stage has. There are no logits of it."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.method = getattr(layer, "method", None)
-        self.weight = layer.weight[:0]  # nothing of its memory, but its dtype
-        if not self.weight.is_meta:
-            self.weight = self.weight.clone()
-
-    def forward(self, hidden: Tensor) -> None:
-        return None
+def check_stages(model_config: ModelConfig, num_stages: int) -> None:
+    """Raise `ValueError`, before any process is started, for a model that has no such stages."""
+    first = PipelineParallel(0, num_stages, share_layers(model_config, num_stages)[0])
+    parallel = ParallelContext(pp=first)
+    meta = LayerContext(device=torch.device("meta"), parallel=parallel, num_positions=1)
+    require(
+        bool(tensors_of_other_stages(model_config, meta)),  # else it is a model of one's own
+        f"pipeline_parallel_size={num_stages}, but {model_config.architecture} is built whole on "
+        f"each stage: its class must build the layers of `context.pp` only, receive and send, as "
+        f"nanoserve.models.qwen3.Qwen3Model does",
+    )
 
 
 def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, so that the largest has as few weights as can be.
+    """Return the layers of each stage: see `split_layers`.
 
-    The head counts as a part of the last one: for each sampled token it is read as a layer is.
-    Where several shares are equally good, the last stages are filled first. Raises `ValueError` for
-    fewer layers than stages.
+    Raises `ValueError` for fewer layers than stages.
     """
     num_layers = model_config.num_hidden_layers
     require(
@@ -166,37 +61,75 @@ def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
     )
     meta = LayerContext(device=torch.device("meta"), num_positions=1)
     model = model_class(model_config.architecture)(model_config, meta)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    head = sum(p.numel() for p in model.lm_head.parameters())
-    # From the last stage to the first: how far each goes back under a bound that all keep.
-    for bound in sorted(_bounds(sizes, head)):
-        starts = _starts_under(bound, sizes, head, num_stages)
-        if starts is not None:
-            break
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], num_layers], strict=True)]
+    parts = [*model.model.layers, model.model.embed_tokens, model.lm_head]
+    *layers, embedding, head = [sum(p.numel() for p in part.parameters()) for part in parts]
+    return split_layers(layers, embedding, head, num_stages)
 
 
-def _bounds(sizes: list[int], head: int) -> set[int]:
-    """Every sum that a stage may have."""
-    num_layers = len(sizes)
-    inner = {sum(sizes[a:b]) for a in range(num_layers) for b in range(a + 1, num_layers + 1)}
-    return inner | {head + sum(sizes[a:]) for a in range(num_layers)}
+def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: int) -> list[range]:
+    """Split layers into stages: the fastest pipeline, and of those the one with the largest pool.
+
+    `layers` are the numbers of weights of each. The first stage also has the `embedding`, and the
+    last one the `head`; if the two are tied, both stages have these weights.
+
+    1. A pipeline is as fast as its slowest stage, and in a step a stage reads its weights: those of
+       its layers and of the head, but of the embedding only a row for each token. So the most that
+       a stage reads is as little as can be.
+    2. All stages have equally many KV blocks, as many as fit where the fewest do. On ranks of equal
+       memory that is the smallest (memory - weights) / (layers x bytes of one layer's K and V). So
+       the most layers that a stage has are as few as can be.
+    3. Among stages with so many layers, the most weights, the embedding included, are as few as
+       can be. These two make the pool largest wherever memory is ample beside the weights.
+
+    Qwen3-0.6B has 28 layers, and its tied embedding is as large as 9.9 of them. The slowest of four
+    stages reads 10.9 layers' weights at best, the head and one layer: 7/10/10/1 layers do, and so
+    do 9/9/9/1, where a block takes the K and V of 9 layers at most, not of 10. (7/7/7/7 would have
+    a larger pool still, but its last stage would read 16.9 layers' weights in each step.)
+
+    Of several such splits, this is the one that fills the last stages first.
+    """
+    sums = [0, *accumulate(layers)]
+
+    def read(stage: int, first: int, end: int) -> int:
+        return sums[end] - sums[first] + (head if stage == num_stages - 1 else 0)
+
+    def kept(stage: int, first: int, end: int) -> int:
+        return read(stage, first, end) + (embedding if stage == 0 else 0)
+
+    def starts(*limits: int) -> list[int] | None:
+        """Return the first layer of each stage under limits of 1, 2, 3; None if there is none."""
+        most_read, most_layers, most_kept = (*limits, inf, inf)[:3]
+
+        def fits(stage: int, first: int, end: int) -> bool:
+            num_layers = end - first
+            is_kept = num_layers < most_layers or kept(stage, first, end) <= most_kept
+            return is_kept and num_layers <= most_layers and read(stage, first, end) <= most_read
+
+        return _starts(fits, len(layers), num_stages)
+
+    limits: list[int] = []
+    for highest in (sums[-1] + head, len(layers), embedding + sums[-1] + head):
+        has_split = lambda limit: starts(*limits, limit) is not None  # noqa: E731
+        limits.append(bisect_left(range(highest), True, key=has_split))
+    found = starts(*limits)
+    return [range(a, b) for a, b in pairwise([*found, len(layers)])]
 
 
-def _starts_under(bound: int, sizes: list[int], head: int, num_stages: int) -> list[int] | None:
-    """The first layer of each stage if none is larger than `bound`; None if that cannot be."""
-    starts, end, taken = [], len(sizes), head
+def _starts(fits: Fits, num_layers: int, num_stages: int) -> list[int] | None:
+    """Return the first layer of each stage, if stages that fit can hold all layers; else None.
+
+    From the last stage to the first, each takes as many as fit, and leaves one for each before it.
+    """
+    starts, end = [], num_layers
     for stage in reversed(range(num_stages)):
-        start, total = end, taken
-        # Each of the stages before needs a layer.
-        while start > stage and (start == end or total + sizes[start - 1] <= bound):
-            start -= 1
-            total += sizes[start]
-        if total > bound or (stage == 0 and start > 0):
+        first = end
+        while first > stage and fits(stage, first - 1, end):
+            first -= 1
+        if first == end:
             return None
-        starts.append(start)
-        end, taken = start, 0
-    return starts[::-1]
+        starts.append(first)
+        end = first
+    return starts[::-1] if end == 0 else None
 
 
 def join_stage(
@@ -205,17 +138,19 @@ def join_stage(
     rank: int,
     model_config: ModelConfig,
     join: Callable[[str, int, int], Group],
-) -> TensorParallel:
-    """This rank's place. Ranks 0 to `tp_size` - 1 are the last stage, the next ones that before.
+) -> ParallelContext:
+    """Return this rank's place, when it has met the other ranks.
 
+    Ranks 0 to `tp_size` - 1 are the last stage, the next ones that before.
     `join(name, rank, size)` meets a group. All ranks meet theirs in the order of stages.
     """
     index, tp_rank = num_stages - 1 - rank // tp_size, rank % tp_size
-    stage = Stage(index, num_stages, share_layers(model_config, num_stages)[index])
-    stage.world = join("world", rank, num_stages * tp_size)
+    layers, before, behind = share_layers(model_config, num_stages)[index], None, None
+    world = join("world", rank, num_stages * tp_size)
     group = join(f"stage {index}", tp_rank, tp_size) if tp_size > 1 else None
-    if not stage.is_first:
-        stage.before = join(f"link {index - 1} {tp_rank}", 1, 2)
-    if not stage.is_last:
-        stage.behind = join(f"link {index} {tp_rank}", 0, 2)
-    return TensorParallel(tp_rank, tp_size, group, stage)
+    if index > 0:
+        before = join(f"link {index - 1} {tp_rank}", 1, 2)
+    if index < num_stages - 1:
+        behind = join(f"link {index} {tp_rank}", 0, 2)
+    pp = PipelineParallel(index, num_stages, layers, before, behind)
+    return ParallelContext(TensorParallel(tp_rank, tp_size, group), pp, world)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.layers.context import ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.process_group import LOOPBACK, Group, join_group
 
@@ -17,7 +18,7 @@ def join_ranks(
     device: torch.device,
     groups: list[Group],
     host: str = LOOPBACK,
-) -> TensorParallel:
+) -> ParallelContext:
     """Meet the other ranks; all groups that this one is in are put into `groups`, to be closed.
 
     `host` is an address of this machine that the others reach.
@@ -30,7 +31,7 @@ def join_ranks(
 
     tp_size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if num_stages == 1:
-        return TensorParallel(rank, tp_size, join("all", rank, tp_size))
+        return ParallelContext(TensorParallel(rank, tp_size, join("all", rank, tp_size)))
     from nanoserve.worker.pipeline_stage import join_stage
 
     return join_stage(num_stages, tp_size, rank, model_config, join)

@@ -137,7 +137,7 @@ class _SleepingRunner:
         with runner.device.guard():
             runner.device.finish()
             runner.device.drop_recorded()
-            runner.kv_cache = None
+            runner.kv_caches = None
             if level == 2:
                 runner.model = runner.sampler = None
             elif runner.model is not None:
@@ -150,7 +150,7 @@ class _SleepingRunner:
     def missing(self) -> list[str]:
         is_there = {
             "weights": self._are_weights_awake,
-            "kv_cache": self._runner.kv_cache is not None,
+            "kv_cache": self._runner.kv_caches is not None,
         }
         return [tag for tag in TAGS if not is_there[tag]]
 
@@ -165,7 +165,7 @@ class _SleepingRunner:
             try:
                 runner.device.warm_up(runner)
             except BaseException:
-                runner.kv_cache = None  # it sleeps on
+                runner.kv_caches = None  # it sleeps on
                 raise
 
     def _wake_weights(self) -> None:

@@ -1,6 +1,7 @@
 """How a runner comes to its weights, its KV cache and its buffers."""
 
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.models.registry import model_class
 from nanoserve.worker.heads import HEADS
-from nanoserve.worker.kv_cache import allocate_kv_cache
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches, room_of_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,11 @@ def start(runner: Any, path: Path) -> None:
     gives it what the weights have left.
     """
     config, model_config, device = runner.config, runner.model_config, runner.device
+    runner.kv_cache_layout = layout = KVCacheLayout.of(config, model_config, runner.context)
     with device.guard():
-        num_kv_blocks = device.pool_before_loading(config, model_config, runner.context.tp)
+        num_kv_blocks = device.pool_before_loading(
+            config, model_config, runner.context.parallel, layout.block_bytes
+        )
         if num_kv_blocks is not None:
             make_room(runner, num_kv_blocks)
         is_known = num_kv_blocks is not None
@@ -41,15 +45,17 @@ def start(runner: Any, path: Path) -> None:
 def make_room(runner: Any, num_kv_blocks: int) -> None:
     """With so many blocks: the longest sequence, and the buffers for a step."""
     config = runner.config
-    runner.num_kv_blocks = num_kv_blocks = runner.context.tp.smallest(num_kv_blocks)
+    runner.num_kv_blocks = num_kv_blocks = runner.context.parallel.smallest(num_kv_blocks)
+    room = room_of_sequence(config, runner.model_config)
     runner.max_model_len = config.resolve_max_model_len(
-        runner.model_config.max_position_embeddings, num_kv_blocks
+        runner.model_config.max_position_embeddings, num_kv_blocks, room.longest(num_kv_blocks)
     )
     runner.layout = BatchLayout(
         config.max_num_batched_tokens,
         config.max_num_seqs,
         blocks_needed(runner.max_model_len, config.block_size),
         tuple(HEADS.names()),
+        len(room.windows),
     )
     runner.device.make_room(runner.layout)
     runner.use_memory(runner.device.host_memory(2 * runner.layout.num_bytes))
@@ -60,10 +66,13 @@ def load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     config, model_config = runner.config, runner.model_config
     # 1) A model without memory shows what would not fit, before any is taken.
     make, context = model_class(model_config.architecture), runner.context
-    if context.tp.stage is not None:
-        make = context.tp.stage.part_of(make)
     meta = replace(context, device=torch.device("meta"), num_positions=1)
-    check_model(runner, make(model_config, meta), path)
+    elsewhere: Set[str] = frozenset()
+    if context.pp.num_stages > 1:
+        from nanoserve.worker.pipeline_stage import tensors_of_other_stages
+
+        elsewhere = tensors_of_other_stages(model_config, meta)
+    check_model(runner, make(model_config, meta), path, elsewhere)
     # 2) The model; its tables are for positions that occur.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     runner.model = make(model_config, context)
@@ -71,7 +80,8 @@ def load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     load = load_weights
     if is_deferred or model_config.quantization_config:
         from nanoserve.quantization.deferred import load_deferred as load
-    load(runner.model, path, config.load_format, shows_progress=context.tp.rank == 0)
+    shows_progress = context.tp.rank == 0
+    load(runner.model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     runner.sampler = runner.device.sampler_class(
         config.max_num_seqs,
         model_config.vocab_size,
@@ -80,15 +90,20 @@ def load_model(runner: Any, path: Path, num_positions: int | None) -> None:
     )
 
 
-def check_model(runner: Any, model: nn.Module, path: Path) -> None:
-    """Raise `ValueError` unless `model` is what the files hold, and its weights have room."""
+def check_model(
+    runner: Any, model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()
+) -> None:
+    """Raise `ValueError` unless `model` is what the files hold, and its weights have room.
+
+    Other stages of a pipeline have the tensors `elsewhere`, which the files may hold, too.
+    """
     if runner.config.load_format != "dummy":
         check = check_weights
         if runner.model_config.quantization_config:
             from nanoserve.quantization.deferred import check_weights as check
-        check(model, path)
+        check(model, path, elsewhere)
     num_bytes = kept_bytes(model)
-    memory_bytes = runner.device.memory_bytes(runner.context.tp)
+    memory_bytes = runner.device.memory_bytes(runner.context.parallel)
     require(
         num_bytes <= memory_bytes,
         f"the weights take {num_bytes} bytes in {runner.model_config.dtype}; a rank has "
@@ -105,13 +120,14 @@ def kept_bytes(model: nn.Module) -> int:
 def allocate_pool(runner: Any) -> None:
     """The KV cache of a runner that knows how many blocks it has."""
     config, model_config, block_size = runner.config, runner.model_config, runner.config.block_size
-    runner.kv_cache = allocate_kv_cache(
-        model_config, runner.num_kv_blocks, block_size, runner.context
-    )
+    layout, num_kv_blocks = runner.kv_cache_layout, runner.num_kv_blocks
+    runner.kv_caches = allocate_kv_caches(*layout, num_kv_blocks, runner.context.device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
-        runner.kv_cache.zero_()  # asked for, so taken now: no step waits for the system
-    pool = runner.kv_cache.nbytes / 2**30
+        for kv_cache in runner.kv_caches:
+            kv_cache.fill_(0.0)  # asked for, so taken now: no step waits for the system
+    pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
     logger.info(
-        f"{model_config.architecture}, {model_config.dtype}, {runner.num_kv_blocks} KV "
-        f"blocks of {block_size} tokens ({pool:.2f} GiB), max_model_len {runner.max_model_len}"
+        f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB), "
+        f"max_model_len {runner.max_model_len}"
     )

@@ -24,7 +24,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
@@ -48,13 +48,13 @@ class TensorParallelExecutor:
         model_config: ModelConfig,
         path: Path,
         device: torch.device,
-        make_runner: Callable[[TensorParallel], ModelRunner],
+        make_runner: Callable[[ParallelContext], ModelRunner],
     ) -> None:
         tp_size, architecture = config.tensor_parallel_size, model_config.architecture
         size = tp_size * config.pipeline_parallel_size
         # Without memory: raises if so many ranks cannot share it.
-        tp, meta = TensorParallel(0, tp_size), torch.device("meta")
-        shape_only = LayerContext(device=meta, tp=tp, num_positions=1)
+        parallel, meta = ParallelContext(TensorParallel(0, tp_size)), torch.device("meta")
+        shape_only = LayerContext(device=meta, parallel=parallel, num_positions=1)
         model_class(architecture)(model_config, shape_only)
         location = _model_location(architecture)
         self._stack = contextlib.ExitStack()  # what was opened, to be closed in reverse order

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -132,9 +133,12 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             report(state="waiting")
             continue
         # What rank 0 does in this step, up to the logits, which go to rank 0.
-        runner.forward(steps.fetch(step, runner.next_batch()), ForwardInputs())
-        if config.trace is not None and place.stage is not None and place.rank == 0:
-            report(step=step, span=place.stage.span)
+        batch = steps.fetch(step, runner.next_batch())
+        began = time.perf_counter()
+        runner.forward(batch, ForwardInputs())
+        if config.trace is not None and place.pp.num_stages > 1 and place.tp.rank == 0:
+            pp = place.pp  # a stage works from when it has received until it sends
+            report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])
 
 
 def _end_with(life: int) -> None:

@@ -15,10 +15,9 @@ pytest.importorskip("numba")
 from numba import config, set_num_threads
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import FEW, NumbaAttention
-from nanoserve.attention.quantized_kv import CODE_DTYPES, QuantizedKV, quantize
-from nanoserve.attention.quantized_numba import QuantizedNumbaAttention
-from nanoserve.attention.quantized_torch import QuantizedTorchAttention
+from nanoserve.attention.quantized_kv import quantize
 from nanoserve.attention.torch import TorchAttention, attend_rows
 from nanoserve.kernels_cpu.attention import attend_decode
 
@@ -32,6 +31,7 @@ KINDS = {
     "bfloat16 over int8": (BFLOAT, "int8"),
     "bfloat16 over fp8": (BFLOAT, "fp8"),
 }
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 # What else the small suite and `example.py` compile: numba takes ten seconds of a core for each.
 FEW_KINDS = ["float32", "bfloat16", "float32 over int8"]
 # (new tokens, context): rows of few tokens stand between chunks, and may be whole prompts.
@@ -92,14 +92,15 @@ class Batch:
         )
 
     def attend(self, backend: AttentionBackend | None = None) -> torch.Tensor:
-        """What this kind's numba backend makes of it, or another backend."""
-        if backend is None:
-            backend = QuantizedNumbaAttention() if self.codes else NumbaAttention()
-        cache = self.kv.to(self.q.dtype)
-        if self.codes:
-            cache = QuantizedKV(*quantize(self.kv, CODE_DTYPES[self.codes]))
+        """What numba makes of it, or another backend."""
+        backend = backend or NumbaAttention()
         with torch.inference_mode():
-            return backend.attend(self.layer, self.q, cache, self.metadata())
+            return backend.attend(self.layer, self.q, self.cache(), self.metadata())
+
+    def cache(self) -> KVCache:
+        if self.codes:
+            return KVCache(*quantize(self.kv, CODE_DTYPES[self.codes]))
+        return KVCache(self.kv.to(self.q.dtype))
 
     def one_by_one(self) -> torch.Tensor:
         """Each token of rows of few as a row of its own: [their tokens, num_heads, head_dim]."""
@@ -123,7 +124,7 @@ class Batch:
 @pytest.mark.parametrize("codes", [None, "int8", "fp8"])
 def test_mixed_batches_against_torch(codes: str | None, shape: tuple[Any, ...]) -> None:
     batch = Batch(f"float32 over {codes}" if codes else "float32", shape, ROWS)
-    wanted = batch.attend(QuantizedTorchAttention() if codes else TorchAttention())
+    wanted = batch.attend(TorchAttention())
     torch.testing.assert_close(batch.attend(), wanted, rtol=1e-5, atol=2e-5)
 
 
@@ -174,8 +175,8 @@ def test_which_rows_go_where_is_found_once_a_step(monkeypatch: pytest.MonkeyPatc
         return attend_rows(*args)
 
     batch = Batch("float32", SHAPES[0], ROWS)
-    metadata, cache = batch.metadata(), batch.kv
-    monkeypatch.setattr(NumbaAttention, "_attend_rows", staticmethod(remembered))
+    metadata, cache = batch.metadata(), batch.cache()
+    monkeypatch.setattr("nanoserve.attention.numba.attend_rows", remembered)
     with torch.inference_mode():
         first = NumbaAttention().attend(batch.layer, batch.q, cache, metadata)
         assert asked == [(3, 4), (5, 6)]

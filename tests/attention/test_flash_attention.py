@@ -17,6 +17,7 @@ import torch
 from nanoserve import LLM
 from nanoserve.attention.flash import FlashAttention, FlashAttention3, check_flash_attention
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -215,8 +216,8 @@ def test_the_batch_is_shared_between_the_two_functions(
     metadata, num_blocks = random_batch(rng, rows)
     layer = AttentionLayer(4, num_kv_heads, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
     backend = FlashAttention()
-    shape = backend.kv_cache_shape(num_blocks, PAGE, num_kv_heads, 8)
-    kv_cache = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+    shape = (2, num_blocks, num_kv_heads, PAGE, 8)
+    kv_cache = KVCache(torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)))
     q = torch.from_numpy(
         rng.standard_normal((int(metadata.cu_seqlens_q[-1]), 4, 8), dtype=np.float32)
     )
@@ -244,8 +245,8 @@ def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
     metadata, num_blocks = random_batch(rng, rows, page)
     layer = AttentionLayer(4, num_kv_heads, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
     backend = FlashAttention3()
-    shape = backend.kv_cache_shape(num_blocks, page, num_kv_heads, 8)
-    kv_cache = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+    shape = (2, num_blocks, num_kv_heads, page, 8)
+    kv_cache = KVCache(torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)))
     num_tokens = int(metadata.cu_seqlens_q[-1])
     q = torch.from_numpy(rng.standard_normal((num_tokens, 4, 8), dtype=np.float32))
     attended = backend.attend(layer, q, kv_cache, metadata)
@@ -253,7 +254,7 @@ def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
     assert arguments["q"] is q and arguments["cache_seqlens"] is metadata.context_lens
     assert arguments["page_table"] is metadata.block_tables
     assert arguments["k_cache"].shape == (num_blocks, page, num_kv_heads, 8)
-    assert arguments["k_cache"].data_ptr() == kv_cache.data_ptr()  # a view, not a copy
+    assert arguments["k_cache"].data_ptr() == kv_cache.values.data_ptr()  # a view, not a copy
     metadata.block_tables[metadata.block_tables == 9999] = 0
     expected = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
@@ -262,7 +263,7 @@ def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
 def test_where_chunks_end_is_computed_once_for_all_layers(calls: Calls) -> None:
     metadata, num_blocks = random_batch(np.random.default_rng(0), [(1, 11), (2, 3), (3, 7)])
     backend, layer = FlashAttention(), AttentionLayer(2, 1, 8, scale=0.3)
-    q, kv_cache = torch.randn(6, 2, 8), torch.randn(backend.kv_cache_shape(num_blocks, PAGE, 1, 8))
+    q, kv_cache = torch.randn(6, 2, 8), KVCache(torch.randn(2, num_blocks, 1, PAGE, 8))
     for _ in range(2):
         backend.attend(layer, q, kv_cache, metadata)
     first, second = (arguments for name, arguments in calls if name == "varlen")

@@ -17,12 +17,13 @@ pytest.importorskip("numba")
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import NumbaAttention
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.kernels_cpu.ops import NumbaOps
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import TorchOps, rotate, store_kv
+from nanoserve.layers.numba_ops import NumbaOps
+from nanoserve.layers.ops import TorchOps, rotate
 from nanoserve.layers.rotary import RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -86,7 +87,7 @@ def test_attention(seed: int) -> None:
         expected[first : first + num_new] = (weights @ v).transpose(0, 1)
         first += num_new
     with torch.inference_mode():
-        actual = NumbaAttention().attend(layer, q, kv_cache, metadata_of(rows, tables))
+        actual = NumbaAttention().attend(layer, q, KVCache(kv_cache), metadata_of(rows, tables))
     decodes = slice(0, sum(num_new == 1 for num_new, _ in rows))
     assert actual.dtype == dtype
     error = (actual[decodes].double() - expected[decodes]).abs().max()
@@ -167,7 +168,7 @@ def test_store_kv(num_tokens: int, has_norms: bool, dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 2, 2, 16, head_dim, dtype=dtype)
     wanted_cache = torch.zeros(2, 2, 2, 16, head_dim)
     with torch.inference_mode():
-        q = NumbaOps().norm_rotate_store(heads, rotary, norms, cache, step)
+        q = NumbaOps().norm_rotate_store(heads, rotary, norms, KVCache(cache), step)
         wanted_q, k, v = heads.float().split([4, 2, 2], dim=1)
         if has_norms:
             for layer in norms:
@@ -175,7 +176,7 @@ def test_store_kv(num_tokens: int, has_norms: bool, dtype: torch.dtype) -> None:
             wanted_q, k = norms[0](wanted_q), norms[1](k)
         angles = (rotary.cos[step.positions].float(), rotary.sin[step.positions].float())
         wanted_q = rotate(wanted_q, *angles)
-        store_kv(rotate(k, *angles), v, wanted_cache, step.slot_mapping)
+        KVCache(wanted_cache).store(rotate(k, *angles), v, step.slot_mapping)
     tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-6}[dtype]
     for ours, theirs in ((q, wanted_q), (cache, wanted_cache)):
         assert ours.dtype == dtype

@@ -15,23 +15,17 @@ import pytest
 import torch
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.attention.quantized_kv import (
-    CODE_DTYPES,
-    QuantizedKV,
-    QuantizedKVCache,
-    codes_and_scales,
-    dequantize,
-    quantize,
-)
-from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
+from nanoserve.attention.quantized_kv import dequantize, quantize
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import rotate
 from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.worker.kv_dtypes import quantized_backend
+from nanoserve.worker.device import _backend
 
-KINDS = ["int8", "fp8"]
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
+KINDS = list(CODE_DTYPES)
 BACKENDS = [name for name in ("torch", "numba", "triton") if name == "torch" or find_spec(name)]
 # At the small size, numba's float32 with int8 only: each pair is compiled for seconds.
 BACKENDS_AND_KINDS = [
@@ -94,36 +88,57 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(kind: str) -> Non
     assert values[1].eq(0).all() and values[5].abs().max() < 1e-37
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_has_its_codes_and_its_scales_in_blocks(kind: str) -> None:
-    context = SimpleNamespace(
-        attention=SimpleNamespace(kv_cache_dtype=kind), device=torch.device("cpu")
-    )
-    cache = QuantizedKVCache.allocate(
-        (3, 2, 5, 2, 4, 6), context, lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)
-    )
-    assert cache.nbytes == 3 * 2 * 5 * 2 * 4 * (6 + 4)
-    cache.fill_(0.25)
-    layers = list(cache)
-    assert len(layers) == 3
-    some = layers[1].blocks(torch.tensor([4, 1, 1]), torch.bfloat16)
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+def test_a_cache_is_laid_out_and_read_in_blocks(kind: str) -> None:
+    spec = KVCacheSpec.of_format(4, 2, 6, torch.bfloat16, kind)
+    assert spec.has_scales == (kind != "auto")
+    assert spec.cache_key == {"auto": "bfloat16", "fp8": "fp8_e4m3"}.get(kind, kind)
+    layers = spec.allocate(3, 5)
+    tensors = [x for one in layers for x in (one.values, one.scales) if x is not None]
+    assert sum(x.nbytes for x in tensors) == 3 * 5 * spec.block_bytes
+    assert spec.block_bytes == 2 * 2 * 4 * (6 * 2 if kind == "auto" else 6 + 4)
+    layers[1].fill_(0.25)
+    some = layers[1].read(torch.tensor([4, 1, 1]), torch.bfloat16)
     assert some.shape == (2, 3, 2, 4, 6) and some.dtype == torch.bfloat16
     assert some.eq(0.25).all()
-    cache.zero_()
-    assert layers[2].blocks(torch.arange(5), torch.float32).eq(0).all()
+    assert layers[2].read(torch.arange(5), torch.bfloat16).eq(0).all()
+
+
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+def test_what_is_stored_is_read(kind: str) -> None:
+    """Whole numbers, which each format has: block by block, of rows of tables as well."""
+    (cache,) = KVCacheSpec.of_format(4, 2, 6, torch.float32, kind).allocate(1, 5)
+    k, v = torch.randint(-7, 8, (2, 9, 2, 6)).float()
+    k[..., 0] = v[..., 0] = {"auto": 8, "int8": 127, "fp8": 448}[kind]  # so the scale is 1
+    slots = torch.randperm(20)[:9].int()
+    cache.store(k, v, slots)
+    wanted = torch.zeros(2, 5, 2, 4, 6)
+    for token, slot in enumerate(slots.tolist()):
+        wanted[:, slot // 4, :, slot % 4] = torch.stack((k[token], v[token]))
+    assert torch.equal(cache.read(torch.arange(5), torch.float32), wanted)
+    tables = torch.tensor([[3, 0, 1], [4, 4, 2]], dtype=torch.int32)
+    assert torch.equal(cache.read(tables, torch.float32), wanted[:, tables.long()])
 
 
 # ---------------------------------------------------------------- storing
 
 
-def stored(backend: str, kind: str, step: Any) -> tuple[torch.Tensor, QuantizedKV]:
+def stored(backend: str, kind: str, step: Any) -> tuple[torch.Tensor, KVCache]:
     """q, and a cache of two blocks of 16."""
-    _, ops = quantized_backend(backend, kind)
+    _, ops = _backend(backend)
     head_dim = step.heads.shape[-1]
     codes = torch.zeros(2, 2, 2, 16, head_dim, dtype=CODE_DTYPES[kind])
-    cache = QuantizedKV(codes, torch.full(codes.shape[:-1], torch.nan))
+    cache = KVCache(codes, torch.full(codes.shape[:-1], torch.nan))
     with torch.inference_mode():
-        return ops.norm_rotate_store(step.heads, step.rotary, step.norms, cache, step), cache
+        if ops.norm_rotate_store is not None:
+            q = ops.norm_rotate_store(step.heads, step.rotary, step.norms, cache, step)
+            return q, cache
+        q, k, v = step.heads.split([3, 2, 2], dim=1)  # as the model's forward does it
+        if step.norms[0] is not None:
+            q, k = step.norms[0](q), step.norms[1](k)
+        cos, sin = step.rotary.cos[step.positions], step.rotary.sin[step.positions]
+        cache.store(rotate(k, cos, sin), v, step.slot_mapping)
+        return rotate(q, cos, sin), cache
 
 
 def random_step(dtype: torch.dtype, num_tokens: int, is_plain: bool, head_dim: int = 24) -> Any:
@@ -157,7 +172,7 @@ def test_codes_are_the_same_bit_for_bit(backend: str, kind: str, dtype: torch.dt
     blocks, offsets = step.slot_mapping // 16, step.slot_mapping % 16
     for which, x in enumerate(step.heads[:, 3:].split(2, dim=1)):
         codes, scales = quantize(x, CODE_DTYPES[kind])
-        assert torch.equal(cache.codes[which][blocks, :, offsets], codes)
+        assert torch.equal(cache.values[which][blocks, :, offsets], codes)
         found = cache.scales[which][blocks, :, offsets]
         torch.testing.assert_close(found, scales, rtol=0, atol=0, equal_nan=True)
         assert found.isnan().sum() == 1
@@ -177,7 +192,7 @@ def test_what_lies_between_two_codes_goes_to_the_even_one(backend: str, kind: st
     assert cache.scales[:, blocks, :, offsets].eq(1).all()
     codes = torch.arange(len(numbers)) % 128
     evens = torch.where(codes[1:] % 2 == 0, codes[1:], codes[:-1])
-    for found, wanted in zip(cache.codes[0][blocks, 0, offsets], (evens, codes), strict=True):
+    for found, wanted in zip(cache.values[0][blocks, 0, offsets], (evens, codes), strict=True):
         found, negative = found[: len(wanted)].long(), found[len(wanted) : 2 * len(wanted)].long()
         assert torch.equal(found, wanted)
         assert torch.equal(negative, -wanted if kind == "int8" else wanted + 128)
@@ -216,7 +231,7 @@ def test_keys_are_stored_normalised_and_rotated(backend: str, kind: str, num_tok
     )
     torch.testing.assert_close(q, wanted_q, rtol=1e-5, atol=1e-5)
     blocks, offsets = step.slot_mapping // 16, step.slot_mapping % 16
-    for found, x in zip(cache.blocks(torch.arange(2), torch.float32), (k, v), strict=True):
+    for found, x in zip(cache.read(torch.arange(2), torch.float32), (k, v), strict=True):
         largest = x.abs().amax(-1, keepdim=True)
         most = largest / 254 if kind == "int8" else x.abs() / 16 + largest / 448 / 1024
         assert ((found[blocks, :, offsets] - x).abs() <= 1.001 * most).all()
@@ -256,14 +271,14 @@ def attend_in_float64(
 
 def random_batch(
     layer: AttentionLayer, kind: str, rows: list[tuple[int, int]], block_size: int
-) -> tuple[torch.Tensor, QuantizedKV, AttentionMetadata, Callable[..., torch.Tensor]]:
+) -> tuple[torch.Tensor, KVCache, AttentionMetadata, Callable[..., torch.Tensor]]:
     """q, the cache, the metadata, and a function that attends to what the cache was made from,
     or with `is_coded` to what its codes and scales say, in float64."""
     blocks = [-(-context // block_size) for _, context in rows]
     free = iter((torch.randperm(sum(blocks)) + 1).tolist())
     shape = (2, sum(blocks) + 1, layer.num_kv_heads, block_size, layer.head_dim)
     codes = torch.randint(100, shape).to(CODE_DTYPES[kind])
-    cache = QuantizedKV(codes, torch.full(shape[:-1], torch.nan))
+    cache = KVCache(codes, torch.full(shape[:-1], torch.nan))
     is_decode = [n == 1 for n, _ in rows]
     tables = torch.zeros(len(rows), max(blocks) + 1, dtype=torch.int32)
     tables[is_decode] = 2**30
@@ -277,7 +292,7 @@ def random_batch(
             tables[row, column] = block = next(free)
             length = min(block_size, context - start)
             filled = slice(start, start + length)
-            cache.codes[:, block, :, :length] = row_codes[:, :, filled]
+            cache.values[:, block, :, :length] = row_codes[:, :, filled]
             cache.scales[:, block, :, :length] = row_scales[:, :, filled]
         contexts.append((x, dequantize(row_codes, row_scales)))
 
@@ -311,7 +326,7 @@ def test_attention(backend: str, kind: str, case: int) -> None:
         rows = [*rows[-2:], (2, 2)]
     q, cache, metadata, expected = random_batch(layer, kind, rows, block_size)
     with torch.inference_mode():
-        actual = quantized_backend(backend, kind)[0].attend(layer, q, cache, metadata)
+        actual = _backend(backend)[0].attend(layer, q, cache, metadata)
     torch.testing.assert_close(actual.double(), expected(is_coded=True), rtol=1e-5, atol=2e-5)
     # And near to what there would be without codes; V grows to 10 times a normal distribution.
     error = (actual.double() - expected(is_coded=False)).abs().max()
@@ -334,7 +349,7 @@ def test_attention_in_16_bits(backend: str, kind: str, head_dim: int, dtype: tor
         metadata.block_tables[metadata.block_tables == 2**30] = 1
     q.copy_(q.to(dtype))
     with torch.inference_mode():
-        actual = quantized_backend(backend, kind)[0].attend(layer, q.to(dtype), cache, metadata)
+        actual = _backend(backend)[0].attend(layer, q.to(dtype), cache, metadata)
     assert actual.dtype == dtype
     wanted = expected(is_coded=True)
     # Of values up to 30, and of scores up to 10.
@@ -348,15 +363,13 @@ def test_attention_in_16_bits(backend: str, kind: str, head_dim: int, dtype: tor
 def test_torch_takes_rows_of_one_token_together(
     kind: str, slots_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanoserve.attention import quantized_torch
-
-    monkeypatch.setattr(quantized_torch, "_SLOTS_AT_ONCE", slots_at_once)
+    monkeypatch.setattr("nanoserve.attention.torch._SLOTS_AT_ONCE", slots_at_once)
     torch.manual_seed(0)
     layer = AttentionLayer(4, 2, 8, 0.3)
     rows = [(1, 1), (1, 19), (1, 4), (1, 13), (2, 2), (5, 17)]
     q, cache, metadata, expected = random_batch(layer, kind, rows, 4)
     metadata.block_tables[metadata.block_tables == 2**30] = 1  # whatever an owner before it had
-    actual = quantized_backend("torch", kind)[0].attend(layer, q, cache, metadata)
+    actual = _backend("torch")[0].attend(layer, q, cache, metadata)
     torch.testing.assert_close(actual.double(), expected(is_coded=True), rtol=1e-5, atol=2e-5)
 
 
@@ -378,7 +391,7 @@ def test_nan_in_one_sequence_comes_out_and_stays_there(
     else:
         cache.scales["KV".index(which), metadata.block_tables[0, 1], :, 2] = torch.nan
     q = q.to(dtype)
-    actual = quantized_backend(backend, "int8")[0].attend(layer, q, cache, metadata)
+    actual = _backend(backend)[0].attend(layer, q, cache, metadata)
     assert actual[:num_new].isnan().all()
     near = {"rtol": 1e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.5}
     torch.testing.assert_close(actual[num_new:].double(), others, **near)
@@ -387,23 +400,36 @@ def test_nan_in_one_sequence_comes_out_and_stays_there(
 # ---------------------------------------------------------------- refusals
 
 
-def test_what_kernels_refuse() -> None:
+@pytest.mark.parametrize("room", ["kernels", "kernels_cpu"])
+def test_what_kernels_refuse(room: str) -> None:
+    pytest.importorskip({"kernels": "triton", "kernels_cpu": "numba"}[room])
+    if room == "kernels":
+        from nanoserve.kernels.quantized_kv import check_cache
+    else:
+        from nanoserve.kernels_cpu.checks import check_cache
     codes, scales = torch.zeros(2, 3, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 3, 2, 4)
-    assert codes_and_scales(QuantizedKV(codes, scales), torch.float32) == (codes, scales)
+    check_cache(codes, scales, torch.float32)
     floats = codes.float()
-    assert codes_and_scales(floats, torch.float32) == (floats, None)
+    check_cache(floats, None, torch.float32)
     for cache, message in (
-        (floats, "float32 of values in torch.bfloat16"),
-        (QuantizedKV(codes, scales[..., :3]), r"\[2, 3, 2, 3\]"),
-        (QuantizedKV(codes.short(), scales), "int16"),
-        (QuantizedKV(codes, scales.double()), "float64"),
-        (QuantizedKV(codes.transpose(1, 2), scales.transpose(1, 2)), "contiguous"),
+        ((floats, None), "float32.*bfloat16|bfloat16.*float32"),
+        ((codes, None), "int8"),
+        ((codes, scales[..., :3]), r"\[2, 3, 2, 3\]"),
+        ((codes.short(), scales), "int16"),
+        ((codes, scales.double()), "float64"),
     ):
         with pytest.raises(ValueError, match=message):
-            codes_and_scales(cache, torch.bfloat16)
+            check_cache(*cache, torch.bfloat16)
+    if room == "kernels":  # the other one's are refused where their addresses are taken
+        with pytest.raises(ValueError, match="contiguous"):
+            check_cache(codes.transpose(1, 2), scales.transpose(1, 2), torch.bfloat16)
 
 
 def test_flash_attn_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype='int8'.*'flash_attn'.*'triton'"):
-        quantized_backend("flash_attn3", "int8")
-    assert isinstance(quantized_backend("torch", "fp8")[0], TorchAttention)
+    from nanoserve.attention.flash import FlashAttention, FlashAttention3
+
+    for backend in (FlashAttention(), FlashAttention3()):
+        with pytest.raises(ValueError, match=r"kv_cache_dtype='int8'.*'flash_attn'.*'triton'"):
+            backend.kv_cache_spec(256, 2, 64, torch.bfloat16, "int8")
+        spec = backend.kv_cache_spec(256, 2, 64, torch.bfloat16, "auto")
+        assert spec == KVCacheSpec(256, 2, 64, torch.bfloat16)

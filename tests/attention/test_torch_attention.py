@@ -6,6 +6,7 @@ import torch
 
 from nanoserve.attention import torch as torch_attention
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
 
 BLOCK_SIZE = 4
@@ -65,7 +66,7 @@ def test_decode_rows_and_chunks_are_those_of_a_textbook(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         expected[first : first + num_new] = (weights @ v).transpose(0, 1)
         first += num_new
-    attended = TorchAttention().attend(layer, q, kv_cache, metadata_of(rows, tables))
+    attended = TorchAttention().attend(layer, q, KVCache(kv_cache), metadata_of(rows, tables))
     torch.testing.assert_close(attended.double(), expected, rtol=0, atol=2e-6)
 
 
@@ -82,10 +83,10 @@ def test_nan_in_one_sequence_stays_there(
     # The second row uses its first block only; the other ones are stale: the first row's.
     tables = torch.tensor([[1, 2, 3], [4, 2, 3]], dtype=torch.int32)
     metadata = metadata_of([(num_new, 11), (num_new, 3)], tables)
-    expected = TorchAttention().attend(layer, q, kv_cache, metadata)
+    expected = TorchAttention().attend(layer, q, KVCache(kv_cache), metadata)
     kv_cache[:, 1:4] = torch.nan  # the first row's, and behind the end of the second one's table
     kv_cache[:, 4, :, 3] = torch.nan  # what an owner before left in the second row's block
-    actual = TorchAttention().attend(layer, q, kv_cache, metadata)
+    actual = TorchAttention().attend(layer, q, KVCache(kv_cache), metadata)
     assert actual[:num_new].isnan().all()
     assert torch.equal(actual[num_new:], expected[num_new:])
 
@@ -112,6 +113,6 @@ def test_what_a_token_sees_as_nan_makes_it_nan(
                 block, slot = divmod(broken, BLOCK_SIZE)
                 kv_cache["kv".index(is_broken), block, :, slot] = torch.nan
             metadata = metadata_of([(num_new, length)], tables)
-            attended = TorchAttention().attend(layer, q, kv_cache, metadata)
+            attended = TorchAttention().attend(layer, q, KVCache(kv_cache), metadata)
             sees = torch.arange(num_new) == first if is_broken == "q" else slice(first, None)
             assert attended[sees].isnan().all()

@@ -10,6 +10,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -75,7 +76,7 @@ def test_windows_and_soft_caps_are_those_of_the_torch_backend(
         max_context_len=40,
     )
     layer = AttentionLayer(4, 2, 16, 0.25, sliding_window, soft_cap)
-    q, kv_cache = torch.randn(10, 4, 16), torch.randn(2, 6, 2, 16, 16)
+    q, kv_cache = torch.randn(10, 4, 16), KVCache(torch.randn(2, 6, 2, 16, 16))
     attended = TritonAttention().attend(layer, q, kv_cache, metadata)
     expected = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert torch.allclose(attended, expected, atol=2e-6)

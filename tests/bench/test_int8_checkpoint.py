@@ -11,9 +11,9 @@ from tiny_checkpoints import edit_json, make_qwen3
 from nanoserve.bench.engines.int8_checkpoint import write_int8
 from nanoserve.bench.engines.vllm_engine import VllmEngine
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_int8
+from nanoserve.quantization.source import open_quantized
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM as ReferenceLlama
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.llama import LlamaForCausalLM
 
@@ -36,7 +36,8 @@ def fuse(path: Path) -> None:
 
 
 def load(architecture: type[nn.Module], path: Path, tp: TensorParallel) -> nn.Module:
-    model = architecture(ModelConfig.from_checkpoint(path), LayerContext(tp=tp))
+    context = LayerContext(parallel=ParallelContext(tp))
+    model = architecture(ModelConfig.from_checkpoint(path), context)
     load_weights(model, path)
     return model
 

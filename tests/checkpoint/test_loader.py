@@ -18,7 +18,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
 
@@ -36,7 +36,8 @@ def load(
     **options: Any,
 ) -> nn.Module:
     config = ModelConfig.from_checkpoint(path, dtype)
-    context = LayerContext(getattr(torch, config.dtype), tp=tp or TensorParallel())
+    parallel = ParallelContext(tp or TensorParallel())
+    context = LayerContext(getattr(torch, config.dtype), parallel=parallel)
     model = model_class(config.architecture)(config, context)
     load_weights(model, path, load_format, **options)
     return model

@@ -14,8 +14,8 @@ def test_w6_slot_mapping() -> None:
     batch = make_batch()
     tables = np.zeros((4, 8), dtype=np.int32)
     tables[2, :4] = [5, 2, 8, 12]
-    batch.pack(make_plan({make_sequence(64, 0, slot=2): 64}), tables, block_size=16)
-    slots = {position: int(batch.slot_mapping[position]) for position in (0, 15, 16, 35, 63)}
+    batch.pack(make_plan({make_sequence(64, 0, slot=2): 64}), tables[None], block_size=16)
+    slots = {position: int(batch.slot_mapping[0, position]) for position in (0, 15, 16, 35, 63)}
     assert slots == {0: 80, 15: 95, 16: 32, 35: 131, 63: 207}
 
 
@@ -26,7 +26,7 @@ def test_a_mixed_batch() -> None:
     whole = make_sequence(6, 2, slot=0)
     chunk = make_sequence(20, 4, slot=1)
     batch.step = 8
-    batch.pack(make_plan({decode: 1, whole: 4, chunk: 5}), tables, block_size=4)
+    batch.pack(make_plan({decode: 1, whole: 4, chunk: 5}), tables[None], block_size=4)
     assert batch.header == BatchHeader(
         step=8,
         num_tokens=10,
@@ -47,8 +47,8 @@ def test_a_mixed_batch() -> None:
     assert batch.output_slots[:2].tolist() == [3, 0]
     assert batch.row_slots[:3].tolist() == [3, 0, 1]
     assert batch.prompt_outputs(batch.header) == {}
-    assert batch.block_tables(3, 3).tolist() == [[25, 26, 27], [1, 2, 3], [9, 10, 11]]
-    assert batch.slot_mapping[:2].tolist() == [27 * 4 + 1, 1 * 4 + 2]
+    assert batch.block_tables(3, 3)[0].tolist() == [[25, 26, 27], [1, 2, 3], [9, 10, 11]]
+    assert batch.slot_mapping[0, :2].tolist() == [27 * 4 + 1, 1 * 4 + 2]
 
 
 def test_fields_are_aligned_and_do_not_overlap() -> None:
@@ -65,21 +65,21 @@ def test_a_copy_of_the_bytes_in_use_is_the_whole_batch() -> None:
     batch = make_batch()
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
     batch.step = 1
-    batch.pack(make_plan({make_sequence(9, 8, slot=1): 1}), tables, block_size=2)
+    batch.pack(make_plan({make_sequence(9, 8, slot=1): 1}), tables[None], block_size=2)
     used = batch.num_bytes_used(batch.header)
     assert used < batch.layout.num_bytes
     memory = np.zeros(batch.layout.num_bytes, dtype=np.uint8)
     memory[:used] = batch.memory[:used]
     twin = Batch(batch.layout, memory)
     assert twin.header == batch.header
-    assert twin.block_tables(1, 5).tolist() == [tables[1, :5].tolist()]
+    assert twin.block_tables(1, 5)[0].tolist() == [tables[1, :5].tolist()]
 
 
 def test_a_preempted_sequence_computes_its_output_again_and_is_no_decode_row() -> None:
     batch = make_batch()
     seq = make_sequence(5, computed=0, slot=0)
     seq.token_ids += [7, 8]  # from before the preemption
-    batch.pack(make_plan({seq: 7}), np.ones((4, 8), dtype=np.int32), block_size=4)
+    batch.pack(make_plan({seq: 7}), np.ones((1, 4, 8), dtype=np.int32), block_size=4)
     assert seq.output_token_ids and batch.header.num_decode_rows == 0
 
 
@@ -88,10 +88,10 @@ def test_block_tables_are_as_wide_as_the_longest_context() -> None:
     batch = make_batch()
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
     rows = {make_sequence(3, 2, slot=2): 1, make_sequence(6, 5, slot=0): 1}
-    batch.pack(make_plan(rows), tables, block_size=4)
+    batch.pack(make_plan(rows), tables[None], block_size=4)
     header = batch.header
     assert header.table_width == 2
-    assert batch.block_tables(2, 2).tolist() == [[17, 18], [1, 2]]
+    assert batch.block_tables(2, 2)[0].tolist() == [[17, 18], [1, 2]]
     tables_begin = batch.layout.offsets()["block_tables"]
     assert batch.num_bytes_used(header) == tables_begin + 2 * 2 * 4
     assert set(batch.memory[batch.num_bytes_used(header) :]) == {255}  # the memory as it was
@@ -103,12 +103,12 @@ def test_a_token_that_only_the_device_knows_is_marked() -> None:
     ahead, known = make_sequence(9, 9, slot=3), make_sequence(5, 4, slot=1)
     ahead.num_pending = 1
     tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
-    batch.pack(make_plan({ahead: 1, known: 1}), tables, block_size=4)
+    batch.pack(make_plan({ahead: 1, known: 1}), tables[None], block_size=4)
     header = batch.header
     assert (header.num_pending, header.num_sampled, header.max_context_len) == (1, 2, 10)
     assert batch.input_ids[:2].tolist() == [PENDING, 4]
     assert batch.positions[:2].tolist() == [9, 4]
-    assert batch.slot_mapping[:2].tolist() == [27 * 4 + 1, 10 * 4]
+    assert batch.slot_mapping[0, :2].tolist() == [27 * 4 + 1, 10 * 4]
     assert batch.row_slots[:2].tolist() == [3, 1]  # whose last token takes its place
 
 
@@ -129,7 +129,9 @@ def test_outputs_of_prompts_follow_those_that_are_sampled() -> None:
     batch = with_heads("prompt_logprobs")
     plain = make_sequence(4, 3, slot=0)
     whole, chunk = wants_prompt(5, 2, slot=1), wants_prompt(9, 4, slot=2)
-    batch.pack(make_plan({plain: 1, whole: 3, chunk: 2}), np.ones((4, 8), np.int32), block_size=4)
+    batch.pack(
+        make_plan({plain: 1, whole: 3, chunk: 2}), np.ones((1, 4, 8), np.int32), block_size=4
+    )
     header = batch.header
     assert (header.num_sampled, header.num_outputs) == (2, 2 + 2 + 2)
     assert batch.output_rows[:6].tolist() == [0, 3, 1, 2, 4, 5]
@@ -145,7 +147,7 @@ def test_each_head_gets_its_own_outputs_together() -> None:
         wants_prompt(5, 0, slot=1, head="first"): 2,
         wants_prompt(5, 1, slot=2, head="second"): 4,
     }
-    batch.pack(make_plan(rows), np.ones((4, 8), np.int32), block_size=4)
+    batch.pack(make_plan(rows), np.ones((1, 4, 8), np.int32), block_size=4)
     assert batch.head_counts.tolist() == [2, 0, 6]
     assert batch.prompt_outputs(batch.header) == {"first": slice(1, 3), "second": slice(3, 9)}
     assert batch.output_rows[1:9].tolist() == [3, 4, 0, 1, 2, 5, 6, 7]
@@ -156,7 +158,9 @@ def test_each_head_gets_its_own_outputs_together() -> None:
 def test_a_prompt_of_one_token_has_no_outputs_but_the_sampled_one() -> None:
     """Nothing predicts its first token, and nothing known follows its last one."""
     batch = with_heads("prompt_logprobs")
-    batch.pack(make_plan({wants_prompt(1, 0, slot=0): 1}), np.ones((4, 8), np.int32), block_size=4)
+    batch.pack(
+        make_plan({wants_prompt(1, 0, slot=0): 1}), np.ones((1, 4, 8), np.int32), block_size=4
+    )
     assert (batch.header.num_outputs, batch.prompt_outputs(batch.header)) == (1, {})
 
 
@@ -174,3 +178,14 @@ def test_a_row_that_is_dropped_gives_its_tokens_back() -> None:
     assert (plan.budget, plan.num_tokens) == (3, 27)
     plan.drop(b)
     assert (plan.budget, plan.num_tokens, plan.sampled) == (10, 20, plan.rows)
+
+
+def test_groups_of_layers_have_tables_of_their_own() -> None:
+    layout = BatchLayout(64, 4, 8, num_groups=2)
+    batch = Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
+    tables = np.arange(1, 65, dtype=np.int32).reshape(2, 4, 8)
+    batch.pack(make_plan({make_sequence(10, 9, slot=3): 1}), tables, block_size=4)
+    assert batch.block_tables(1, 3).tolist() == [[[25, 26, 27]], [[57, 58, 59]]]
+    assert batch.slot_mapping[:, 0].tolist() == [27 * 4 + 1, 59 * 4 + 1]
+    tables_begin = layout.offsets()["block_tables"]
+    assert batch.num_bytes_used(batch.header) == tables_begin + 2 * 3 * 4

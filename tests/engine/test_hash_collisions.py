@@ -8,8 +8,9 @@ import pytest
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine import block_manager
+from nanoserve.engine import prefix_cache
 from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.sequence import Sequence
 
 # As in test_block_manager.py, of a vocabulary that a test's model has: one hash behind any parent.
@@ -20,7 +21,7 @@ COLLIDING = (
 
 
 def believe_every_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockManager, "_is_at", lambda *args: True)
+    monkeypatch.setattr(PrefixCache, "_is_at", lambda *args: True)
 
 
 class BirthdaySearch:
@@ -32,9 +33,9 @@ class BirthdaySearch:
         self.prefix_in: dict[int, tuple[int, ...]] = {}  # by block: what its K and V stand for
         self.of_hash: dict[bytes, set[tuple[int, ...]]] = {}
         self.counts: Counter[str] = Counter()
-        original = block_manager.chain_hash
+        original = prefix_cache.chain_hash
         monkeypatch.setattr(
-            block_manager, "chain_hash", lambda parent, ids: original(parent, ids)[:2]
+            prefix_cache, "chain_hash", lambda parent, ids: original(parent, ids)[:2]
         )
 
     def run(self, num_prompts: int) -> None:

@@ -164,8 +164,11 @@ def test_as_much_memory_holds_more_blocks(dtype: str, least: float) -> None:
         with open_llm(kv_cache_dtype, **options) as llm:
             runner = llm.engine.executor
             num_blocks[kv_cache_dtype] = runner.num_kv_blocks
-            block_bytes = runner.kv_cache.nbytes / (runner.num_kv_blocks + 1)
-            assert 2**20 - block_bytes < runner.kv_cache.nbytes <= 2**20
+            tensors = [x for one in runner.kv_caches for x in (one.values, one.scales)]
+            num_bytes = sum(x.nbytes for x in tensors if x is not None)
+            block_bytes = num_bytes / (runner.num_kv_blocks + 1)
+            assert block_bytes == runner.kv_cache_layout.block_bytes
+            assert 2**20 - block_bytes < num_bytes <= 2**20
     assert num_blocks["int8"] == num_blocks["fp8_e4m3"] > least * num_blocks["auto"]
 
 

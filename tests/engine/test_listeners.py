@@ -9,8 +9,9 @@ import pytest
 from counting_executor import make_engine, run
 from shadow_kv import ShadowRun
 
-from nanoserve.engine.block_manager import BlockManager, chain_hash
+from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.listeners import BlockListener, CachedBlock, Listeners, RequestListener
+from nanoserve.engine.prefix_cache import PrefixCache, chain_hash
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestOutput
@@ -26,15 +27,18 @@ class Copy(BlockListener):
 
     def on_cached(self, cached: CachedBlock) -> None:
         assert cached.block not in self.cached
-        assert self.manager.find(cached.block_hash) == cached.block  # it has happened already
+        assert self.manager.prefix_cache.has(cached.block)  # it has happened already
         self.cached[cached.block] = cached
 
-    def on_removed(self, block: int, block_hash: bytes) -> None:
-        assert self.manager.find(block_hash) is None
-        assert self.cached.pop(block).block_hash == block_hash
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        assert not self.manager.prefix_cache.has(block)
+        removed = self.cached.pop(block)
+        assert (removed.block_hash, removed.group) == (block_hash, group)
+        others = [one for one in self.cached.values() if one.block_hash == block_hash]
+        assert is_last == all(one.group != group for one in others)
 
     def on_cleared(self) -> None:
-        assert not self.manager.cached_hashes()
+        assert not self.manager.prefix_cache.hashes()
         self.cached.clear()
         self.num_cleared += 1
 
@@ -81,7 +85,7 @@ def test_blocks_are_removed_as_they_are_reused_and_all_at_once() -> None:
     manager.allocate(running := sequence([9] * 5), 5)
     assert len(copy.cached) == 1  # the tail went first
     manager.cache(running, 4)
-    manager.evict_all()
+    manager.prefix_cache.clear()
     assert (copy.cached, copy.num_cleared) == ({}, 1)
     manager.check([running])
     assert manager.lookup(sequence([9] * 5)) == []
@@ -103,7 +107,7 @@ class HeardRun(ShadowRun):
         flags = manager.snapshot()
         assert {*self.copy.cached} == {block for block, flag in enumerate(flags) if flag}
         for block, cached in self.copy.cached.items():
-            assert manager.is_cached(block) and manager.find(cached.block_hash) == block
+            assert manager.prefix_cache.has(block)
             if cached.parent_hash is not None:
                 expected = chain_hash(cached.parent_hash, np.array(cached.token_ids))
                 assert cached.block_hash == expected
@@ -127,11 +131,11 @@ def test_without_listeners_nothing_is_called_for_a_block(monkeypatch: pytest.Mon
         raise AssertionError("a listener was looked for")
 
     monkeypatch.setattr(Listeners, "notify", no_call)
-    monkeypatch.setattr(BlockManager, "_notify_cached", no_call)
+    monkeypatch.setattr(PrefixCache, "_notify_cached", no_call)
     manager, rng = BlockManager(6, block_size=2), random.Random(1)
     for number in range(200):
         manager.free(computed(manager, sequence([rng.randrange(3) for _ in range(8)], str(number))))
-    manager.evict_all()
+    manager.prefix_cache.clear()
     manager.clear()
 
 

@@ -220,7 +220,7 @@ def test_an_exception_anywhere_in_a_step_undoes_it(part: str, where: str, monkey
     # Nobody is in a plan that has never come to be.
     assert caught.value.request_ids == ([] if where == "_admit_waiting" else ["a"])
     engine.scheduler.check()
-    assert not engine.scheduler.block_manager._block_of
+    assert not engine.scheduler.block_manager.prefix_cache.hashes()
     token_ids = run(engine)["a"].outputs[0].token_ids
     assert token_ids == [40, 41, 42]
     assert engine.scheduler.block_manager.num_free_blocks == engine.executor.num_kv_blocks

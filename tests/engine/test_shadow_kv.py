@@ -1,12 +1,14 @@
 """The scheduler under the shadow-KV oracle, and proof that the oracle sees planted bugs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from shadow_kv import Corruption, ShadowRun
 
-from nanoserve.engine import block_manager
-from nanoserve.engine.block_manager import BlockManager, Parent
+from nanoserve.engine import prefix_cache
+from nanoserve.engine.block_manager import BlockManager, Hits
+from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 
@@ -28,9 +30,9 @@ def test_no_run_reads_kv_of_another_prefix(fuzz_runs: int) -> None:
 
 def collide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three hashes for all the blocks that there are."""
-    original = block_manager.chain_hash
+    original = prefix_cache.chain_hash
     monkeypatch.setattr(
-        block_manager, "chain_hash", lambda parent, ids: bytes([original(parent, ids)[0] % 3])
+        prefix_cache, "chain_hash", lambda parent, ids: bytes([original(parent, ids)[0] % 3])
     )
 
 
@@ -55,35 +57,27 @@ def stale_hash_left_on_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "_take", take)
 
 
-class OwnTokensOnly(BlockManager):
-    """A block goes by its own tokens, and so does the proof of a hit."""
-
-    def _is_at(self, block: int, seq: Sequence, index: int, parent: Parent) -> bool:
-        return self._content_of[block][1] == self._token_ids(seq, index)
-
-
 def hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = block_manager.chain_hash
-    monkeypatch.setattr(block_manager, "chain_hash", lambda parent, ids: original(b"", ids))
-    monkeypatch.setattr(BlockManager, "_is_at", OwnTokensOnly._is_at)
+    """A block goes by its own tokens, and so does the proof of a hit."""
+    original = prefix_cache.chain_hash
+    monkeypatch.setattr(prefix_cache, "chain_hash", lambda parent, ids: original(b"", ids))
+
+    def is_at(self: PrefixCache, prefix: Any, seq: Sequence, index: int, parent: Any) -> bool:
+        return prefix.token_ids == self._token_ids(seq, index)
+
+    monkeypatch.setattr(PrefixCache, "_is_at", is_at)
 
 
 def hit_believed_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     collide(monkeypatch)
-    monkeypatch.setattr(BlockManager, "_is_at", lambda self, block, seq, index, parent: True)
+    monkeypatch.setattr(PrefixCache, "_is_at", lambda self, prefix, seq, index, parent: True)
 
 
 def hit_covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lookup(self: BlockManager, seq: Sequence) -> list[int]:
-        hits: list[int] = []
+    def lookup(self: BlockManager, seq: Sequence) -> Hits:
         if not self.enable_prefix_caching or seq.needs_prompt_outputs:
-            return hits
-        self._hash_blocks(seq, len(seq.token_ids) // self.block_size)
-        for block_hash in seq.block_hashes:
-            if block_hash not in self._block_of:
-                break
-            hits.append(self._block_of[block_hash])
-        return hits
+            return []
+        return self.prefix_cache.lookup(seq, len(seq.token_ids) // self.block_size)
 
     monkeypatch.setattr(BlockManager, "lookup", lookup)
 
@@ -121,13 +115,13 @@ def cached_before_preemption_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def salt_left_out_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """And out of the proof: either of them would do."""
-    monkeypatch.setattr(BlockManager, "_root_of", lambda self, seq: self._root)
+    monkeypatch.setattr(PrefixCache, "_root_of", lambda self, seq: self._root)
 
-    def is_at(self: BlockManager, block: int, seq: Sequence, index: int, parent: Parent) -> bool:
-        known, token_ids = self._content_of[block]
-        return (index == 0 or known == parent) and token_ids == self._token_ids(seq, index)
+    def is_at(self: PrefixCache, prefix: Any, seq: Sequence, index: int, parent: Any) -> bool:
+        is_same = prefix.token_ids == self._token_ids(seq, index)
+        return (index == 0 or prefix.parent is parent) and is_same
 
-    monkeypatch.setattr(BlockManager, "_is_at", is_at)
+    monkeypatch.setattr(PrefixCache, "_is_at", is_at)
 
 
 def victim_left_in_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,12 +139,47 @@ def failed_step_stays_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler.reset
 
     def reset(self: Scheduler, sequences: list[Sequence]) -> None:
-        pool = self.block_manager
-        known = pool._hash_of, pool._block_of, pool._content_of, pool._content_ids
+        cache = self.block_manager.prefix_cache
+        known = cache._prefixes, cache._prefix_of
         original(self, sequences)
-        pool._hash_of, pool._block_of, pool._content_of, pool._content_ids = known
+        cache._prefixes, cache._prefix_of = known
 
     monkeypatch.setattr(Scheduler, "reset", reset)
+
+
+def released_one_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockManager._release_behind_windows
+
+    def release(self: BlockManager, seq: Sequence) -> None:
+        windows = self.windows
+        self.windows = [window and window - 1 for window in windows]
+        original(self, seq)
+        self.windows = windows
+
+    monkeypatch.setattr(BlockManager, "_release_behind_windows", release)
+
+
+def hit_with_a_window_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.lookup
+
+    def lookup(self: PrefixCache, seq: Sequence, max_blocks: int) -> Any:
+        needed = self.num_needed
+        self.num_needed = tuple(n and max(1, n - 1) for n in needed)
+        try:
+            return original(self, seq, max_blocks)
+        finally:
+            self.num_needed = needed
+
+    monkeypatch.setattr(PrefixCache, "lookup", lookup)
+
+
+def groups_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.lookup
+
+    def lookup(self: PrefixCache, seq: Sequence, max_blocks: int) -> Any:
+        return [(max(blocks),) * len(blocks) for blocks in original(self, seq, max_blocks)]
+
+    monkeypatch.setattr(PrefixCache, "lookup", lookup)
 
 
 # With the first seed whose run shows each.
@@ -165,6 +194,9 @@ PLANTED_BUGS = {
     salt_left_out_of_the_hash: 0,
     victim_left_in_running: 21,
     failed_step_stays_cached: 11,
+    released_one_token_early: 0,
+    hit_with_a_window_cut_short: 0,
+    groups_share_blocks: 0,
 }
 
 

@@ -66,7 +66,6 @@ ALLOWED = {
         "bench/serve/*.py: answer.*",
         "bench/serve/*.py: exchange.*",
         "bench/engines/llama_cpp_engine.py: sequence.num_computed",
-        "kv_events/events.py: last.token_ids",
         "speculative/extension.py: c*.count",
         "speculative/extension.py: c.draft_tokens",
         "speculative/goodput.py: record.uncomputed",
@@ -75,11 +74,8 @@ ALLOWED = {
     ),
     # Modules of torch and objects of other packages, which are made to be filled in.
     "a linear method makes the weights of its layer": (
-        "kernels*/*_method.py: layer.*",
+        "quantization/*_method.py: layer.*",
         "layers/linear.py: layer.weight",
-    ),
-    "a model completes its own layers while it is built": (
-        "models/gemma3.py: layer.self_attn.rotary",
     ),
     "other packages' objects": (
         "batch_jobs/on_ray.py: DataContext.get_current().enable_progress_bars",
@@ -101,14 +97,10 @@ ALLOWED = {
     "the runner's start, and its memory, until the runner loads itself": (
         "worker/startup.py: runner.*",
         "worker/sleep.py: runner.*",
-        "worker/cuda_device.py: runner.kv_cache",
+        "worker/cuda_device.py: runner.kv_caches",
     ),
-    "the backend's cache type, until the KV cache is an object": (
-        "worker/kv_dtypes.py: attention.kv_cache_dtype",
+    "how many tokens of a row the backend cuts, until it is an argument": (
         "worker/cuda_runner.py: context.attention.longest_cut",
-    ),
-    "a pipeline's stage cuts a finished model, until a model takes its layers as an argument": (
-        "worker/pipeline_stage.py: *",
     ),
 }
 # Patterns that are for files which are being rewritten need not match anything.

@@ -45,7 +45,9 @@ def test_the_pool_is_that_of_an_engine(options: dict[str, Any]) -> None:
         executor = llm.engine.executor
         assert facts["num_kv_blocks"] == executor.num_kv_blocks
         assert facts["max_model_len"] == executor.max_model_len
-        pool_bytes = executor.kv_cache.nbytes  # with block 0, which is never given out
+        tensors = [x for one in executor.kv_caches for x in (one.values, one.scales)]
+        # With block 0, which is never given out.
+        pool_bytes = sum(x.nbytes for x in tensors if x is not None)
     assert facts["kv_block_bytes"] * (facts["num_kv_blocks"] + 1) == pool_bytes
     kind = options.get("kv_cache_dtype", "auto")
     assert facts["kv_bytes_per_token"][kind] * facts["block_size"] == facts["kv_block_bytes"]

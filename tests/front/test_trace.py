@@ -287,7 +287,7 @@ class TracedRun:
 
     def _watch_evictions(self) -> None:
         class Watcher(BlockListener):
-            on_removed = staticmethod(lambda block, block_hash: self.lost.add(block))
+            on_removed = staticmethod(lambda block, *args: self.lost.add(block))
 
         self.engine.scheduler.block_manager.listeners.append(Watcher())
 
@@ -345,7 +345,7 @@ class TracedRun:
         pool.release(step)
         counts = pool.ref_counts()
         assert [counts[block] for block in range(manager.num_blocks + 1)] == manager._ref_counts
-        assert pool.cached == set(manager._block_of.values())
+        assert pool.cached == {b for b, is_cached in enumerate(manager.snapshot()) if is_cached}
         assert pool.tables == {seq.arrival: seq.block_table for seq in scheduler.running}
         assert step["running"] == [seq.arrival for seq in scheduler.running]
         assert step["waiting"] == [seq.arrival for seq in scheduler.waiting]

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -143,3 +144,154 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     imports = {name: modules_of(imports_of(path)) for name, path in FILES.items()}
     del imports["nanoserve"]  # what it names for its users, it loads when they ask
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
+
+
+# ---------------------------------------------------------------------- rooms
+
+
+# Kernels are functions over tensors. These files are still to move out, or to be split.
+TO_MOVE = {
+    "kernels/ops.py": "a layer's operations on a GPU, of the room of layers",
+    "kernels/paged_attention.py": "knows the codes and scales of an 8-bit cache by its class",
+    "kernels/store_kv.py": "knows the codes and scales of an 8-bit cache by its class",
+    "kernels_cpu/ops.py": "a layer's operations with numba, of the room of layers",
+    "kernels_cpu/quantized_kv.py": "the same for an 8-bit cache",
+}
+
+
+def test_kernels_import_nothing_of_nanoserve() -> None:
+    """Kernels know their own room only; not in a function and not for a type checker either."""
+    strangers = {
+        f"{room}/{path.name}"
+        for room in ("kernels", "kernels_cpu")
+        for path in (PACKAGE / room).rglob("*.py")
+        if any(room_of(module) != room for module in modules_of(imports_of(path)))
+    }
+    assert strangers <= TO_MOVE.keys(), f"must not import other rooms: {strangers - TO_MOVE.keys()}"
+    assert strangers == TO_MOVE.keys(), f"take out of TO_MOVE: {TO_MOVE.keys() - strangers}"
+
+
+# Rooms from below to above: imports point downwards, or to the same line. A room is a folder, or
+# one of these files; all other files of the package's own folder are "front".
+LINES = (
+    (
+        *("checks", "config", "inputs", "outputs", "parameter_table", "registry", "request_lists"),
+        *("sampling_params",),
+    ),
+    ("kernels", "kernels_cpu"),
+    ("checkpoint", "engine"),
+    ("attention", "layers", "models", "sampling"),
+    ("quantization",),
+    ("worker",),
+    ("speculative", "structured", "kv_events", "trace"),
+    ("front",),
+    ("server", "replicas", "batch_jobs", "commands", "drop_in", "bench", "tiny_qwen3"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(LINES) for room in rooms}
+# The arrows that point upwards all the same, and why. The list may only become shorter.
+UPWARD = {
+    ("checkpoint", "drop_in"): "what there is in the place of what vLLM's ModelConfig has",
+    ("checkpoint", "quantization"): "what a quantised checkpoint and a GGUF file say of themselves",
+    ("config", "drop_in"): "vLLM's options are translated when an option is not known",
+    ("config", "front"): "a chat template may be a file, and is read when options are checked",
+    ("config", "kv_events"): "a feature checks its own options",
+    ("config", "quantization"): "ways to quantise may have been registered",
+    ("config", "speculative"): "a feature checks its own options",
+    ("config", "structured"): "a feature checks its own options",
+    ("front", "drop_in"): "vLLM's keywords are translated when a call has any",
+    ("kernels", "attention"): "see TO_MOVE",
+    ("kernels", "layers"): "see TO_MOVE",
+    ("kernels_cpu", "attention"): "see TO_MOVE",
+    ("kernels_cpu", "layers"): "see TO_MOVE",
+    ("parameter_table", "structured"): "a format that is asked for is checked by its feature",
+    ("sampling_params", "drop_in"): "vLLM's parameters are translated when one is not known",
+    ("speculative", "drop_in"): "vLLM's names of methods are translated when one is not known",
+    ("trace", "commands"): "python -m nanoserve.trace is a command",
+}
+# Rooms that import each other when they are loaded: it ends with TO_MOVE.
+CIRCLES = {frozenset({"attention", "kernels", "kernels_cpu", "layers"})}
+
+
+def room_of(module: str) -> str:
+    own = module.removeprefix("nanoserve").removeprefix(".").partition(".")[0]
+    return own if own in FLOOR or ((PACKAGE / own).is_dir() and own) else "front"
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def nodes_run(node: ast.AST, in_functions: bool) -> Iterator[ast.AST]:
+    """What is executed: not what only a type checker reads, and what is in functions if wanted."""
+    if is_for_types(node) and "not TYPE_CHECKING" not in ast.unparse(node.test):
+        return
+    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    if not in_functions and is_function:
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from nodes_run(child, in_functions)
+
+
+def imports_run(path: Path, in_functions: bool) -> set[str]:
+    """Return the modules of nanoserve that a file imports when it is loaded, or ever."""
+    names: set[str] = set()
+    for node in nodes_run(ast.parse(path.read_text(encoding="utf-8")), in_functions):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    # The one loads nothing before it is used, the other says where the bundled model lies.
+    return modules_of(names) - {"nanoserve", "nanoserve.tiny_qwen3"}
+
+
+def arrows(in_functions: bool) -> dict[tuple[str, str], set[str]]:
+    """Return which rooms import which, and by which files."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, path in FILES.items():
+        for module in imports_run(path, in_functions):
+            ends = room_of(name), room_of(module)
+            if ends[0] != ends[1]:
+                found.setdefault(ends, set()).add(f"{name} -> {module}")
+    return found
+
+
+def circles(arrows: set[tuple[str, str]]) -> set[frozenset[str]]:
+    """Return the sets of rooms that all reach each other."""
+    reached = {room: {end for start, end in arrows if start == room} for room, _ in arrows}
+    for middle in reached:
+        for ends in reached.values():
+            if middle in ends:
+                ends |= reached[middle]
+    return {
+        frozenset(other for other in ends if room in reached.get(other, ()))
+        for room, ends in reached.items()
+        if room in ends
+    }
+
+
+def test_every_room_has_its_line() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert folders | {"front"} == FLOOR.keys() - files
+    assert FLOOR.keys() <= folders | files | {"front"}
+
+
+def test_no_circle_of_rooms() -> None:
+    found = circles(set(arrows(in_functions=False)))
+    assert found <= CIRCLES, found - CIRCLES
+    assert found == CIRCLES, f"take out of CIRCLES: {CIRCLES - found}"
+
+
+def test_circles_are_found() -> None:
+    assert circles({("a", "b"), ("b", "c"), ("c", "d")}) == set()
+    both = {("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e"), ("e", "d")}
+    assert circles(both) == {frozenset("abc"), frozenset("de")}
+
+
+def test_imports_point_downwards() -> None:
+    """Those in functions too, but not those for a type checker."""
+    up = {ends: why for ends, why in arrows(True).items() if FLOOR[ends[1]] > FLOOR[ends[0]]}
+    strange = {ends: files for ends, files in up.items() if ends not in UPWARD}
+    assert not strange, f"import upwards: {strange}"
+    assert up.keys() == UPWARD.keys(), f"take out of UPWARD: {UPWARD.keys() - up.keys()}"

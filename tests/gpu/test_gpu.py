@@ -31,6 +31,7 @@ from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalL
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.flash import FlashAttention, FlashAttention3
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
@@ -300,7 +301,7 @@ def test_flash_attn_agrees(
     # Its tiles of K and V go past a context's end; the engine's cache begins with zeros.
     batch.kv_cache.nan_to_num_(0.0)
     layer = AttentionLayer(16, 8, 128, scale=128**-0.5, **sees)
-    attended = backend.attend(layer, batch.q, batch.kv_cache, batch.metadata)
+    attended = backend.attend(layer, batch.q, KVCache(batch.kv_cache), batch.metadata)
     batch.assert_right(attended, seed)
     batch.assert_right(batch.attend(), seed)
 
@@ -762,7 +763,7 @@ def test_the_pool_fits_and_close_returns_the_memory(options, checkpoint, allocat
         **options,
     )
     num_blocks = llm.engine.executor.num_kv_blocks
-    pool = num_blocks * kv_block_bytes(llm.engine.model_config, block_size=16)
+    pool = num_blocks * kv_block_bytes(llm.engine.config, llm.engine.model_config)
     assert pool > 0.5 * share * total or num_blocks == 2**20
     tokens(llm, [[7] * n for n in range(1, 200)])
     assert pool < torch.cuda.max_memory_allocated() - tensors < share * total

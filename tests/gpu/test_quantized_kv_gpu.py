@@ -12,15 +12,19 @@ pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.attention.quantized_kv import CODE_DTYPES, QuantizedKV, quantize
-from nanoserve.worker.kv_dtypes import quantized_backend
+from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.quantized_kv import quantize
+from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.triton import TritonAttention
+from nanoserve.layers.triton_ops import TritonOps
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-KINDS = ["int8", "fp8"]
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
+KINDS = list(CODE_DTYPES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -37,18 +41,17 @@ def test_codes_are_those_of_torch(
     heads[0, 4, 1], heads[1, 6, 2], heads[2, 5] = torch.nan, torch.inf, 0
     slots = torch.randperm(1024)[:num_tokens].int()
     codes = torch.zeros(2, 64, 2, 16, head_dim, dtype=CODE_DTYPES[kind], device="cuda")
-    cache = QuantizedKV(codes, torch.zeros(codes.shape[:-1], device="cuda"))
+    cache = KVCache(codes, torch.zeros(codes.shape[:-1], device="cuda"))
     rotary = SimpleNamespace(
         cos=torch.ones(1, head_dim // 2, device="cuda"),
         sin=torch.zeros(1, head_dim // 2, device="cuda"),
     )
     metadata = SimpleNamespace(positions=(slots * 0).cuda(), slot_mapping=slots.cuda())
-    _, ops = quantized_backend("triton", kind)
-    ops.norm_rotate_store(heads.cuda(), rotary, (None, None), cache, metadata)
+    TritonOps().norm_rotate_store(heads.cuda(), rotary, (None, None), cache, metadata)
     blocks, offsets = slots.long() // 16, slots.long() % 16
     for which, x in enumerate(heads[:, 4:].split(2, dim=1)):
         wanted_codes, wanted_scales = quantize(x, CODE_DTYPES[kind])
-        assert torch.equal(cache.codes[which].cpu()[blocks, :, offsets], wanted_codes)
+        assert torch.equal(cache.values[which].cpu()[blocks, :, offsets], wanted_codes)
         found = cache.scales[which].cpu()[blocks, :, offsets]
         torch.testing.assert_close(found, wanted_scales, rtol=0, atol=0, equal_nan=True)
 
@@ -68,9 +71,7 @@ def test_attention_is_that_of_torch(
     order = torch.randperm(sum(columns)).int() + 1
     for row, blocks in enumerate(order.split(columns)):
         tables[row, : len(blocks)] = blocks
-    cache = QuantizedKV(
-        *quantize(torch.randn(2, sum(columns) + 1, 2, 16, head_dim), CODE_DTYPES[kind])
-    )
+    cache = KVCache(*quantize(torch.randn(2, sum(columns) + 1, 2, 16, head_dim), CODE_DTYPES[kind]))
     num_new = torch.tensor([0, *(n for n, _ in rows)], dtype=torch.int32)
     q = torch.randn(int(num_new.sum()), 8, head_dim)
 
@@ -85,8 +86,8 @@ def test_attention_is_that_of_torch(
             max_query_len=max(n for n, _ in rows),
             max_context_len=max(c for _, c in rows),
         )
-        there = QuantizedKV(*(x.to(device) for x in cache))
-        attention, _ = quantized_backend(backend, kind)
+        there = KVCache(cache.values.to(device), cache.scales.to(device))
+        attention = {"torch": TorchAttention, "triton": TritonAttention}[backend]()
         return attention.attend(layer, q.to(device, dtype), there, metadata)
 
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]

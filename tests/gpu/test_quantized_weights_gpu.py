@@ -83,7 +83,7 @@ def test_rows_of_int8_do_not_depend_on_their_number(group_size: int | None) -> N
 def test_products_of_e4m3_weights_and_floats(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     matrix = quantize_fp8(torch.randn(333, 1152, device="cuda"))
-    packed = pack_groups(matrix)
+    packed = pack_groups(*matrix.operands())
     for num_rows in ROWS:
         x = torch.randn(num_rows, 1152, device="cuda").to(dtype)
         wanted = x.double() @ matrix.dequantize().double().T
@@ -116,7 +116,7 @@ def test_products_of_groups(bits: int, group: int, dtype: torch.dtype, has_offse
         codes = torch.randint(low, high, (outputs, inputs), dtype=torch.int8, device="cuda")
         scale = torch.randn(outputs, inputs // group, device="cuda") / 50
         matrix = QuantizedMatrix(codes, scale, scale * 2 if has_offset else None, bits=bits)
-        packed = pack_groups(matrix)
+        packed = pack_groups(*matrix.operands())
         for num_rows in ROWS:
             x = torch.randn(num_rows, inputs, device="cuda").to(dtype)
             wanted = x.double() @ matrix.dequantize().double().T

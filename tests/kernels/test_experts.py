@@ -11,6 +11,7 @@ from nanoserve.kernels import experts as kernels
 from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.experts import fused_experts, tile_config
 from nanoserve.layers.experts import sum_of_experts
+from nanoserve.quantization.gpu_method import expert_codes
 from nanoserve.quantization.online import quantize_int4, quantize_int8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -253,7 +254,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: 
 def in_codes(weight: torch.Tensor) -> tuple[ExpertCodes, torch.Tensor]:
     """And what they stand for, in float64."""
     matrix = quantize_int8(weight.flatten(0, 1))
-    codes = ExpertCodes.of(matrix.split(weight.shape[1]))
+    codes = expert_codes(matrix.split(weight.shape[1]))
     return codes, (matrix.codes.double() * matrix.scale.double()).view(weight.shape)
 
 
@@ -269,7 +270,7 @@ def test_experts_of_codes(num_tokens: int, run: Callable[..., torch.Tensor]) -> 
 
 def test_other_codes_of_experts_become_int8() -> None:
     weight = torch.randn(2 * 6, 64)
-    codes = ExpertCodes.of(quantize_int4(weight, 32).split(6))
+    codes = expert_codes(quantize_int4(weight, 32).split(6))
     assert codes.codes.dtype == torch.int8 and codes.codes.shape == (2, 6, 64)
     found = (codes.codes * codes.scale[..., None]).flatten(0, 1)
     wanted = quantize_int4(weight, 32).dequantize()

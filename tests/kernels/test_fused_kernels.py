@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.kernels.store_kv import store_kv
 from nanoserve.layers import ops as layer_ops
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.layers.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -239,12 +240,12 @@ def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norm
         if has_norms:
             q, k = q_norm(q), k_norm(k)
         angles = (rotary.cos[positions], rotary.sin[positions])
-        layer_ops.store_kv(layer_ops.rotate(k, *angles), v, cache, slots)
+        KVCache(cache).store(layer_ops.rotate(k, *angles), v, slots)
         return layer_ops.rotate(q, *angles)
 
     def at_once(cache: torch.Tensor) -> torch.Tensor:
         used = norms if has_norms else (None, None)
-        return TritonOps().norm_rotate_store(heads, rotary, used, cache, step)
+        return TritonOps().norm_rotate_store(heads, rotary, used, KVCache(cache), step)
 
     results = []
     for ops, norm_rotate_store in ((TorchOps(), one_by_one), (TritonOps(), at_once)):

@@ -10,11 +10,11 @@ import torch
 from nanoserve.kernels import grouped_linear, quantized_linear
 from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
-from nanoserve.kernels.quantized_method import QuantizedLinearMethod
 from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.quantization.gpu_method import QuantizedLinearMethod
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_fp8, quantize_int8
 from nanoserve.quantization.schemes import Scheme
@@ -197,8 +197,8 @@ def test_no_rows() -> None:
     x, scale = quantize_rows(torch.empty(0, 64, device=DEVICE), torch.int8)
     weight, weight_scale = quantize_rows(torch.randn(8, 64, device=DEVICE), torch.int8)
     assert scaled_product(x, scale, weight, weight_scale, torch.float32).shape == (0, 8)
-    matrix = QuantizedMatrix(weight, weight_scale[:, None])
-    assert grouped_product(torch.empty(0, 64, device=DEVICE), pack_groups(matrix)).shape == (0, 8)
+    grouped = pack_groups(weight, weight_scale[:, None])
+    assert grouped_product(torch.empty(0, 64, device=DEVICE), grouped).shape == (0, 8)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (64, 40), (40, 48)])
@@ -258,7 +258,7 @@ def test_products_of_groups(dtype: torch.dtype, bits: int, group: int, has_offse
     for rows, outputs, num_groups in ((1, 33, 3), (18, 70, 2), (130, 65, 1)):
         matrix = random_matrix(outputs, num_groups * group, group, bits, has_offset)
         x = torch.randn(rows, num_groups * group, device=DEVICE).to(dtype)
-        found = grouped_product(x, pack_groups(matrix))
+        found = grouped_product(x, pack_groups(*matrix.operands()))
         assert found.dtype == dtype
         assert_near(found, x.double() @ matrix.dequantize().double().T, TOLERANCE[dtype])
 
@@ -270,7 +270,9 @@ def test_groups_of_odd_sizes(bits: int, inputs: int, groups: int) -> None:
     matrix = random_matrix(9, inputs, inputs // groups, bits, True)
     x = torch.randn(3, inputs, device=DEVICE)
     assert_near(
-        grouped_product(x, pack_groups(matrix)), x.double() @ matrix.dequantize().double().T, 2e-6
+        grouped_product(x, pack_groups(*matrix.operands())),
+        x.double() @ matrix.dequantize().double().T,
+        2e-6,
     )
 
 
@@ -287,7 +289,7 @@ def test_products_with_a_scale_per_output(kind: str, dtype: torch.dtype) -> None
     matrix = QuantizedMatrix(codes, scale, is_e4m3=kind == "e4m3")
     for rows in (1, 18, 130):
         x = torch.randn(rows, codes.shape[1], device=DEVICE).to(dtype)
-        found = grouped_product(x, pack_groups(matrix))
+        found = grouped_product(x, pack_groups(*matrix.operands()))
         assert_near(found, x.double() @ matrix.dequantize().double().T, TOLERANCE[dtype])
 
 
@@ -304,14 +306,32 @@ def test_a_few_rows_share_the_gpu_by_parts_of_the_inputs(
     inputs = 36 * 32 if bits == 4 else 18 * 32
     matrix = random_matrix(40, inputs, 32, bits, True)
     x = torch.randn(3, inputs, device=DEVICE)
-    product = grouped_product(x, pack_groups(matrix))
+    product = grouped_product(x, pack_groups(*matrix.operands()))
     assert found == [4]
     assert_near(product, x.double() @ matrix.dequantize().double().T, 2e-6)
 
 
 def test_int4_takes_half_a_byte() -> None:
-    weight = pack_groups(random_matrix(6, 64, 32, 4, False))
+    weight = pack_groups(*random_matrix(6, 64, 32, 4, False).operands())
     assert weight.codes.nbytes == 6 * 32 and weight.inputs == 64
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "offset"),
+    [
+        (torch.zeros(6, 64), torch.ones(6, 2), None),
+        (torch.zeros(6, 64, dtype=torch.int8), torch.ones(6), None),
+        (torch.zeros(6, 64, dtype=torch.int8), torch.ones(5, 2), None),
+        (torch.zeros(6, 64, dtype=torch.int8), torch.ones(6, 3), None),
+        (torch.zeros(6, 64, dtype=torch.int8), torch.ones(6, 2), torch.ones(6, 1)),
+    ],
+    ids=["floats", "flat scales", "other outputs", "unequal groups", "other offsets"],
+)
+def test_weights_that_do_not_fit_are_refused(
+    codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
+) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        pack_groups(codes, scale, offset)
 
 
 # ---------------------------------------------------------------- layers
@@ -338,7 +358,8 @@ def split_over_two(method: QuantizedLinearMethod, inputs: int, group: Any) -> No
     expected = filled(alone, method, weight)(x)
     layers = []
     for rank in range(2):
-        context = LayerContext(tp=TensorParallel(rank, 2, group), linear_method=method)
+        parallel = ParallelContext(TensorParallel(rank, 2, group))
+        context = LayerContext(parallel=parallel, linear_method=method)
         layers.append(filled(RowParallelLinear(inputs, 30, context), method, weight))
     parts = [part.contiguous() for part in x.split(half, dim=1)]
     if hasattr(group, "seen"):  # the first time through is for what ranks tell each other
@@ -435,7 +456,7 @@ def test_int8_activations_want_int8_weights(scheme: Scheme) -> None:
 def test_weights_are_made_in_pieces(
     scheme: Scheme, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoserve.kernels.quantized_method._MAX_VALUES", 100)
+    monkeypatch.setattr("nanoserve.quantization.gpu_method._MAX_VALUES", 100)
     weight = torch.randn(7, 40, device=DEVICE)
     made = QuantizedLinearMethod(scheme, DEVICE, torch.float32).to_integers(weight, False)
     assert torch.equal(made.codes, make(weight).codes)
@@ -482,7 +503,7 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize_rows(torch.zeros(8, 3).T, torch.int8)
     with pytest.raises(ValueError, match=r"float32 \[3\]"):
         quantize_rows(torch.zeros(3, 8), torch.int8, torch.zeros(2))
-    grouped = pack_groups(random_matrix(4, 64, 32, 4, False))
+    grouped = pack_groups(*random_matrix(4, 64, 32, 4, False).operands())
     for wrong in (torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float64)):
         with pytest.raises(ValueError, match="64 inputs"):
             grouped_product(wrong, grouped)

@@ -25,7 +25,11 @@ Make = Callable[[QuantizedMatrix], Any]
 def panels(matrix: QuantizedMatrix) -> Any:
     from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
 
-    return DequantizedPanels(matrix)
+    return DequantizedPanels(*matrix.operands())
+
+
+def tiles(matrix: QuantizedMatrix) -> DequantizedTiles:
+    return DequantizedTiles(*matrix.operands())
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[DequantizedTiles, pytest.param(panels, marks=needs_numba)])
+@pytest.fixture(params=[tiles, pytest.param(panels, marks=needs_numba)])
 def make(request: pytest.FixtureRequest) -> Make:
     return request.param
 

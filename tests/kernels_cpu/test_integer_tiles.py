@@ -73,7 +73,7 @@ def test_sums_are_exact_at_the_ends_of_the_range(kind: str) -> None:
         expected = (x.long() @ codes.long().T).float()
         assert expected.abs().max() < 2**24
         expected *= float(np.float32(127) * np.float32(1 / 127))  # the groups' scale
-        assert torch.equal(IntegerPanels(matrix, kind)(x), expected), inputs
+        assert torch.equal(IntegerPanels(*matrix.operands(), kind=kind)(x), expected), inputs
 
 
 @pytest.mark.small(has_offset=[False])
@@ -85,7 +85,7 @@ def test_products_are_those_of_the_definition(kind: str, has_offset: bool, full_
             continue
         for outputs in (1, 63, 64, 65, 200) if full_size else (65, 200):
             matrix = random_matrix(bits, outputs, 256, group_size, has_offset=has_offset)
-            form = IntegerPanels(matrix, kind)
+            form = IntegerPanels(*matrix.operands(), kind=kind)
             # Rows are tiled alike in all panels: every number of them in two of these.
             is_each = full_size and outputs == 65
             for num_rows in range(1, 71) if is_each else (1, 2, 3, 5, 7, 70):
@@ -102,7 +102,7 @@ def test_the_best_kinds_have_offsets(bits: int, has_offset: bool) -> None:
     for group_size in GROUP_SIZES:
         matrix = random_matrix(bits, 100, 256, group_size, has_offset=has_offset)
         x = random_codes(9, 256)
-        assert_product(IntegerPanels(matrix)(x), matrix, x)
+        assert_product(IntegerPanels(*matrix.operands())(x), matrix, x)
 
 
 @pytest.mark.size("full")
@@ -111,11 +111,11 @@ def test_scales_that_are_numbers_of_16_bits_are_kept_in_16(bits: int) -> None:
     for group_size in GROUP_SIZES:
         matrix = random_matrix(bits, 100, 256, group_size, has_offset=False)
         matrix, x = replace(matrix, scale=matrix.scale.half().float()), random_codes(9, 256)
-        form = IntegerPanels(matrix)
+        form = IntegerPanels(*matrix.operands())
         assert form.scale.dtype == torch.float16
         assert_product(form(x), matrix, x)
         matrix.scale[99, -1] = 1 / 3  # of which one is none
-        form = IntegerPanels(matrix)
+        form = IntegerPanels(*matrix.operands())
         assert form.scale.dtype == torch.float32
         assert_product(form(x), matrix, x)
 
@@ -131,7 +131,7 @@ def test_all_kinds_give_the_same_bits(bits: int, compiled: list[str]) -> None:
         matrix = random_matrix(bits, 65, 256, group_size, has_offset=False)
         x = torch.randn(13, 256, generator=torch.Generator().manual_seed(2))
         kinds = kinds_of(bits, group_size) + (kinds_of(8, group_size) if bits == 4 else [])
-        first, *others = (IntegerPanels(matrix, name)(x) for name in kinds)
+        first, *others = (IntegerPanels(*matrix.operands(), kind=name)(x) for name in kinds)
         assert len(others) > 0 and all(torch.equal(first, other) for other in others), kinds
 
 
@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
     """300 rows are also made integers by several threads, fewer by one."""
     matrix = random_matrix(KINDS[kind].bits, 100, 128, 32, has_offset=False)
     x = torch.randn(300, 128, generator=torch.Generator().manual_seed(3))
-    form = IntegerPanels(matrix, kind)
+    form = IntegerPanels(*matrix.operands(), kind=kind)
     alone = torch.cat([form(row) for row in x.split(1)])
     for num_threads in (1, os.cpu_count()):
         with threads(num_threads):
@@ -162,7 +162,7 @@ def test_groups_of_inputs_become_the_nearest_of_255_integers(bits: int, inputs: 
     nearest = ((groups / largest * 127).round() / 127 * largest).flatten(1)
     exact = nearest @ matrix.dequantize().double().T
     bound = 4e-6 * (nearest.abs() @ matrix.dequantize().double().abs().T)
-    assert ((IntegerPanels(matrix)(x).double() - exact).abs() <= bound).all()
+    assert ((IntegerPanels(*matrix.operands())(x).double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.small(bits=[4])
@@ -172,7 +172,7 @@ def test_a_large_input_leaves_the_groups_beside_it_as_they_are(bits: int) -> Non
     matrix = random_matrix(bits, 65, 96, 96, has_offset=False)
     codes = matrix.codes.clone()
     codes[:, 40] = 0
-    form = IntegerPanels(replace(matrix, codes=codes))
+    form = IntegerPanels(*replace(matrix, codes=codes).operands())
     x = torch.randn(9, 96, generator=torch.Generator().manual_seed(8))
     x[:, 32:64] = 0
     expected = form(x)
@@ -185,7 +185,7 @@ def test_a_large_input_leaves_the_groups_beside_it_as_they_are(bits: int) -> Non
 @pytest.mark.parametrize("bits", BITS)
 def test_results_have_the_dtype_of_the_inputs(bits: int, dtype: torch.dtype) -> None:
     matrix, x = random_matrix(bits, 65, 64, 32, has_offset=False), random_codes(7, 64)
-    y = IntegerPanels(matrix)(x.to(dtype))  # integers up to 127 are exact in both
+    y = IntegerPanels(*matrix.operands())(x.to(dtype))  # integers up to 127 are exact in both
     assert y.dtype == dtype
     assert_product(y, matrix, x)
 
@@ -194,7 +194,7 @@ def test_results_have_the_dtype_of_the_inputs(bits: int, dtype: torch.dtype) -> 
 def test_what_is_no_number_makes_its_own_row_none(bits: int) -> None:
     matrix = random_matrix(bits, 65, 64, 32, has_offset=False)
     x = torch.randn(600, 64, generator=torch.Generator().manual_seed(5))
-    form = IntegerPanels(matrix)
+    form = IntegerPanels(*matrix.operands())
     for rows, num_threads in ((x[:7], 1), (x, os.cpu_count())):
         expected, spoilt = form(rows), rows.clone()
         spoilt[1, 3], spoilt[3, 63], spoilt[5, 0] = torch.nan, torch.inf, -torch.inf
@@ -211,7 +211,7 @@ def test_a_row_of_zeros_gives_zeros(bits: int) -> None:
     matrix = random_matrix(bits, 65, 64, 32, has_offset=True)
     x = torch.zeros(3, 64)
     x[1, 5] = 1e-20
-    y = IntegerPanels(matrix)(x)
+    y = IntegerPanels(*matrix.operands())(x)
     assert torch.equal(y[::2], torch.zeros(2, 65)) and (y[1] != 0).all()
 
 
@@ -223,15 +223,15 @@ def test_parts_of_a_row_add_up_to_the_row(bits: int) -> None:
     x = torch.randn(7, 256, generator=torch.Generator().manual_seed(6))
     x[3, 100], x[5, :] = 9, 0
     parts = [
-        IntegerPanels(matrix.columns(first, end))(x[:, first:end])
+        IntegerPanels(*matrix.columns(first, end).operands())(x[:, first:end])
         for first, end in ((0, 96), (96, 256))
     ]
     magnitudes = x.abs() @ matrix.dequantize().abs().T
-    assert ((sum(parts) - IntegerPanels(matrix)(x)).abs() <= 2e-6 * magnitudes).all()
+    assert ((sum(parts) - IntegerPanels(*matrix.operands())(x)).abs() <= 2e-6 * magnitudes).all()
 
 
 def test_inputs_of_any_shape() -> None:
-    form = IntegerPanels(random_matrix(8, 65, 32, 32, has_offset=False))
+    form = IntegerPanels(*random_matrix(8, 65, 32, 32, has_offset=False).operands())
     wide = torch.randn(10, 64, generator=torch.Generator().manual_seed(7))
     assert torch.equal(form(wide[:, ::2]), form(wide[:, ::2].contiguous()))
     assert torch.equal(form(wide[3, :32]), form(wide[3:4, :32])[0])
@@ -245,7 +245,7 @@ def test_groups_that_no_kind_of_4_bits_takes_are_those_of_8() -> None:
     assert KINDS[best_kind(4, 32)].bits == 4
     assert KINDS[best_kind(4, 3)].bits == 8
     matrix, x = random_matrix(4, 65, 9, 3, has_offset=False), random_codes(5, 9)
-    assert_product(IntegerPanels(matrix)(x), matrix, x)
+    assert_product(IntegerPanels(*matrix.operands())(x), matrix, x)
 
 
 def test_the_best_kind_is_the_one_that_takes_most_at_a_time() -> None:
@@ -260,4 +260,4 @@ def test_groups_that_are_no_runs_are_refused() -> None:
     matrix = random_matrix(8, 4, 64, 32, has_offset=False)
     order = torch.arange(64) % 2
     with pytest.raises(ValueError, match="sorted"):
-        IntegerPanels(QuantizedMatrix(matrix.codes, matrix.scale, group_of_input=order))
+        QuantizedMatrix(matrix.codes, matrix.scale, group_of_input=order).operands()

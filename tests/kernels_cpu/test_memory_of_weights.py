@@ -17,11 +17,10 @@ from tiny_checkpoints import make_qwen3
 from nanoserve.kernels_cpu import integer_linear
 from nanoserve.kernels_cpu.float_linear import FloatPanels
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels
-from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
-from nanoserve.kernels_cpu.linear_method import FormLinearMethod
 from nanoserve.kernels_cpu.panels import PANEL, pack, rows_of
+from nanoserve.quantization import linear_methods
+from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
 from nanoserve.quantization.online import quantize_int4, quantize_int8
-from nanoserve.worker import linear_methods
 
 
 class Largest(TorchDispatchMode):
@@ -42,10 +41,10 @@ def test_integers_are_packed_some_panels_at_a_time(
 ) -> None:
     weight = torch.randn(8 * PANEL + 5, 256)
     matrix = quantize_int8(weight) if bits == 8 else quantize_int4(weight, 32)
-    whole = IntegerPanels(matrix)
+    whole = IntegerPanels(*matrix.operands())
     monkeypatch.setattr(integer_linear, "_PIECE", 2 * PANEL * 256)
     with Largest() as largest:
-        pieces = IntegerPanels(matrix)
+        pieces = IntegerPanels(*matrix.operands())
     assert torch.equal(pieces.codes, whole.codes)
     assert 0 < largest.num_bytes <= 2 * PANEL * 256
 

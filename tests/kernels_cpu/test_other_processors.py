@@ -36,14 +36,14 @@ for kind in kinds_here():
     for group_size in (128, 32):
         matrix = random_matrix(bits, 65, 128, group_size, has_offset=False)
         x = random_codes(13, 128)
-        assert_product(IntegerPanels(matrix, kind)(x), matrix, x)
+        assert_product(IntegerPanels(*matrix.operands(), kind=kind)(x), matrix, x)
 # Whatever the float16 of the inputs takes here, the process lives on.
-assert_product(IntegerPanels(matrix, kind)(x.half()), matrix, x)
+assert_product(IntegerPanels(*matrix.operands(), kind=kind)(x.half()), matrix, x)
 for bits in (8, 4):
     matrix, x = random_matrix(bits, 65, 128, 32, has_offset=True), torch.randn(13, 128)
     expected = FloatPanels(matrix.dequantize())(x)
-    assert torch.equal(DequantizedPanels(matrix)(x), expected)
-    assert DequantizedPanels(matrix)(x.half()).isfinite().all()
+    assert torch.equal(DequantizedPanels(*matrix.operands())(x), expected)
+    assert DequantizedPanels(*matrix.operands())(x.half()).isfinite().all()
 for dtype in (torch.bfloat16, torch.float32, torch.float16):
     form = next(iter(forms(dtype).values()))
     assert (form is FloatPanels) is (dtype != torch.float16 or converts_float16())
@@ -93,7 +93,7 @@ compiled = _product("widened float32")
         "integer": """
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels, _product
 from nanoserve.quantization.online import quantize_int8
-form = IntegerPanels(quantize_int8(torch.ones(65, 64)))
+form = IntegerPanels(*quantize_int8(torch.ones(65, 64)).operands())
 form(torch.ones(3, 64))
 compiled = _product("float32", *form._form)
 """,

@@ -23,11 +23,11 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.kernels_cpu import packed_linear
 from nanoserve.kernels_cpu.float_choice import Choice
 from nanoserve.kernels_cpu.float_linear import FloatPanels, SharedPanels, shares_memory
-from nanoserve.kernels_cpu.linear_method import FormLinearMethod
 from nanoserve.kernels_cpu.torch_linear import Packed, Plain, WidenedTiles
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.worker import linear_methods
+from nanoserve.quantization import linear_methods
+from nanoserve.quantization.cpu_method import FormLinearMethod
 
 needs_packing = pytest.mark.skipif(
     not packed_linear.works(), reason="needs a processor that packs bfloat16"

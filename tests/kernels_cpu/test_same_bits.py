@@ -11,8 +11,9 @@ SCRIPT = """
 import sys
 from types import SimpleNamespace
 import torch
-from nanoserve.kernels_cpu import ops
-from nanoserve.kernels_cpu.ops import NumbaOps
+from nanoserve.attention.kv_cache import KVCache
+from nanoserve.kernels_cpu import ops, store_kv
+from nanoserve.layers.numba_ops import NumbaOps
 
 def answers():
     dtype = getattr(torch, sys.argv[1])
@@ -28,12 +29,12 @@ def answers():
     norm = SimpleNamespace(weight=random(32), eps=1e-6)
     cache = torch.zeros(2, 2**11, 2, 16, 32, dtype=dtype)
     where = SimpleNamespace(positions=places, slot_mapping=places)
-    yield numba.norm_rotate_store(random(rows, 8, 32), rotary, (norm, norm), cache, where)
+    yield numba.norm_rotate_store(random(rows, 8, 32), rotary, (norm, norm), KVCache(cache), where)
     yield cache
 
 found = []
 for few in (2**30, 0):
-    ops.FEW = few
+    ops.FEW = store_kv.FEW = few
     found.append(list(answers()))
 for alone, together in zip(*found, strict=True):
     print(f"{(alone != together).sum()} {together.double().sum().item().hex()}")

@@ -10,8 +10,9 @@ import pytest
 from counting_executor import make_engine, run
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine.block_manager import BlockManager, chain_hash
+from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.prefix_cache import chain_hash
 from nanoserve.engine.sequence import Sequence
 from nanoserve.kv_events.config import KVEventsConfig
 from nanoserve.kv_events.events import (
@@ -97,10 +98,10 @@ def test_a_replay_gives_the_cached_blocks_after_every_step(ahead: bool) -> None:
             assert replayed.known == {}
         engine.step()
         if not ahead:  # else blocks of the step under way are not published yet
-            assert {*replayed.known} == {*manager.cached_hashes()}
+            assert {*replayed.known} == {*manager.prefix_cache.hashes()}
     check_chains(replayed.known)
     engine.close()
-    assert {*replayed.known} == {*manager.cached_hashes()} != set()
+    assert {*replayed.known} == {*manager.prefix_cache.hashes()} != set()
     counts = [replayed.kinds.count(kind) for kind in ("BlockStored", "BlockRemoved")]
     assert min(counts) > 10 and replayed.kinds.count("AllBlocksCleared") >= 2
 
@@ -203,7 +204,7 @@ def subscribed(topic: str) -> Iterator[tuple[str, Any]]:
 def until_connected(manager: BlockManager, is_there: Callable[[], bool]) -> int:
     """Publish until the subscriber is reached; before, messages are dropped. Returns how many."""
     for count in range(1, 1000):
-        manager.evict_all()  # is published at once
+        manager.prefix_cache.clear()  # is published at once
         if is_there():
             return count
     raise AssertionError("the subscriber hears nothing")
@@ -221,7 +222,7 @@ def test_a_subscriber_hears_every_step() -> None:
         run(engine)
         engine.add_request("last", [250, 251, 252, 253, 254], SamplingParams(max_tokens=1))
         run(engine)
-        assert (manager.find(_first_hash(manager, [250, 251, 252, 253]))) is not None
+        assert (manager.prefix_cache.find(_first_hash(manager, [250, 251, 252, 253]))) is not None
         known: set[int] = set()
         expected_number = None
         while True:
@@ -241,7 +242,7 @@ def test_a_subscriber_hears_every_step() -> None:
                     known.difference_update(event["block_hashes"])
             if any(e.get("token_ids") == [250, 251, 252, 253] for e in happened):
                 break
-        assert known == {*map(wire_hash, manager.cached_hashes())}
+        assert known == {*map(wire_hash, manager.prefix_cache.hashes())}
         assert expected_number > num_sent + 10
         engine.close()
         engine.close()

@@ -18,8 +18,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.models.gemma2 import GemmaRMSNorm
 from nanoserve.models.registry import model_class
 

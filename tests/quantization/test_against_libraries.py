@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json
 from torch import Tensor
 
-from nanoserve.quantization.formats.mxfp4 import mxfp4_matrix
-from nanoserve.quantization.formats.registry import open_quantized
+from nanoserve.quantization.formats.compressed_tensors import mxfp4_matrix
+from nanoserve.quantization.source import open_quantized
 
 GROUP = {"strategy": "group", "group_size": 16}
 CHANNEL, TENSOR = {"strategy": "channel"}, {"strategy": "tensor"}

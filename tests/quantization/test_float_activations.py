@@ -32,7 +32,7 @@ needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs numba
 @pytest.fixture(params=["torch", pytest.param("numba", marks=needs_numba)], autouse=True)
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr("nanoserve.worker.linear_methods.find_spec", lambda name: None)
+        monkeypatch.setattr("nanoserve.quantization.linear_methods.find_spec", lambda name: None)
 
 
 def plain_logits(path: Path, weights: dict[str, Tensor]) -> Tensor:

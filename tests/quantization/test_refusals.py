@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.quantization.formats.fields import METHODS, check_quantization_config
-from nanoserve.quantization.formats.registry import open_quantized
+from nanoserve.quantization.formats.fields import check_quantization_config
+from nanoserve.quantization.registry import FORMATS
+from nanoserve.quantization.source import open_quantized
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
@@ -55,7 +56,7 @@ def with_weights(**changes: Any) -> dict:
 STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 # The config, and what the message must name.
 CONFIGS: dict[str, tuple[Any, list[str]]] = {
-    "another method": ({"quant_method": "hqq"}, ["quant_method='hqq'", *METHODS]),
+    "another method": ({"quant_method": "hqq"}, ["quant_method='hqq'", *FORMATS.names()]),
     "gpt-oss": ({"quant_method": "mxfp4"}, ["'mxfp4'", "plain model"]),
     "no method": ({"bits": 4}, ["quant_method=None"]),
     "no object": ([1], ["quantization_config=[1]"]),

@@ -8,7 +8,7 @@ from counting_executor import make_engine, run
 from shadow_kv import ShadowRun
 
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.cache_salt import key_of_salt
+from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.block_events import BlockEvents
 from nanoserve.replicas.prefix_router import PrefixRouter
@@ -33,7 +33,7 @@ class Copy:
 
     def check(self) -> None:
         self.take()
-        assert self.known == set(self.manager.cached_hashes())
+        assert self.known == set(self.manager.prefix_cache.hashes())
 
 
 class MirroredRun(ShadowRun):
@@ -48,7 +48,7 @@ class MirroredRun(ShadowRun):
         super()._abort()
         self.copy.check()
         if self.rng.random() < 0.02:  # as `reset_prefix_cache` does
-            self.scheduler.block_manager.evict_all()
+            self.scheduler.block_manager.prefix_cache.clear()
             self.copy.check()
 
     def _step(self) -> None:
@@ -113,7 +113,7 @@ def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
     seq = Sequence("a", list(range(12)), SamplingParams(), 100)
     assert manager.allocate(seq, 12)
     cached = manager.cache(seq, 12)
-    manager.evict(cached[2])
+    manager.prefix_cache.remove(cached[2])
     stored, removed = events.take()
     assert set(stored) == set(seq.block_hashes[:2]) and not removed
     manager.clear()
@@ -142,7 +142,7 @@ def test_events_that_are_taken_in_another_thread_add_up() -> None:
             manager.cache(seq, 8)
             manager.free(seq)
             if rng.random() < 0.01:
-                manager.evict_all()
+                manager.prefix_cache.clear()
         is_over.set()
 
     thread = threading.Thread(target=change)

@@ -248,9 +248,9 @@ def test_the_router_may_be_told_exactly_what_is_cached(serve: FakeServe) -> None
                 assert generated == [owner] * 4
                 known = second.owner._placement._router._known[owner]
                 blocks = serve.replicas[owner]._engine.scheduler.block_manager
-                await until(lambda: set(known.blocks) == set(blocks.cached_hashes()))
+                await until(lambda: set(known.blocks) == set(blocks.prefix_cache.hashes()))
                 await second.reset_prefix_cache()
                 await text_of(second, "x")  # a step, after which it is told
-                await until(lambda: set(known.blocks) == set(blocks.cached_hashes()))
+                await until(lambda: set(known.blocks) == set(blocks.prefix_cache.hashes()))
 
     asyncio.run(run())

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.cache_salt import key_of_salt
+from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.prefix_router import PrefixRouter
 from nanoserve.sampling_params import SamplingParams

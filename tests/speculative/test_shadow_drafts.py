@@ -37,9 +37,10 @@ class WatchedSpeculation(Speculation):
 
     def extend_plan(self, plan: Plan) -> None:
         scheduler = self._scheduler
-        cached, running = dict(scheduler.block_manager._block_of), list(scheduler.running)
+        manager, running = scheduler.block_manager, list(scheduler.running)
+        free = [block for block in manager._free if manager.is_cached(block)]
         super().extend_plan(plan)
-        require(scheduler.block_manager._block_of == cached, "evicted for a draft token")
+        require(all(map(manager.is_cached, free)), "evicted for a draft token")
         require(scheduler.running == running, "preempted for a draft token")
 
 
@@ -49,8 +50,8 @@ class DraftingRun(ShadowRun):
     def __init__(self, seed: int) -> None:
         self.extensions: list[Speculation] = []
 
-        def make(config: EngineConfig, *sizes: Any) -> Scheduler:
-            scheduler = Scheduler(config, *sizes, self.extensions)
+        def make(config: EngineConfig, *sizes: Any, **options: Any) -> Scheduler:
+            scheduler = Scheduler(config, *sizes, self.extensions, **options)
             engine: Any = SimpleNamespace(config=config, scheduler=scheduler, executor=None)
             self.extensions.append(WatchedSpeculation(engine, lambda *_: Anything(seed)))
             return scheduler
@@ -84,7 +85,7 @@ class DraftingRun(ShadowRun):
         header = batch.header
         for row in range(header.num_decode_rows, header.num_rows):
             first, end = batch.cu_seqlens_q[row : row + 2].tolist()
-            slots += batch.slot_mapping[first + 1 : end].tolist()
+            slots += batch.slot_mapping[:, first + 1 : end].ravel().tolist()
         return slots
 
     def _sampled(self, drafts: AbstractSequence[int]) -> list[int]:
@@ -154,7 +155,7 @@ def rejected_tokens_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 def blocks_taken_from_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         draft_room,
-        "_has_spare_block",
+        "_has_spare_blocks",
         lambda scheduler: scheduler.block_manager.num_free_blocks > 0,
     )
 

@@ -27,7 +27,7 @@ from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.context import ParallelContext
 from nanoserve.outputs import RequestOutput
 from nanoserve.speculative.goodput import Goodput
 from nanoserve.speculative.hidden_head import HiddenHead
@@ -198,7 +198,7 @@ class TwoStages:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, path: Path) -> None:
         own = replace(config, pipeline_parallel_size=1, async_scheduling=False)
-        self.runner = make_runner(own, model_config, path, TensorParallel())
+        self.runner = make_runner(own, model_config, path, ParallelContext())
         memory = np.zeros(3 * self.runner.layout.num_bytes, np.uint8)
         self.runner.use_memory(memory)
         self.num_kv_blocks, self.max_model_len = self.runner.num_kv_blocks, MAX_MODEL_LEN

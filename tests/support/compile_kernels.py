@@ -29,7 +29,6 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 import nanoserve.kernels.paged_attention
-from nanoserve.attention.quantized_kv import CODE_DTYPES, QuantizedKV
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -53,9 +52,10 @@ def _attention(
     **sees: float,
 ) -> None:
     num_rows, context_len = 2, 64
+    kv_cache, kv_scales = _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype)
     paged_attention(
         torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
-        _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype),
+        kv_cache,
         torch.zeros(num_rows + 1, dtype=torch.int32),
         torch.zeros(num_rows, dtype=torch.int32),
         torch.zeros(num_rows, 4, dtype=torch.int32),
@@ -63,17 +63,19 @@ def _attention(
         num_decode_rows=num_rows if query_len == 1 else 0,
         max_context_len=context_len,
         max_query_len=query_len,
+        kv_scales=kv_scales,
         **sees,
     )
 
 
 def _cache(
     shape: tuple[int, ...], dtype: torch.dtype, kv_cache_dtype: str | None
-) -> torch.Tensor | QuantizedKV:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values and no scales, or codes and theirs."""
     if kv_cache_dtype is None:
-        return torch.zeros(shape, dtype=dtype)
-    codes = torch.zeros(shape, dtype=CODE_DTYPES[kv_cache_dtype])
-    return QuantizedKV(codes, torch.zeros(shape[:-1]))
+        return torch.zeros(shape, dtype=dtype), None
+    codes = {"int8": torch.int8, "fp8": torch.uint8}[kv_cache_dtype]
+    return torch.zeros(shape, dtype=codes), torch.zeros(shape[:-1])
 
 
 def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
@@ -115,8 +117,8 @@ def _store_kv(
     weight = torch.zeros(head_dim, dtype=dtype) if has_norm else None
     integers = torch.zeros(num_tokens, dtype=torch.int32)
     heads = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
-    cache = _cache((2, 4, 2, 16, head_dim), dtype, kv_cache_dtype)
-    store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers)
+    cache, scales = _cache((2, 4, 2, 16, head_dim), dtype, kv_cache_dtype)
+    store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers, scales)
 
 
 def _choose_tokens(

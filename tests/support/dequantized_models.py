@@ -12,9 +12,8 @@ from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.quantization.formats.registry import open_quantized
 from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.source import WeightSource
+from nanoserve.quantization.source import WeightSource, open_quantized
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 

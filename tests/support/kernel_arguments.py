@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import NumbaAttention
-from nanoserve.attention.quantized_kv import QuantizedKV
-from nanoserve.attention.quantized_numba import QuantizedNumbaAttention
 from nanoserve.kernels_cpu import packed_linear
 from nanoserve.kernels_cpu.choose_tokens import choose_tokens
 from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
 from nanoserve.kernels_cpu.float_linear import FloatPanels
 from nanoserve.kernels_cpu.integer_linear import IntegerPanels
-from nanoserve.kernels_cpu.ops import NumbaOps
 from nanoserve.kernels_cpu.panels import pack
-from nanoserve.kernels_cpu.quantized_kv import QuantizedNumbaOps
 from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Packed
-from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.layers.numba_ops import NumbaOps
 
 _DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
-_GONE = "unset"
 _ROWS = {"longer in 0", "shorter in 0", "empty in 0"}  # another number of rows
 _WIDTH = {"longer in 1", "shorter in 1"}
 _FLOATS = {"dtype torch.float16", "dtype torch.bfloat16"}
@@ -62,9 +58,8 @@ RIGHT = {
     },
     **{
         (f"product of {form}", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"}
-        for form in ("DequantizedPanels", "DequantizedTiles")
+        for form in ("IntegerPanels", "DequantizedPanels", "DequantizedTiles")
     },
-    ("product of integers", "x"): _ROWS | _FLOATS | {"more dimensions", "strides"},
     ("Packed", "x"): _ROWS | {"more dimensions", "strides"},
 }
 
@@ -119,11 +114,11 @@ def cases() -> Iterator[Case]:
     yield "norm_rotate_store", store(ops), store_arguments(torch.zeros(2, 3, 1, 4, 8)), STORED
     codes, scales = torch.zeros(2, 3, 1, 4, 8, dtype=torch.int8), torch.zeros(2, 3, 1, 4)
     quantized = store_arguments(codes) | {"scales": scales}
-    yield "norm_rotate_store of int8", store(QuantizedNumbaOps()), quantized, STORED
+    yield "norm_rotate_store of int8", store(ops), quantized, STORED
     arguments = attention_arguments(torch.zeros(2, 3, 1, 4, 8))
     yield "attend", attend(NumbaAttention()), arguments, ATTENDED
     quantized = attention_arguments(codes) | {"scales": scales}
-    yield "attend of int8", attend(QuantizedNumbaAttention()), quantized, ATTENDED
+    yield "attend of int8", attend(NumbaAttention()), quantized, ATTENDED
     of_rows = {
         "temperatures": np.array([0, 1], dtype=np.float32),
         "seeds": np.array([1, 2], dtype=np.uint64),
@@ -135,14 +130,11 @@ def cases() -> Iterator[Case]:
     yield "FloatPanels", FloatPanels, {"weight": weight}, {}
     yield "product of floats", FloatPanels(weight), {"x": torch.ones(2, 16)}, {}
     yield "pack", pack, {"weight": weight, "depth": 1}, {"depth": [3, 0, -1]}
-    matrix = QuantizedMatrix(torch.ones(70, 64, dtype=torch.int8), torch.ones(70, 2))
-    given = {"codes": matrix.codes, "scale": matrix.scale, "offset": torch.ones(70, 2)}
-    yield "IntegerPanels", lambda **given: IntegerPanels(QuantizedMatrix(**given)), given, {}
-    for form in (DequantizedPanels, DequantizedTiles):
-        name = form.__name__
-        yield name, lambda form=form, **given: form(QuantizedMatrix(**given)), given, {}
-        yield f"product of {name}", form(matrix), {"x": torch.ones(2, 64)}, {}
-    yield "product of integers", IntegerPanels(matrix), {"x": torch.ones(2, 64)}, {}
+    given = {"codes": torch.ones(70, 64, dtype=torch.int8), "scale": torch.ones(70, 2)}
+    given["offset"] = torch.ones(70, 2)
+    for form in (IntegerPanels, DequantizedPanels, DequantizedTiles):
+        yield form.__name__, form, given | {"bits": 8}, {"bits": [2, 16, None]}
+        yield f"product of {form.__name__}", form(**given), {"x": torch.ones(2, 64)}, {}
     if packed_linear.works():
         yield "Packed", Packed(weight.bfloat16()), {"x": torch.ones(2, 16).bfloat16()}, {}
 
@@ -168,13 +160,13 @@ def store_arguments(cache: Tensor) -> dict[str, Any]:
 
 
 def store(ops: NumbaOps) -> Callable[..., Any]:
-    def call(heads, cache, cos, sin, q_weight, k_weight, positions, slots, scales=_GONE, k_eps=1.0):
+    def call(heads, cache, cos, sin, q_weight, k_weight, positions, slots, scales=None, k_eps=1.0):
         q_norm, k_norm = (
             None if weight is None else SimpleNamespace(weight=weight, eps=eps)
             for weight, eps in ((q_weight, 1.0), (k_weight, k_eps))
         )
         metadata = SimpleNamespace(positions=positions, slot_mapping=slots)
-        kept = cache if scales is _GONE else QuantizedKV(cache, scales)
+        kept = KVCache(cache, scales)
         rotary = SimpleNamespace(cos=cos, sin=sin)
         return ops.norm_rotate_store(heads, rotary, (q_norm, k_norm), kept, metadata)
 
@@ -206,12 +198,12 @@ def attention_arguments(cache: Tensor) -> dict[str, Any]:
 
 
 def attend(backend: NumbaAttention) -> Callable[..., Any]:
-    def call(q, cache, starts, lens, tables, scales=_GONE, num_decode_rows=1, layer=None):
+    def call(q, cache, starts, lens, tables, scales=None, num_decode_rows=1, layer=None):
         nothing = torch.empty(0, dtype=torch.int32)
         metadata = AttentionMetadata(
             nothing, nothing, starts, lens, tables, num_decode_rows, 36, 36
         )
-        kept = cache if scales is _GONE else QuantizedKV(cache, scales)
+        kept = KVCache(cache, scales)
         return backend.attend(layer or AttentionLayer(2, 1, 8, 1.0), q, kept, metadata)
 
     return call

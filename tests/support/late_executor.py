@@ -162,8 +162,8 @@ class LateExecutor:
         header = batch.header
         require(header.step == handle.step, "a batch was packed anew before it was read")
         starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
-        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
-        slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
+        (tables,) = batch.block_tables(header.num_rows, header.table_width).tolist()
+        slots, positions = batch.slot_mapping[0].tolist(), batch.positions.tolist()
         # A row may build on what another one stores in this very step: every layer stores the whole
         # batch before it attends. So rows go after those that they build on.
         missing = set(slots[: header.num_tokens])

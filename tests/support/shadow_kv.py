@@ -15,6 +15,7 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
+from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -54,6 +55,7 @@ class ShadowRun:
     """One random run of the scheduler: arrivals, priorities, aborts, failing steps, tiny pools."""
 
     options: Mapping[str, Any] = {}  # of the engine, besides those that chance chooses
+    max_windows = 3  # how many groups of layers with a sliding window there may be
 
     def __init__(self, seed: int, scheduler_class: Callable[..., Scheduler] = Scheduler) -> None:
         self.rng = rng = random.Random(seed)
@@ -61,8 +63,7 @@ class ShadowRun:
         max_num_seqs = rng.randint(1, 6)
         self.block_size = rng.randint(1, 4)
         self.max_model_len = rng.randint(2, 24)
-        fits_alone = -(-self.max_model_len // self.block_size)
-        num_blocks = fits_alone + rng.choice([0, 1, 2, 5, 20])
+        num_spare_blocks = rng.choice([0, 1, 2, 5, 20])
         policy = rng.choice(["fcfs", "priority"])
         config = EngineConfig(
             model="none",
@@ -76,17 +77,34 @@ class ShadowRun:
             **self.options,
         )
         self.config = config
-        self.scheduler = scheduler_class(config, num_blocks, self.max_model_len)
+        self.windows = self._choose_windows(random.Random(f"windows {seed}"))
+        self.room = SequenceRoom(self.windows, self.block_size, config.max_num_batched_tokens)
+        num_blocks = self.room.num_blocks(self.max_model_len) + num_spare_blocks
+        self.scheduler = scheduler_class(
+            config, num_blocks, self.max_model_len, windows=self.windows
+        )
         layout = BatchLayout(
-            config.max_num_batched_tokens, max_num_seqs, fits_alone, ("prompt_logprobs",)
+            config.max_num_batched_tokens,
+            max_num_seqs,
+            -(-self.max_model_len // self.block_size),
+            ("prompt_logprobs",),
+            len(self.windows),
         )
         self.batch = Batch(layout, np.empty(layout.num_bytes, dtype=np.uint8))
-        self.shadow = [0] * ((num_blocks + 1) * self.block_size)
+        # By slot: which group's K and V, and of which prefix.
+        self.shadow = [(0, 0)] * ((num_blocks + 1) * self.block_size)
         self.prefixes = Prefixes()
         self.live: list[Sequence] = []
         self.to_arrive = rng.randint(1, 12)
         self.num_arrived = 0
         self.finished: list[Sequence] = []
+
+    def _choose_windows(self, rng: random.Random) -> tuple[int | None, ...]:
+        """Choose the groups of layers; every other run has full attention only."""
+        if not self.max_windows or rng.random() < 0.5:
+            return (None,)
+        windows = [rng.randint(1, 12) for _ in range(rng.randint(1, self.max_windows))]
+        return tuple([None] * rng.randint(0, 2) + windows)
 
     def run(self) -> None:
         total_tokens = self.to_arrive * self.max_model_len
@@ -208,6 +226,9 @@ class ShadowRun:
             require(num_outputs == (n if is_whole else num_sampled), "num_outputs")
 
     def _check_progress(self, plan: Plan) -> None:
+        for seq in self.scheduler.running:
+            held = sum(bool(block) for table in seq.block_tables for block in table)
+            require(held <= self.room.num_blocks(seq.max_num_tokens), "over the room of a sequence")
         for seq, start, n, _, num_sampled in plan.rows:
             require(seq.num_computed_tokens == start + n, "num_computed_tokens")
             require(seq.num_tokens == len(seq.token_ids) + num_sampled, "num_tokens")
@@ -220,7 +241,6 @@ class ShadowRun:
         header = batch.header
         require(header.num_rows == len(plan.rows), "num_rows")
         ends = batch.cu_seqlens_q.tolist()
-        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
         prefixes = []
         for index, (seq, start, n, *_) in enumerate(plan.rows):
             token_ids = seq.token_ids + plan.draft_tokens.get(seq, [])
@@ -233,14 +253,19 @@ class ShadowRun:
             require(batch.context_lens[index] == start + n, "context_lens")
             require(batch.row_slots[index] == seq.slot, "row_slots")
             prefix_ids = self.prefixes.of(seq.cache_key, token_ids[: start + n])
-            for slot, position in zip(batch.slot_mapping[span].tolist(), positions, strict=True):
-                require(slot >= size, "wrote into the dummy block")
-                self.shadow[slot] = prefix_ids[position]
+            for group, mapping in enumerate(batch.slot_mapping[:, span].tolist()):
+                for slot, position in zip(mapping, positions, strict=True):
+                    require(slot >= size, "wrote into the dummy block")
+                    self.shadow[slot] = (group, prefix_ids[position])
             prefixes.append(prefix_ids)
-        for prefix_ids, table in zip(prefixes, tables, strict=True):
-            for position, expected in enumerate(prefix_ids):
-                slot = table[position // size] * size + position % size
-                require(self.shadow[slot] == expected, "attention reads another prefix's KV")
+        tables = batch.block_tables(header.num_rows, header.table_width).tolist()
+        for group, (window, rows) in enumerate(zip(self.windows, tables, strict=True)):
+            for row, prefix_ids, table in zip(plan.rows, prefixes, rows, strict=True):
+                first = 0 if window is None else max(0, row.start - window + 1)
+                for position in range(first, len(prefix_ids)):
+                    slot = table[position // size] * size + position % size
+                    expected = (group, prefix_ids[position])
+                    require(self.shadow[slot] == expected, "attention reads another prefix's KV")
         self._check_outputs(plan.rows, ends)
 
     def _check_outputs(self, rows: list[Row], ends: list[int]) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from nanoserve.attention.interface import AttentionMetadata
-from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.kv_cache import KVCacheSpec
 
 logging.disable_progress_bar()
 
@@ -90,16 +90,14 @@ def edit_json(file: Path, **changes: Any) -> None:
 
 @torch.inference_mode()
 def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) -> torch.Tensor:
-    """Logits [num_tokens, vocab_size] of nanoserve's `model` (or one rank of it), without engine.
+    """Logits [num_tokens, vocab_size] of nanoserve's `model`, or one rank of it, without engine.
 
     The prompt is one chunk, and its blocks lie in reverse order in the cache.
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    attention = model.model.layers[0].self_attn.layer
-    shape = TorchAttention().kv_cache_shape(
-        num_blocks + 1, block_size, attention.num_kv_heads, attention.head_dim
-    )
+    attention = next(iter(model.model.layers)).self_attn.layer
+    spec = KVCacheSpec(block_size, attention.num_kv_heads, attention.head_dim, model.model.dtype)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -113,7 +111,6 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         max_query_len=num_tokens,
         max_context_len=num_tokens,
     )
-    dtype = model.lm_head.weight.dtype
-    kv_caches = torch.zeros(len(model.model.layers), *shape, dtype=dtype)
+    kv_caches = spec.allocate(len(model.model.layers), num_blocks + 1)
     hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)

@@ -192,8 +192,8 @@ def test_memory_of_both_kinds_of_graphs_is_counted(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, cuda, **options)
     assert isinstance(runner, CapturingRunner)
     assert cuda.free == GIB - (2 * 40 + 32 + 2 * 3) * 2**20
-    block_bytes = runner.kv_cache.nbytes // (runner.num_kv_blocks + 1)
-    used = GIB - cuda.free + runner.kv_cache.nbytes
+    block_bytes = runner.kv_cache_layout.block_bytes
+    used = GIB - cuda.free + block_bytes * (runner.num_kv_blocks + 1)
     assert used <= 0.9 * GIB < used + 2 * block_bytes
 
 

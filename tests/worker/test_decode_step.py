@@ -31,8 +31,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
-from nanoserve.kernels.ops import TritonOps
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner

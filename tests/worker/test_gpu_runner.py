@@ -29,9 +29,9 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.kernels.ops import TritonOps
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
@@ -55,13 +55,14 @@ def make_runner(
     cuda: FakeCuda,
     runner_class: type[ModelRunner] = ModelRunner,
     is_capturable: bool = True,
-    tp: TensorParallel | None = None,
+    parallel: ParallelContext | None = None,
     **options: Any,
 ) -> ModelRunner:
     """Torch's attention could not be part of a real graph, because of its `tolist`; here it is."""
     config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
-    context = LayerContext(tp=tp or TensorParallel(), attention=TorchAttention())
+    parallel = parallel or ParallelContext()
+    context = LayerContext(parallel=parallel, attention=TorchAttention())
     if config.attention_backend == "triton":
         context = LayerContext(attention=TritonAttention(), ops=TritonOps())
     guesses = config.speculative_config
@@ -431,7 +432,7 @@ def test_the_pool_takes_what_the_worst_case_and_the_graphs_leave(
     cuda = FakeCuda(total=GIB, free=GIB, **took)
     cuda.peak = 100 * 2**20
     runner = make_runner(checkpoint, cuda, max_num_seqs=max_num_seqs, max_num_batched_tokens=32)
-    block_bytes = kv_block_bytes(runner.model_config, 16)
+    block_bytes = kv_block_bytes(runner.config, runner.model_config)
     left = int(0.9 * GIB) - (100 + 40 + 32 + len(sizes)) * 2**20
     assert runner.num_kv_blocks == left // block_bytes - 1
     assert runner.max_model_len == 512
@@ -447,7 +448,10 @@ def test_without_graphs_none_is_measured(checkpoint: Path, without: dict[str, bo
     cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=2**20, graph_bytes=2**20)
     runner = make_runner(checkpoint, cuda, max_num_seqs=4, max_num_batched_tokens=32, **without)
     assert runner.device.graphs is None and cuda.free == GIB
-    assert runner.num_kv_blocks == int(0.9 * GIB) // kv_block_bytes(runner.model_config, 16) - 1
+    assert (
+        runner.num_kv_blocks
+        == int(0.9 * GIB) // kv_block_bytes(runner.config, runner.model_config) - 1
+    )
 
 
 def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
@@ -518,9 +522,10 @@ def test_what_cudas_libraries_take_is_part_of_the_share(
     """Though torch knows nothing of it. So almost the whole GPU can be asked for."""
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 32, "gpu_memory_utilization": 0.92}
     cuda = Loading(700 * 2**20)
-    runner = make_runner(checkpoint, cuda, tp=TensorParallel(group=GroupOfOne()), **options)
+    parallel = ParallelContext(TensorParallel(group=GroupOfOne()))
+    runner = make_runner(checkpoint, cuda, parallel=parallel, **options)
     share = int(0.92 * 4 * GIB) - 900 * 2**20
-    assert runner.num_kv_blocks == share // kv_block_bytes(runner.model_config, 16) - 1
+    assert runner.num_kv_blocks == share // kv_block_bytes(runner.config, runner.model_config) - 1
     assert not caplog.records
 
 
@@ -538,7 +543,7 @@ MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=G
 
 def num_kv_blocks(memory: GPUMemory, model_config: ModelConfig, **options: Any) -> int:
     config = EngineConfig("m", **options).for_device("cuda")
-    return memory.num_kv_blocks(config, model_config)
+    return memory.num_kv_blocks(config, model_config, kv_block_bytes(config, model_config))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.cuda_device import CudaDevice
@@ -89,7 +89,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> TwoGPUs:
 
 
 def make_runner(
-    cuda: TwoGPUs, config: EngineConfig, path: Path, tp: TensorParallel | None = None
+    cuda: TwoGPUs, config: EngineConfig, path: Path, parallel: ParallelContext | None = None
 ) -> ModelRunner:
     attention, ops = TorchAttention(), TorchOps()
     for owner, names in (
@@ -98,7 +98,8 @@ def make_runner(
     ):
         for name in names:
             setattr(owner, name, cuda.watched(getattr(owner, name)))
-    context = LayerContext(attention=attention, ops=ops, tp=tp or TensorParallel())
+    parallel = parallel or ParallelContext()
+    context = LayerContext(attention=attention, ops=ops, parallel=parallel)
     device = CudaDevice(config, cuda, is_capturable=True)
     return ModelRunner(config, ModelConfig.from_checkpoint(path), path, context, device)
 
@@ -138,11 +139,13 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     def set_device(device: torch.device) -> None:
         cuda.current = device.index
 
-    def join_ranks(*args: Any) -> TensorParallel:
+    def join_ranks(*args: Any) -> ParallelContext:
         cuda.note("join_ranks")
-        return TensorParallel(1, 2)
+        return ParallelContext(TensorParallel(1, 2))
 
-    def make(config: EngineConfig, _: ModelConfig, path: Path, tp: TensorParallel) -> ModelRunner:
+    def make(
+        config: EngineConfig, _: ModelConfig, path: Path, parallel: ParallelContext
+    ) -> ModelRunner:
         cuda.note("make_runner")
         runners.append(make_runner(cuda, config, path))
         return runners[0]

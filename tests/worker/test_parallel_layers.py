@@ -16,7 +16,7 @@ from transformers import MixtralForCausalLM
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.tensor_parallel import TensorParallel
@@ -41,7 +41,7 @@ def on_ranks(size: int, work: Callable[[LayerContext], T]) -> list[T]:
         if size > 1:
             group = join_group(rank, size, store, torch.device("cpu"), timeout=60)
             groups.append(group)
-        return work(LayerContext(tp=TensorParallel(rank, size, group)))
+        return work(LayerContext(parallel=ParallelContext(TensorParallel(rank, size, group))))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(one_rank, range(size)))
@@ -49,7 +49,7 @@ def on_ranks(size: int, work: Callable[[LayerContext], T]) -> list[T]:
 
 def context_of(rank: int, size: int) -> LayerContext:
     """For layers that are built but do not communicate."""
-    return LayerContext(tp=TensorParallel(rank, size))
+    return LayerContext(parallel=ParallelContext(TensorParallel(rank, size)))
 
 
 def fill(layer: nn.Module, own_name: str, whole: Tensors) -> None:
@@ -289,8 +289,8 @@ def test_heads_that_the_ranks_cannot_share_are_refused(
 
 
 def test_ranks_agree_on_the_least_that_one_of_them_has() -> None:
-    assert on_ranks(4, lambda context: context.tp.smallest(100 - context.tp.rank)) == [97] * 4
-    assert TensorParallel().smallest(7) == 7
+    assert on_ranks(4, lambda context: context.parallel.smallest(100 - context.tp.rank)) == [97] * 4
+    assert ParallelContext().smallest(7) == 7
 
 
 class LateWork:

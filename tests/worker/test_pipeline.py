@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from mixed_life import TINY_POOL, assert_same_life, mixed_life
 from model_fuzz import VOCAB_SIZE, ModelRun, reference_engine
+from quantized_checkpoints import CASES, make_quantized
 from shared_engine import SharedEngine
 from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3
 from transformers import (
@@ -31,7 +33,7 @@ from nanoserve.trace.__main__ import summary
 from nanoserve.trace.phases import chrome_trace
 from nanoserve.trace.reader import read_trace
 from nanoserve.trace.stages import stage_uses
-from nanoserve.worker.pipeline_stage import _starts_under, share_layers
+from nanoserve.worker.pipeline_stage import share_layers, split_layers
 
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}
 MOE = {
@@ -160,6 +162,20 @@ def test_beside_other_options(path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.size("full")
+@pytest.mark.parametrize("case", ["gptq, 8 bits", "awq"])
+def test_quantised_checkpoints(tmp_path: Path, case: str) -> None:
+    pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
+    make_quantized(tmp_path, *CASES[case], seed=1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = []
+    for stages in (1, 2):
+        with make_llm(tmp_path, stages, skip_tokenizer_init=True) as llm:
+            outputs = llm.generate([[5, 6, 7], [9] * 20], params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.size("full")
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_stages_verify_guesses(path: Path, method: str) -> None:
     """Of a sequence that is in one step at a time, all tokens are known to who guesses."""
@@ -223,7 +239,7 @@ def test_random_lives(
 def test_a_stage_has_its_layers_and_no_others(three_stages: Callable[[], LLM]) -> None:
     runner = three_stages().engine.executor.runner
     names = [name for name, _ in runner.model.named_parameters()]
-    assert runner.kv_cache.shape[0] == 1
+    assert len(runner.kv_caches) == 1
     assert {name.split(".")[2] for name in names if ".layers." in name} == {"2"}
     assert not any("embed_tokens" in name for name in names)
     assert "lm_head.weight" in names and "model.norm.weight" in names
@@ -240,29 +256,66 @@ def test_layers_are_shared_out(path: Path, num_stages: int) -> None:
     assert all(shares)
 
 
-def test_the_largest_stage_is_as_small_as_can_be() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        sizes = [rng.randint(1, 9) for _ in range(rng.randint(2, 8))]
-        head, num_stages = rng.randint(0, 20), rng.randint(1, min(3, len(sizes)))
-        best = min(
-            bound
-            for bound in range(1, 200)
-            if _starts_under(bound, sizes, head, num_stages) is not None
-        )
-        assert best == _least_largest(sizes, head, num_stages)
+@pytest.mark.parametrize("seed", range(8))
+def test_of_the_fastest_splits_the_one_with_the_largest_pool_is_taken(seed: int) -> None:
+    """Found by trying all."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        layers = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
+        embedding, head = rng.randint(0, 20), rng.randint(0, 20)
+        num_stages = rng.randint(1, min(4, len(layers)))
+        split = split_layers(layers, embedding, head, num_stages)
+        every = [
+            [range(a, b) for a, b in pairwise([0, *inner, len(layers)])]
+            for inner in combinations(range(1, len(layers)), num_stages - 1)
+        ]
+        assert split in every
+        least = min(_slowest_read(parts, layers, head) for parts in every)
+        fastest = [parts for parts in every if _slowest_read(parts, layers, head) == least]
+        assert split in fastest
+        most = max(_num_blocks(parts, layers, embedding, head) for parts in fastest)
+        assert _num_blocks(split, layers, embedding, head) == most
 
 
-def _least_largest(sizes: list[int], head: int, num_stages: int) -> int:
-    """By trying all cuts."""
+def _slowest_read(parts: list[range], layers: list[int], head: int) -> int:
+    reads = [sum(layers[i] for i in part) for part in parts]
+    return max([*reads[:-1], reads[-1] + head])
 
-    def largest(rest: list[int], stages: int) -> int:
-        if stages == 1:
-            return sum(rest) + head
-        cuts = range(1, len(rest) - stages + 2)
-        return min(max(sum(rest[:cut]), largest(rest[cut:], stages - 1)) for cut in cuts)
 
-    return largest(sizes, num_stages)
+def _num_blocks(parts: list[range], layers: list[int], embedding: int, head: int) -> int:
+    """In memory that is ample; 840 is a multiple of all numbers of layers, so nothing is lost."""
+    kept = [sum(layers[i] for i in part) for part in parts]
+    kept[0] += embedding
+    kept[-1] += head
+    memory = 1000 * (sum(layers) + embedding + head)
+    return min((memory - kept[i]) * 840 // len(part) for i, part in enumerate(parts))
+
+
+EMBEDDING = 151_936 * 1024  # of Qwen3-0.6B, tied to its head
+LAYER = 15_730_944
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layer", "embedding", "expected"),
+    [
+        (28, LAYER, EMBEDDING, [9, 9, 9, 1]),  # not 7, 10, 10, 1, as fast
+        (28, LAYER, EMBEDDING, [19, 9]),
+        (4, LAYER, EMBEDDING, [1, 1, 1, 1]),  # a layer for each, whatever the head takes
+        (36, 192_946_432, 622_329_856, [10, 10, 10, 6]),  # Qwen3-8B
+        (
+            80,
+            855_654_400,
+            1_050_673_152,
+            [19, 21, 21, 19],
+        ),  # Llama-3.3-70B
+        (32, 1, 0, [8, 8, 8, 8]),
+    ],
+)
+def test_known_models_are_split(
+    num_layers: int, layer: int, embedding: int, expected: list[int]
+) -> None:
+    split = split_layers([layer] * num_layers, embedding, embedding, len(expected))
+    assert [len(part) for part in split] == expected
 
 
 def test_what_does_not_go_together_is_refused(path: Path) -> None:

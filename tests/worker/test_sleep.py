@@ -64,7 +64,7 @@ def test_level_1_keeps_weights_and_level_2_nothing(checkpoint: Path) -> None:
         runner = llm.engine.executor
         weight = weakref.ref(next(runner.model.parameters()))
         llm.sleep()
-        assert runner.kv_cache is None and runner.model is not None
+        assert runner.kv_caches is None and runner.model is not None
         llm.sleep(2)  # deeper
         gc.collect()
         assert runner.model is None and weight() is None
@@ -77,7 +77,7 @@ def test_level_1_keeps_weights_and_level_2_nothing(checkpoint: Path) -> None:
 
 def is_awake(runner: Any) -> tuple[bool, bool]:
     """Weights, KV cache."""
-    return runner.model is not None, runner.kv_cache is not None
+    return runner.model is not None, runner.kv_caches is not None
 
 
 @pytest.mark.parametrize("level", [1, 2])

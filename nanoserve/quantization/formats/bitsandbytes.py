@@ -7,6 +7,8 @@ as bytes: the shape, the sizes of blocks. Eight bits: `weight` is int8 and `SCB`
 magnitude, which is code 127.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandby
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _MAX_STATE_BYTES = 2**16
 _VALUE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # bnb_4bit_quant_storage
+
+
+def open_bitsandbytes(path: Path, config: Mapping[str, Any]) -> Reader:
+    """Return the reader of the 4 or the 8 bits that `config` has chosen."""
+    return (Int8Reader if config.get("load_in_8bit") else NF4Reader)(path, config)
 
 
 class NF4Reader(Reader):

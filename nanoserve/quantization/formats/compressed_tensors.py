@@ -4,14 +4,21 @@ A linear is `weight` in int8 or float8, or `weight_packed`, and `weight_scale`: 
 [out, 1], [out, groups] or one per block; asymmetric ones have a `weight_zero_point`. Packed
 codes are unsigned (2^(bits - 1) was added), int32 [out, in x bits / 32], the lowest bits first, and
 rows are padded: `weight_shape` is the true one. Their zero points are packed along the outputs.
+
+MXFP4 is E2M1 values in groups of 32 (OCP Microscaling Formats specification 1.0). A value is 0,
+0.5, 1, 1.5, 2, 3, 4 or 6, and a sign; a group has a power of two, one byte with a bias of 127
+(E8M0). Twice the values are integers, so half the power times an integer is the weight, exactly.
+Two values share a byte, the first in its low nibble. So they are in "mxfp4-pack-quantized", and in
+gpt-oss' `_blocks`, of whose fused experts there is no model here.
 """
+
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoserve.checks import require, shown
 from nanoserve.quantization.formats.fp8 import check_scale, dequantize_fp8
-from nanoserve.quantization.formats.mxfp4 import GROUP_SIZE, mxfp4_matrix
 from nanoserve.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
@@ -20,9 +27,12 @@ from nanoserve.quantization.formats.packed import (
 )
 from nanoserve.quantization.formats.reader import Reader
 from nanoserve.quantization.formats.schemes import Scheme, read_schemes, scheme_of
-from nanoserve.quantization.formats.stored import StoredTensors
 from nanoserve.quantization.matrix import QuantizedMatrix
 
+_MXFP4_GROUP = 32
+_TWICE_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]
+_E2M1_CODES = torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
+_NAN = 255
 _Layout = tuple[tuple[int, int], dict[str, tuple[int, ...]]]
 
 
@@ -34,20 +44,20 @@ class CompressedTensorsReader(Reader):
     )  # fmt: skip
     optional = ("weight_zero_point",)  # some releases store those of symmetric weights too: zeros
 
-    def __init__(self, tensors: StoredTensors, config: dict) -> None:
+    def __init__(self, path: Path, config: dict) -> None:
         self._groups = read_schemes(config)
-        super().__init__(tensors, config)
+        super().__init__(path, config)
 
     def layout(self, module: str) -> _Layout:
         scheme = scheme_of(module, self.config, self._groups)
         if scheme.format == "mxfp4-pack-quantized":
             out, octets = self.matrix_header(module, "weight_packed", "U8")
             self.check_dtype(module, "weight_scale", "U8")
-            is_whole = octets * 2 % GROUP_SIZE == 0
-            require(is_whole, f"{module:.99}: {octets * 2} inputs are no groups of {GROUP_SIZE}")
+            is_whole = octets * 2 % _MXFP4_GROUP == 0
+            require(is_whole, f"{module:.99}: {octets * 2} inputs are no groups of {_MXFP4_GROUP}")
             parts = {
                 "weight_packed": (out, octets),
-                "weight_scale": (out, octets * 2 // GROUP_SIZE),
+                "weight_scale": (out, octets * 2 // _MXFP4_GROUP),
             }
             return (out, octets * 2), parts
         self.check_dtype(module, "weight_scale", "F32", "BF16", "F16")
@@ -142,3 +152,14 @@ def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
     is_in_range = bits == 8 or int(result.max()) < 2**bits
     require(is_in_range, f"{where:.199} is of more than {bits} bits")
     return result
+
+
+def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatrix:
+    """Unpack MXFP4: `packed` is uint8 [out, in / 2], `exponents` uint8 [out, in / 32]."""
+    is_number = not bool((exponents == _NAN).any())
+    require(is_number, f"{where:.199} holds NaN as a scale (an exponent of {_NAN})")
+    both = torch.arange(256)
+    codes = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
+    # A scale of 2^-128 is below the least normal number, but exact.
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
+    return QuantizedMatrix(codes=codes, scale=scale, bits=8)

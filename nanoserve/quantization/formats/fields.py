@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanoserve.checks import is_int, require, shown
-
-METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "gguf")
+from nanoserve.quantization.registry import FORMATS
 
 
 class _Field(NamedTuple):
@@ -114,10 +113,12 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
     )
     method = method_of(config)
     require(
-        isinstance(method, str) and method in METHODS,
+        isinstance(method, str) and method in FORMATS.names(),
         f"quantization_config: quant_method={shown(method)} is not implemented: use the plain "
-        f"model, or one quantised as {', '.join(METHODS)}",
+        f"model, or one quantised as {', '.join(FORMATS.names())}",
     )
+    if method not in _FIELDS:
+        return dict(config)
     for name in {**_FIELDS[method], **config}:
         _check_field(method, name, config.get(name))
     if method == "compressed-tensors":

@@ -1,6 +1,7 @@
 """What all formats share: which stored tensors make up one weight, and which are plain."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,11 +27,12 @@ class Reader:
     parts: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
-    def __init__(self, tensors: StoredTensors, config: Mapping[str, Any]) -> None:
-        self._tensors, self.config = tensors, config
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        """Read the headers of the folder `path`, and check that each weight has all its parts."""
+        self._tensors, self.config = StoredTensors(path), config
         modules = {
             name.removesuffix(f".{mark}"): None
-            for name in tensors.headers
+            for name in self._tensors.headers
             for mark in self.marks
             if name.endswith(f".{mark}")
         }

@@ -1,8 +1,9 @@
 """The weights of a GGUF file under the names, and in the order, of a plain checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ class _Place(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+
+def open_gguf(path: Path, config: Mapping[str, Any]) -> "GGUFSource":
+    """Open a file of llama.cpp, which says itself what `config` says of other formats."""
+    return GGUFSource(path)
 
 
 class GGUFSource:

@@ -73,7 +73,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             return
         delattr(layer, name)  # a parameter has to go before anything else can have its name
         if isinstance(weight, QuantizedMatrix):
-            experts = ExpertCodes.of([_on(part, self._device) for part in weight.split(shape[1])])
+            experts = expert_codes([_on(part, self._device) for part in weight.split(shape[1])])
         else:
             experts = weight.to(self._device, self._dtype).view(shape)
         setattr(layer, name, experts)
@@ -100,7 +100,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         except ValueError:  # a rank's part of groups that are spread over all inputs
             matrix, order = quantize_int8(weight.dequantize()), None
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
-        if order is None and matrix.scale.shape[1] == 1 and _is_plain(matrix):
+        if order is None and _is_row_scaled(matrix):
             if matrix.is_e4m3 and self._activations is None:
                 return _RowScaled(matrix, tp)
             if not matrix.is_e4m3 and self._activations == "int8":
@@ -123,8 +123,20 @@ def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
     return replace(matrix, **tensors)
 
 
-def _is_plain(matrix: QuantizedMatrix) -> bool:
-    return matrix.bits == 8 and matrix.offset is None
+def expert_codes(experts: list[QuantizedMatrix]) -> ExpertCodes:
+    """Return int8 with a scale per output, which is made of other codes."""
+    experts = [each if _is_int8(each) else quantize_int8(each.dequantize()) for each in experts]
+    codes = torch.stack([each.codes for each in experts])
+    return ExpertCodes(codes, torch.stack([each.scale[:, 0] for each in experts]))
+
+
+def _is_int8(matrix: QuantizedMatrix) -> bool:
+    return _is_row_scaled(matrix) and not matrix.is_e4m3
+
+
+def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
+    """Return True for 8 bits with a scale per output, and nothing else."""
+    return matrix.bits == 8 and matrix.offset is None and matrix.scale.shape[1] == 1
 
 
 class _RowScaled:
@@ -186,7 +198,7 @@ class _Grouped:
     """Activations in floats. `order`: how inputs are to be ordered for the groups (GPTQ)."""
 
     def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
-        self.weight, self.order = pack_groups(matrix), order
+        self.weight, self.order = pack_groups(*matrix.operands()), order
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

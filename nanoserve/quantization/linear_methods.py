@@ -10,11 +10,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.float_choice import choose_form
-from nanoserve.kernels_cpu.integer_method import IntegerLinearMethod
-from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
-from nanoserve.kernels_cpu.torch_linear import DequantizedTiles
+from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Form
 from nanoserve.layers.context import LinearMethod
-from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
 from nanoserve.quantization.schemes import Scheme, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +40,7 @@ def choose_linear_method(
     return IntegerLinearMethod(scheme, floats, dtype, *_integer_form(config))
 
 
-def _integer_form(config: EngineConfig) -> tuple[Callable[[QuantizedMatrix], Form], str]:
+def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
     """Return what makes the form of integer weights, and in words what becomes of activations."""
     activations = config.quantization_activations
     has_numba = find_spec("numba") is not None
@@ -109,7 +107,7 @@ def _gpu_method(
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
     if model_config.moe is not None and activations == "int8":
         logger.warning("experts' activations stay floats on a GPU")
-    from nanoserve.kernels.quantized_method import QuantizedLinearMethod
+    from nanoserve.quantization.gpu_method import QuantizedLinearMethod
 
     dtype = getattr(torch, model_config.dtype)
     return QuantizedLinearMethod(scheme, device, dtype, activations)

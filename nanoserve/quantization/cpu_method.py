@@ -1,4 +1,4 @@
-"""The `LinearMethod` of integer weights on a CPU."""
+"""The linear methods of a CPU: every weight is kept in the form that was chosen for its kind."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,44 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.kernels_cpu.checks import check_linear
-from nanoserve.kernels_cpu.linear_method import Form, FormLinearMethod
+from nanoserve.kernels_cpu.torch_linear import Form
 from nanoserve.layers.context import LayerContext
+from nanoserve.layers.linear import UnquantizedLinearMethod
 from nanoserve.quantization.deferred import Weight, deferred_weight
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_int8
 from nanoserve.quantization.schemes import Scheme, in_words
 
 
+class FormLinearMethod(UnquantizedLinearMethod):
+    """A tied LM head gets a form of its own: the embedding needs plain rows."""
+
+    def __init__(self, make: Callable[[Tensor], Form], name: str = "torch") -> None:
+        self.make, self.name = make, name
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        layer.form, layer.weight = self.make(layer.weight.data), None
+
+    def create_experts(
+        self, layer: nn.Module, name: str, shape: tuple[int, int, int], context: LayerContext
+    ) -> None:
+        setattr(layer, name, context.empty(*shape))
+
+    def process_experts(self, layer: nn.Module, name: str) -> None:
+        weights = getattr(layer, name).data
+        delattr(layer, name)  # a parameter has to go before a list can have its name
+        setattr(layer, name, [self.make(weight) for weight in weights])
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer.form(x)
+
+
 class IntegerLinearMethod(FormLinearMethod):
     """Weights are integers, if the scheme or the checkpoint says so, and else floats.
 
-    `make_integer` makes the form of integers, which decides what becomes of their inputs:
-    `activations` says it in words, as `weights` says it of those that there are.
+    `make_integer` makes the form of integers out of `QuantizedMatrix.operands`. The form decides
+    what becomes of their inputs: `activations` says it in words, as `weights` says it of those
+    that there are.
     Integer inputs have a scale for every 32. Ranks that have multiples of 32 inputs have the
     integers of one rank; others have smaller groups, which are rounded less.
     """
@@ -28,7 +53,7 @@ class IntegerLinearMethod(FormLinearMethod):
         scheme: Scheme,
         float_method: FormLinearMethod,
         dtype: torch.dtype,
-        make_integer: Callable[[QuantizedMatrix], Form],
+        make_integer: Callable[..., Form],
         activations: str,
     ) -> None:
         super().__init__(float_method.make)
@@ -74,7 +99,7 @@ class IntegerLinearMethod(FormLinearMethod):
             matrix, order = quantize_int8(weight.dequantize()), None
         self._made.add(in_words(matrix.bits, matrix.group_size, matrix.shape[1]))
         self._tell(" and ".join(sorted(self._made)))
-        form = self.make_integer(matrix)
+        form = self.make_integer(*matrix.operands())
         return form if order is None else _Reordered(form, order)
 
     def _tell(self, weights: str) -> None:

@@ -1,0 +1,107 @@
+"""The paged KV cache of a layer: how it is laid out, written and read, in floats or in 8 bits.
+
+K and V are kept in blocks of `block_size` tokens. A token's place is its *slot*, its block's number
+x block_size + offset. With the head before the token, what one head reads of a block is contiguous.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoserve.attention.kv_formats import head_bytes, kv_format
+from nanoserve.attention.quantized_kv import dequantize, quantize
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The layout of a layer's cache on one rank."""
+
+    block_size: int  # tokens
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    dtype: torch.dtype  # of values, or of codes
+    has_scales: bool = False  # codes have one for every token and head
+
+    @classmethod
+    def of_format(
+        cls,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> "KVCacheSpec":
+        """Return the layout for a `kv_cache_dtype`; `dtype` is the model's."""
+        kind = kv_format(kv_cache_dtype, str(dtype).removeprefix("torch."))
+        dtype, has_scales = getattr(torch, kind.dtype), kind.has_scales
+        return cls(block_size, num_kv_heads, head_dim, dtype, has_scales)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer: K, V and their scales."""
+        per_head = head_bytes(self.head_dim, self.dtype.itemsize, self.has_scales)
+        return 2 * self.num_kv_heads * self.block_size * per_head
+
+    @property
+    def cache_key(self) -> str:
+        """The format's name. K and V of the same tokens are others in another format."""
+        name = str(self.dtype).removeprefix("torch.")
+        return "fp8_e4m3" if self.has_scales and name == "uint8" else name
+
+    def allocate(
+        self, num_layers: int, num_blocks: int, zeros: Callable[..., Tensor] = torch.zeros
+    ) -> list["KVCache"]:
+        """Return the caches of layers, which lie side by side in one piece of memory.
+
+        num_blocks: with the dummy block 0. `zeros(shape, dtype=dtype)` takes the memory.
+        """
+        shape = (num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        values = zeros(shape, dtype=self.dtype)
+        if not self.has_scales:
+            return [KVCache(layer) for layer in values]
+        scales = zeros(shape[:-1], dtype=torch.float32)
+        return [KVCache(*layer) for layer in zip(values, scales, strict=True)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KVCache:
+    """K and V of one layer, K before V."""
+
+    values: Tensor  # or codes: [2, num_blocks, num_kv_heads, block_size, head_dim]
+    scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size], of codes
+    group: int = 0  # the index of the layer's `KVCacheGroup`
+
+    def store(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Write K and V [num_tokens, num_kv_heads, head_dim] to the slots [num_tokens]."""
+        block_size = self.values.shape[3]
+        blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+        for index, x in enumerate((k, v)):
+            if self.scales is not None:
+                x, self.scales[index][blocks, :, offsets] = quantize(x, self.values.dtype)
+            self.values[index][blocks, :, offsets] = x
+
+    def read(self, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return blocks in floats: of [..., n] ids [2, ..., n, num_kv_heads, block_size, head_dim].
+
+        In memory, the heads lie before the n blocks: a head's tokens follow each other.
+        """
+        num_blocks, num_kv_heads = self.values.shape[1:3]
+        heads = torch.arange(num_kv_heads, device=block_ids.device)[:, None]
+        of_k = block_ids.long().unsqueeze(-2) * num_kv_heads + heads  # [..., num_kv_heads, n]
+        index = torch.stack((of_k, of_k + num_blocks * num_kv_heads))
+        blocks = self.values.flatten(0, 2).index_select(0, index.flatten())
+        if self.scales is not None:
+            scales = self.scales.flatten(0, 2).index_select(0, index.flatten())
+            blocks = dequantize(blocks, scales).to(dtype)
+        return blocks.view(*index.shape, *blocks.shape[1:]).transpose(-3, -4)
+
+    def fill_(self, value: float) -> None:
+        """Make every K and V `value`."""
+        if self.scales is None:
+            self.values.fill_(value)
+            return
+        codes, scales = quantize(torch.full((1,), value), self.values.dtype)
+        self.values.fill_(codes.item())
+        self.scales.fill_(scales.item())

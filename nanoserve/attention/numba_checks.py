@@ -1,0 +1,88 @@
+"""What attention on a CPU takes: checked before its kernel gets addresses, which have no bounds."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
+from nanoserve.kernels_cpu.checks import FLOATS, check_cache, refuse
+
+
+def check_attention(
+    layer: AttentionLayer,
+    q: Tensor,
+    cache: Tensor,
+    scales: Tensor | None,
+    metadata: AttentionMetadata,
+) -> None:
+    """q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim].
+
+    scales: of codes, one for each head of each slot.
+    """
+    check_cache(cache, scales, q.dtype)
+    num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    of_q = [*q.shape]
+    if of_q[1:] != [num_heads, head_dim] or q.dtype not in FLOATS:
+        refuse(f"q must be [tokens, {num_heads}, {head_dim}], float32 or bfloat16", q=q)
+    shape = [*cache.shape]
+    if len(shape) != 5 or shape != [2, shape[1], num_kv_heads, shape[3], head_dim] or 0 in shape:
+        refuse(f"the cache must be [2, blocks, {num_kv_heads}, slots, {head_dim}]", cache=cache)
+    if num_heads % num_kv_heads or not num_heads:
+        refuse("query heads must be a multiple of KV heads", q=q, cache=cache)
+    starts, lens, tables = metadata.cu_seqlens_q, metadata.context_lens, metadata.block_tables
+    rows = tables.shape[0] if tables.dim() == 2 else -1
+    if starts.shape != (rows + 1,) or lens.shape != (rows,):
+        refuse(
+            "must be [rows + 1], [rows] and [rows, blocks]",
+            cu_seqlens_q=starts,
+            context_lens=lens,
+            block_tables=tables,
+        )
+    is_good = starts.dtype == lens.dtype == tables.dtype == torch.int32
+    if not (is_good and starts.is_cpu and lens.is_cpu and tables.is_cpu):
+        told = {"cu_seqlens_q": starts, "context_lens": lens, "block_tables": tables}
+        refuse("must be int32, on a CPU", **told)
+    num_single = metadata.num_decode_rows
+    if not 0 <= num_single <= min(rows, of_q[0]):
+        raise ValueError(f"num_decode_rows={num_single} of {rows} rows with {of_q[0]} tokens")
+    if layer.sliding_window is not None and layer.sliding_window < 1:
+        raise ValueError(f"sliding_window={layer.sliding_window}: a query sees at least itself")
+
+
+def refuse_rows(
+    layer: AttentionLayer, num_tokens: int, cache_shape: Sequence[int], metadata: AttentionMetadata
+) -> NoReturn:
+    """Raise `ValueError` for the first row whose tokens or blocks do not exist."""
+    for row in range(metadata.context_lens.shape[0]):
+        check_row(row, layer, num_tokens, cache_shape, metadata)
+    ends = metadata.cu_seqlens_q[[0, -1]].tolist()
+    raise ValueError(f"rows have tokens {ends[0]} to {ends[1]}, and q has {num_tokens}")
+
+
+def check_row(
+    row: int,
+    layer: AttentionLayer,
+    num_tokens: int,
+    cache_shape: Sequence[int],
+    metadata: AttentionMetadata,
+) -> None:
+    """Raise `ValueError` unless a row's tokens exist, and the blocks that they see."""
+    num_blocks, block_size = cache_shape[1], cache_shape[3]
+    start, end = metadata.cu_seqlens_q[row : row + 2].tolist()
+    length, table = int(metadata.context_lens[row]), metadata.block_tables[row].numpy()
+    if not (0 <= start < end <= num_tokens and end - start <= length):
+        raise ValueError(
+            f"row {row}: tokens {start} to {end} of {num_tokens} must be the last ones of its "
+            f"context_len {length}"
+        )
+    if length > len(table) * block_size:
+        raise ValueError(
+            f"row {row}: context_len {length} does not fit into {len(table)} blocks of {block_size}"
+        )
+    first_seen = max(0, length - (end - start) + 1 - (layer.sliding_window or length))
+    used = table[first_seen // block_size : -(-length // block_size)]
+    wrong = used[(used < 0) | (used >= num_blocks)].tolist()
+    if wrong:
+        raise ValueError(f"row {row}: blocks {wrong[:4]} are none of {num_blocks}")

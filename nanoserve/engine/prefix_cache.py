@@ -1,0 +1,261 @@
+"""Find blocks whose K and V can be used again: the prefix cache.
+
+K and V of a token depend on its whole prefix. So what is cached is a *prefix*: a full block of
+tokens behind a certain parent, which is a prefix again, up to the root. They form a tree:
+
+    [the quick brown fox] -- [jumps over the lazy] -- [dog and so on and]
+                         \\-- [runs away from the ]
+
+A prefix knows the blocks in which its K and V lie. A prefix without blocks stays as long as one
+behind it has some, because it proves what that one is; with the last of them it goes.
+"""
+
+import secrets
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from nanoserve.engine.listeners import BlockListener, CachedBlock, Listeners
+from nanoserve.engine.sequence import CacheKey, Sequence
+
+
+def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
+    """Return a hash of a block *and all that came before it*: 128 bits over parent and token ids.
+
+    Equal tokens behind different prefixes must not share a block; chaining makes the prefix part of
+    the key. It finds a prefix and proves nothing: XXH3 is no cryptographic hash, and pairs of
+    blocks that collide under *every* parent are found in seconds. `PrefixCache.chain` compares what
+    it has found.
+    """
+    return xxhash.xxh3_128_digest(parent + token_ids.astype(np.int32, copy=False).tobytes())
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A full block of tokens behind all that came before it.
+
+    blocks: by group, the blocks that hold its K and V. Mostly there is one; there are more where
+        sequences have computed the same tokens side by side.
+    number: given to no other prefix, ever.
+    """
+
+    parent: "Prefix | CacheKey"
+    token_ids: list[int]
+    block_hash: bytes
+    blocks: list[list[int]]
+    number: int
+    num_children: int = 0
+
+    def count_children(self, change: int) -> None:
+        self.num_children += change
+
+
+class PrefixCache:
+    """The tree of prefixes, found by their chain hashes. `listeners` hear of all that changes.
+
+    `num_needed` says, by group, how many of the last blocks of a hit must be there: None for all
+    from the first one on, and less where layers have a sliding window.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_needed: AbstractSequence[int | None] = (None,),
+        seed: int | None = None,
+    ) -> None:
+        self.block_size, self.num_needed = block_size, tuple(num_needed)
+        seed = secrets.randbits(64) if seed is None else seed
+        self.listeners: Listeners[BlockListener] = Listeners()
+        self._root = chain_hash(str(seed).encode(), np.empty(0))
+        self._numbers = count(1)
+        self._num_blocks = num_blocks
+        self._prefixes: dict[bytes, Prefix] = {}
+        self._prefix_of: list[Prefix | None] = [None] * (num_blocks + 1)  # by block
+
+    def clear(self) -> None:
+        """Forget everything. O(pool)."""
+        self._prefixes = {}
+        self._prefix_of = [None] * (self._num_blocks + 1)
+        if self.listeners:
+            self.listeners.notify(lambda listener: listener.on_cleared())
+
+    # ------------------------------------------------------------------ lookup
+
+    def lookup(self, seq: Sequence, max_blocks: int) -> list[tuple[int, ...]]:
+        """Return the longest known beginning of `seq`, of up to `max_blocks` blocks.
+
+        For each of its blocks of tokens: by group, the KV block, or 0 where none is needed. Groups
+        agree on its end: a group with full attention has all blocks before it, and one with a
+        window the last `num_needed`.
+        """
+        chain = self.chain(seq, max_blocks)
+        end, runs = 0, [0] * len(self.num_needed)  # blocks in a row, by group
+        for length, prefix in enumerate(chain, 1):
+            runs = [run + 1 if own else 0 for run, own in zip(runs, prefix.blocks, strict=True)]
+            wanted = (length if n is None else min(n, length) for n in self.num_needed)
+            if all(run >= n for run, n in zip(runs, wanted, strict=True)):
+                end = length
+        starts = [0 if n is None else max(0, end - n) for n in self.num_needed]
+        return [
+            tuple(
+                own[0] if index >= start else 0
+                for own, start in zip(prefix.blocks, starts, strict=True)
+            )
+            for index, prefix in enumerate(chain[:end])
+        ]
+
+    def chain(self, seq: Sequence, max_blocks: int) -> list[Prefix]:
+        """Return the prefixes of `seq` that are known, from the first one on.
+
+        One counts only if it has these very tokens behind this very parent; one whose hash merely
+        collides ends the chain.
+        """
+        self.hash_blocks(seq, max_blocks)
+        chain: list[Prefix] = []
+        parent: Prefix | CacheKey = seq.cache_key
+        for index in range(max_blocks):
+            prefix = self._prefixes.get(seq.block_hashes[index])
+            if prefix is None or not self._is_at(prefix, seq, index, parent):
+                break
+            chain.append(prefix)
+            parent = prefix
+        return chain
+
+    def find(self, block_hash: bytes) -> int | None:
+        """Return a block of the first group with this chain hash, or None."""
+        prefix = self._prefixes.get(block_hash)
+        return prefix.blocks[0][0] if prefix is not None and prefix.blocks[0] else None
+
+    def hashes(self) -> list[bytes]:
+        """Return the chain hashes of all that `find` finds, not always parents first."""
+        return [hash_ for hash_, prefix in self._prefixes.items() if prefix.blocks[0]]
+
+    def number_of(self, block: int) -> int:
+        """Return the number of the prefix that `block` holds; 0 if it is not cached."""
+        prefix = self._prefix_of[block]
+        return 0 if prefix is None else prefix.number
+
+    def has(self, block: int) -> bool:
+        """Return whether lookups can find `block`, in use or free."""
+        return self._prefix_of[block] is not None
+
+    def has_copy(self, block: int) -> bool:
+        """Return whether another block of the same group holds the same."""
+        prefix = self._prefix_of[block]
+        return prefix is not None and any(len(own) > 1 and block in own for own in prefix.blocks)
+
+    # ------------------------------------------------------------------ blocks come and go
+
+    def add(self, seq: Sequence, index: int) -> list[int]:
+        """Let lookups find the blocks that hold the tokens of block `index` of `seq`.
+
+        Returns those that were not cached before. If another prefix has the same hash, that one
+        stays, and neither this one nor what comes behind it is cached.
+        """
+        tables = seq.block_tables
+        parent = self._prefix_of[tables[0][index - 1]] if index else seq.cache_key
+        if parent is None:
+            return []
+        self.hash_blocks(seq, index + 1)
+        prefix = self._prefixes.get(seq.block_hashes[index])
+        if prefix is None:
+            prefix = self._grow(parent, seq, index)
+        elif not self._is_at(prefix, seq, index, parent):
+            return []
+        new = []
+        for group, (own, table) in enumerate(zip(prefix.blocks, tables, strict=True)):
+            block = table[index]
+            if block and self._prefix_of[block] is None:
+                self._prefix_of[block] = prefix
+                own.append(block)
+                new.append(block)
+                if self.listeners:
+                    self._notify_cached(prefix, block, group, seq.cache_key)
+        return new
+
+    def remove(self, block: int) -> None:
+        """Forget what `block` holds, if that is cached: its content is about to change."""
+        prefix = self._prefix_of[block]
+        if prefix is None:
+            return
+        self._prefix_of[block] = None
+        for group, own in enumerate(prefix.blocks):
+            if block in own:
+                own.remove(block)
+                self._notify_removed(block, prefix.block_hash, group, not own)
+                break
+        while isinstance(prefix, Prefix) and not prefix.num_children and not any(prefix.blocks):
+            del self._prefixes[prefix.block_hash]
+            prefix = prefix.parent
+            if isinstance(prefix, Prefix):
+                prefix.count_children(-1)
+
+    def hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
+        """Extend `seq.block_hashes` to at least `num_blocks` hashes, each token hashed once."""
+        hashes, size = seq.block_hashes, self.block_size
+        first = len(hashes)
+        if first >= num_blocks:
+            return
+        token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
+        for start in range(0, len(token_ids), size):
+            parent = hashes[-1] if hashes else self._root_of(seq)
+            hashes.append(chain_hash(parent, token_ids[start : start + size]))
+
+    def problems(self) -> list[str]:
+        """Return what is inconsistent; nothing, it is hoped."""
+        held = {b: p for p in self._prefixes.values() for own in p.blocks for b in own}
+        cached = {block: p for block, p in enumerate(self._prefix_of) if p is not None}
+        prefixes = set(self._prefixes.values())
+        parents = [p.parent for p in prefixes if isinstance(p.parent, Prefix)]
+        problems = {
+            "prefixes and blocks disagree": held != cached,
+            "a cached prefix has lost its parent": not prefixes.issuperset(parents),
+            "children are miscounted": sum(p.num_children for p in prefixes) != len(parents),
+            "a prefix is kept for nothing": any(
+                not p.num_children and not any(p.blocks) for p in prefixes
+            ),
+        }
+        return [problem for problem, is_there in problems.items() if is_there]
+
+    def _grow(self, parent: Prefix | CacheKey, seq: Sequence, index: int) -> Prefix:
+        """Add the prefix that ends with block `index` of `seq`."""
+        hash_, blocks = seq.block_hashes[index], [[] for _ in self.num_needed]
+        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks, next(self._numbers))
+        if isinstance(parent, Prefix):
+            parent.count_children(1)
+        self._prefixes[hash_] = prefix
+        return prefix
+
+    def _root_of(self, seq: Sequence) -> bytes:
+        """Return where its chain begins: all that gives equal tokens other K and V is folded in."""
+        return self._root + repr(seq.cache_key).encode() if seq.cache_key else self._root
+
+    def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
+        """Return whether `prefix` is what `seq` has at `index`: tokens and parent."""
+        return prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
+
+    def _token_ids(self, seq: Sequence, index: int) -> list[int]:
+        """Return the token ids of block `index` of `seq`."""
+        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _notify_removed(self, *removed: Any) -> None:
+        if self.listeners:
+            self.listeners.notify(lambda listener: listener.on_removed(*removed))
+
+    def _notify_cached(self, prefix: Prefix, block: int, group: int, key: CacheKey) -> None:
+        parent = prefix.parent
+        cached = CachedBlock(
+            block,
+            prefix.block_hash,
+            parent.block_hash if isinstance(parent, Prefix) else None,
+            prefix.token_ids,
+            key,
+            group,
+            is_copy=len(prefix.blocks[group]) > 1,
+        )
+        self.listeners.notify(lambda listener: listener.on_cached(cached))

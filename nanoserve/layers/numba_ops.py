@@ -1,0 +1,23 @@
+"""`TorchOps` for a CPU, as kernels that numba compiles (extra: `nanoserve[cpu]`)."""
+
+from torch import Tensor
+
+from nanoserve.kernels_cpu.ops import add_rms_norm, rms_norm, silu_and_mul
+from nanoserve.kernels_cpu.store_kv import store_kv
+from nanoserve.layers.fused_ops import FusedOps
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+class NumbaOps(FusedOps):
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    store_kv = staticmethod(store_kv)
+
+    def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[num_tokens, 2 x size] -> [num_tokens, size]; GELU is torch's."""
+        if activation == "silu":
+            return silu_and_mul(gate_up)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r:.80} is none of {ACTIVATIONS}")
+        return super().act_and_mul(gate_up, activation)

@@ -1,0 +1,24 @@
+"""`TorchOps` as one Triton kernel each, for tensors on a GPU."""
+
+from typing import Any
+
+import torch
+
+from nanoserve.kernels.act_and_mul import act_and_mul
+from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.experts import fused_experts
+from nanoserve.kernels.store_kv import store_kv
+from nanoserve.layers.fused_ops import FusedOps
+
+
+class TritonOps(FusedOps):
+    """What has no kernel of its own here is not part of a decode step of a supported model."""
+
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    act_and_mul = staticmethod(act_and_mul)
+    store_kv = staticmethod(store_kv)
+
+    def sum_of_experts(self, *args: Any) -> torch.Tensor:
+        """Arguments and result as of `nanoserve.layers.experts.sum_of_experts`."""
+        return fused_experts(*args)

@@ -1,0 +1,140 @@
+"""What lies behind a layer's window is given back: it may hold anything, and no backend reads it.
+
+Blocks that no query of a row sees, and the dummy block, which stands for them in block tables, are
+filled with NaN, as are the slots before the window in the block in which it begins. That changes no
+bit of any answer.
+"""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
+from nanoserve.attention.torch import TorchAttention
+
+# (new tokens, context): contexts inside of the window, and long ones; chunks longer than a window.
+DECODES = [(1, 37), (1, 2), (1, 89)]
+FEW = [(2, 2), (5, 44), (3, 90)]
+STEPS = {
+    "rows of few tokens": DECODES + FEW,
+    "chunks as well": [*DECODES, *FEW, (36, 100), (34, 34)],
+}
+NUMBA = pytest.mark.skipif(find_spec("numba") is None, reason="pip install 'nanoserve[cpu]'")
+TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+BACKENDS = ["torch", pytest.param("numba", marks=NUMBA), pytest.param("triton", marks=TRITON)]
+
+
+def make_backend(name: str) -> AttentionBackend:
+    if name == "torch":
+        return TorchAttention()
+    if name == "numba":
+        from nanoserve.attention.numba import NumbaAttention
+
+        return NumbaAttention()
+    from nanoserve.attention.triton import TritonAttention
+
+    backend = TritonAttention()
+    backend.longest_cut = 8  # so that rows of few tokens are cut into shares, as decode rows are
+    return backend
+
+
+class Step:
+    """Random K and V, stored in a cache of one format, and queries."""
+
+    def __init__(
+        self, rows: list[tuple[int, int]], layer: AttentionLayer, kind: str, block_size: int
+    ) -> None:
+        torch.manual_seed(block_size)
+        self.rows, self.layer, self.block_size = rows, layer, block_size
+        num_new, contexts = zip(*rows, strict=True)
+        blocks = [-(-context // block_size) for context in contexts]
+        order = (torch.randperm(sum(blocks)) + 1).int()
+        self.tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
+        for row, own in enumerate(order.split(blocks)):
+            self.tables[row, : len(own)] = own
+        self.q = torch.randn(sum(num_new), layer.num_heads, layer.head_dim)
+        spec = KVCacheSpec.of_format(
+            block_size, layer.num_kv_heads, layer.head_dim, torch.float32, kind
+        )
+        (self.cache,) = spec.allocate(1, sum(blocks) + 1)
+        kv = torch.randn(2, (sum(blocks) + 1) * block_size, layer.num_kv_heads, layer.head_dim)
+        self.cache.store(*kv, torch.arange(kv.shape[1], dtype=torch.int32))
+        self.starts = torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32)
+
+    def first_seen(self, row: int) -> int:
+        num_new, context = self.rows[row]
+        return max(0, context - num_new + 1 - self.layer.sliding_window)
+
+    def spoil(self) -> None:
+        """Write NaN to what is not seen, in floats or as a scale."""
+        self._spoil(0, self.block_size)
+        for row in range(len(self.rows)):
+            whole, slots = divmod(self.first_seen(row), self.block_size)
+            for column in range(whole):
+                self._spoil(int(self.tables[row, column]), self.block_size)
+            self._spoil(int(self.tables[row, whole]), slots)
+
+    def _spoil(self, block: int, num_slots: int) -> None:
+        spoilt = self.cache.values if self.cache.scales is None else self.cache.scales
+        spoilt[:, block, :, :num_slots] = torch.nan
+
+    def give_back(self) -> None:
+        """Put the dummy block into block tables for blocks that are not seen."""
+        for row in range(len(self.rows)):
+            self.tables[row, : self.first_seen(row) // self.block_size] = 0
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        num_new, contexts = zip(*self.rows, strict=True)
+        metadata = AttentionMetadata(
+            positions=torch.empty(0),
+            slot_mapping=torch.empty(0),
+            cu_seqlens_q=self.starts,
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            block_tables=self.tables,
+            num_decode_rows=num_new.count(1),
+            max_query_len=max(num_new),
+            max_context_len=max(contexts),
+        )
+        with torch.inference_mode():
+            return backend.attend(self.layer, self.q, self.cache, metadata)
+
+
+@pytest.mark.small(kind=["auto", "int8"], window=[7], step=["chunks as well"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("window", [1, 4, 7, 16])
+@pytest.mark.parametrize("kind", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_given_back_changes_no_bit(backend: str, kind: str, window: int, step: str) -> None:
+    attention = make_backend(backend)
+    for block_size, soft_cap in ((4, None), (16, 1.5)):
+        layer = AttentionLayer(4, 2, 16, 0.3, window, soft_cap)
+        batch = Step(STEPS[step], layer, kind, block_size)
+        clean = batch.attend(attention)
+        assert clean.isfinite().all()
+        batch.spoil()
+        assert torch.equal(batch.attend(attention), clean)
+        batch.give_back()
+        assert torch.equal(batch.attend(attention), clean)
+
+
+# A window of 8 lies in up to 3 blocks of 4; with 6 queries, 13 tokens in up to 4 or 5.
+@pytest.mark.parametrize(("num_new", "most"), [(1, 3), (6, 5)])
+def test_torch_reads_no_more_blocks_than_a_window_has(
+    num_new: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the contexts are: 3 rows, whose windows begin in different blocks."""
+    read, num_blocks = KVCache.read, []
+
+    def counted(self: KVCache, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        num_blocks.append(block_ids.shape[-1])
+        return read(self, block_ids, dtype)
+
+    layer = AttentionLayer(4, 2, 16, 0.3, 8)
+    batch = Step([(num_new, 400), (num_new, 33), (num_new, 1001)], layer, "auto", 4)
+    monkeypatch.setattr(KVCache, "read", counted)
+    batch.attend(TorchAttention())
+    assert num_blocks and max(num_blocks) <= most
+    assert len(num_blocks) == (1 if num_new == 1 else 3)  # rows of one token go together
