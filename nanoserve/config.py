@@ -18,7 +18,6 @@ from nanoserve.checks import (
     require,
     shown,
 )
-from nanoserve.engine.kv_groups import KVCacheGroup, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -245,10 +244,8 @@ class EngineConfig:
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
 
-    def kv_cache_groups(
-        self, windows: Iterable[int | None], limit: int
-    ) -> tuple[KVCacheGroup, ...]:
-        """Return the groups of layers whose K and V are needed equally long, in this engine.
+    def windows_in_force(self, windows: Iterable[int | None], limit: int) -> list[int | None]:
+        """Return how long the K and V of each layer are needed in this engine: its window, or None.
 
         windows: those of the model's layers; limit: the longest sequence that it was made for. A
         window as wide as the longest sequence is none. A draft model keeps its own K and V in the
@@ -260,7 +257,7 @@ class EngineConfig:
         needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
         if self.disable_hybrid_kv_cache_manager or needs_all:
             windows = [None] * len(windows)
-        return group_layers(windows)
+        return windows
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

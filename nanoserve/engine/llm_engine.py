@@ -17,6 +17,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.engine.extension import EXTENSIONS, Extension
 from nanoserve.engine.input_processor import InputProcessor
+from nanoserve.engine.kv_groups import group_layers
 from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
@@ -67,7 +68,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
         self.extensions: list[Extension] = []
         limit = model_config.max_position_embeddings
-        groups = config.kv_cache_groups(model_config.sliding_windows, limit)
+        groups = group_layers(config.windows_in_force(model_config.sliding_windows, limit))
         self.scheduler = load_scheduler_class(config.scheduler_cls)(
             config,
             executor.num_kv_blocks,

@@ -17,7 +17,7 @@ import torch
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom
+from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, group_layers
 from nanoserve.kernels_cpu.memory import map_zeros
 from nanoserve.layers.context import LayerContext
 
@@ -27,7 +27,7 @@ _GIB = 2**30
 def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
     """Return the groups of layers that have a block table each."""
     limit = model_config.max_position_embeddings
-    return config.kv_cache_groups(model_config.sliding_windows, limit)
+    return group_layers(config.windows_in_force(model_config.sliding_windows, limit))
 
 
 def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
