@@ -17,7 +17,6 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.engine.extension import EXTENSIONS, Extension
 from nanoserve.engine.input_processor import InputProcessor
-from nanoserve.engine.kv_groups import group_layers
 from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
