@@ -2,12 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.chat_template import load_chat_template
 from nanoserve.checks import (
     check_bool,
     check_choice,
@@ -18,7 +16,6 @@ from nanoserve.checks import (
     require,
     shown,
 )
-from nanoserve.engine.kv_groups import KVCacheGroup, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +192,8 @@ class EngineConfig:
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
         if self.chat_template is not None:
+            from nanoserve.chat_template import load_chat_template
+
             self.chat_template = load_chat_template(
                 self.chat_template, has_tokenizer=not self.skip_tokenizer_init
             )
@@ -246,23 +245,6 @@ class EngineConfig:
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
         return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
-
-    def kv_cache_groups(
-        self, windows: Iterable[int | None], limit: int
-    ) -> tuple[KVCacheGroup, ...]:
-        """Return the groups of layers whose K and V are needed equally long, in this engine.
-
-        windows: those of the model's layers; limit: the longest sequence that it was made for. A
-        window as wide as the longest sequence is none. A draft model keeps its own K and V in the
-        blocks of the first group, which must then have them all.
-        """
-        longest = self.max_model_len or limit
-        windows = [None if window is None or window >= longest else window for window in windows]
-        drafts = self.speculative_config
-        needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
-        if self.disable_hybrid_kv_cache_manager or needs_all:
-            windows = [None] * len(windows)
-        return group_layers(windows)
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoserve.attention.kv_formats import head_bytes, kv_format
 from nanoserve.attention.quantized_kv import dequantize, quantize
+from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from nanoserve.attention.kv_formats import head_bytes, kv_format
+from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 _HEAD_DIM = 128  # values that share the scale of a KV cache in 8 bits

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanoserve.attention.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.misfits import check_folder
 from nanoserve.checkpoint.moe_config import MoEConfig

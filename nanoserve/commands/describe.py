@@ -19,12 +19,17 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
-from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context
-from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, physical_memory_bytes
+from nanoserve.worker.kv_cache import (
+    KVCacheLayout,
+    decide_num_kv_blocks,
+    longest_sequence,
+    physical_memory_bytes,
+    room_of_sequence,
+)
 from nanoserve.worker.load_model import check_model, kept_bytes
 
 Facts = dict[str, Any]
@@ -137,7 +142,7 @@ def _describe_pool(
     facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
 ) -> None:
     """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
-    limit, block_size = model_config.max_position_embeddings, config.block_size
+    block_size = config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
     facts["kv_block_bytes"] = block_bytes
     memory_bytes = physical_memory_bytes()
@@ -146,7 +151,9 @@ def _describe_pool(
             return
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
     num_blocks = decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
-    facts["num_kv_blocks"], facts["num_kv_tokens"] = num_blocks, num_blocks * block_size
-    max_model_len = config.resolve_max_model_len(limit, num_blocks)
+    room = room_of_sequence(config, model_config)
+    facts["num_kv_blocks"] = num_blocks
+    facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)
+    max_model_len = longest_sequence(config, model_config, num_blocks)
     facts["max_model_len"] = max_model_len
-    facts["num_full_sequences"] = num_blocks // blocks_needed(max_model_len, block_size)
+    facts["num_full_sequences"] = num_blocks // room.num_blocks(max_model_len)

@@ -15,6 +15,9 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+
 _MOST_PADDING = 1.5  # up to here, a kind of fewer layers is padded to the size of one of more
 
 
@@ -40,6 +43,21 @@ def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, .
         num_groups = -(-len(layers) // size)
         groups += [KVCacheGroup(window, tuple(layers[i::num_groups])) for i in range(num_groups)]
     return tuple(groups)
+
+
+def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
+    """Return the groups of a model as this engine runs it.
+
+    A window as wide as the longest sequence is none. A draft model keeps its own K and V in the
+    blocks of the first group, which must then have them all.
+    """
+    longest = config.max_model_len or model_config.max_position_embeddings
+    windows = [None if w is None or w >= longest else w for w in model_config.sliding_windows]
+    drafts = config.speculative_config
+    needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
+    if config.disable_hybrid_kv_cache_manager or needs_all:
+        windows = [None] * len(windows)
+    return group_layers(windows)
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:

@@ -21,7 +21,7 @@ from nanoserve.engine.listeners import Listeners, RequestListener
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
 from nanoserve.engine.plan import Plan
-from nanoserve.engine.policy import load_scheduler_class
+from nanoserve.engine.policy import make_scheduler
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes, Stopwatch
@@ -66,9 +66,7 @@ class LLMEngine:
         max_model_len = executor.max_model_len
         self.input_processor = InputProcessor(config, model_config, tokenizer, max_model_len, clock)
         self.extensions: list[Extension] = []
-        self.scheduler = load_scheduler_class(config.scheduler_cls)(
-            config, executor.num_kv_blocks, max_model_len, self.extensions
-        )
+        self.scheduler = make_scheduler(config, model_config, executor, self.extensions)
         self.output_processor = OutputProcessor(tokenizer)
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []

@@ -3,7 +3,28 @@
 from importlib import import_module
 from typing import Any
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor
+from nanoserve.engine.extension import Extension
+from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.engine.scheduler import Scheduler
+
+
+def make_scheduler(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    executor: Executor,
+    extensions: list[Extension],
+) -> Scheduler:
+    """Return the scheduler of an engine; `extensions` is its list, which may grow."""
+    return load_scheduler_class(config.scheduler_cls)(
+        config,
+        executor.num_kv_blocks,
+        executor.max_model_len,
+        extensions,
+        [group.window for group in kv_cache_groups(config, model_config)],
+    )
 
 
 def load_scheduler_class(scheduler_cls: "type[Scheduler] | str | None") -> type[Scheduler]:

@@ -152,7 +152,9 @@ class Qwen3Model(nn.Module):
             hidden = self.pp.receive(input_ids.new_empty(shape, dtype=self.dtype))
         residual = torch.zeros_like(hidden)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            hidden, residual = layer(hidden, residual, kv_cache, metadata)
+            # Layers that need K and V equally long have a block table of their own.
+            group = metadata.of_group(kv_cache.group)
+            hidden, residual = layer(hidden, residual, kv_cache, group)
         if not self.pp.is_last:  # the next stage begins with the sum as with an embedding
             return self.pp.send(residual + hidden)
         return self.norm.add(hidden, residual)[0]

@@ -74,6 +74,7 @@ def prepare_draft_model(
             own,
             num_kv_blocks=executor.num_kv_blocks,
             kv_cache_memory_bytes=None,
+            disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
             max_model_len=min(executor.max_model_len, draft.max_position_embeddings),
         )
         runner = make_runner(sized, draft, checkpoint.folder, ParallelContext())

@@ -32,7 +32,7 @@ from nanoserve.worker.cuda_graphs import graph_sizes
 from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.gpu_memory import GPUMemory, measure_graphs, measure_step, run_worst_case
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
-from nanoserve.worker.kv_cache import decide_num_kv_blocks
+from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
 
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
 
@@ -135,7 +135,7 @@ class CudaDevice:
         """Return None: a pool of any size has to fit beside the weights."""
         if config.max_model_len is not None:
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
-            config.resolve_max_model_len(model_config.max_position_embeddings, most)
+            longest_sequence(config, model_config, most)
         elif model_config.max_position_embeddings > _MOST_POSITIONS:
             raise ValueError(
                 f"the model allows {model_config.max_position_embeddings} positions: give "

@@ -17,17 +17,27 @@ import torch
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.kv_groups import KVCacheGroup
+from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
 from nanoserve.kernels_cpu.memory import map_zeros
 from nanoserve.layers.context import LayerContext
 
 _GIB = 2**30
 
 
-def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of layers that have a block table each: for now, all are one."""
-    return (KVCacheGroup(None, tuple(range(model_config.num_hidden_layers))),)
+def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
+    """Return what tells how many blocks a sequence takes."""
+    windows = [group.window for group in kv_cache_groups(config, model_config)]
+    return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
+
+
+def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blocks: int) -> int:
+    """Return `max_model_len` in a pool of so many blocks.
+
+    Raises `ValueError` for an explicit one that does not fit, or if nothing does.
+    """
+    limit = model_config.max_position_embeddings
+    pool_limit = room_of_sequence(config, model_config).longest(num_kv_blocks)
+    return config.resolve_max_model_len(limit, num_kv_blocks, pool_limit)
 
 
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -88,7 +98,7 @@ def decide_num_kv_blocks(
 def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the number of blocks that `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
-    return config.max_num_seqs * blocks_needed(max_model_len, config.block_size)
+    return config.max_num_seqs * room_of_sequence(config, model_config).num_blocks(max_model_len)
 
 
 def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes: int) -> int:

@@ -17,15 +17,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.draft_tokens import AcceptedRows, accept_draft_tokens
+from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
-from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches, longest_sequence
 from nanoserve.worker.load_model import allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
@@ -104,14 +103,13 @@ class ModelRunner:
         """
         layout = KVCacheLayout.of(config, model_config, context)
         parallel, memory_bytes = context.parallel, device.memory_bytes(context.parallel)
-        longest = partial(config.resolve_max_model_len, model_config.max_position_embeddings)
         with device.guard():
             # 1) As far as it goes without weights: the pool, and the longest sequence in it.
             pool = config, model_config, layout.block_bytes, memory_bytes
             num_kv_blocks, max_model_len = device.num_kv_blocks(*pool), config.max_model_len
             if num_kv_blocks is not None:
                 num_kv_blocks = parallel.smallest(num_kv_blocks)
-                max_model_len = longest(num_kv_blocks)
+                max_model_len = longest_sequence(config, model_config, num_kv_blocks)
             # 2) The weights.
             model = load_model(config, model_config, path, context, max_model_len, memory_bytes)
             make = partial(cls, config, model_config, path, context, device, model, layout)
@@ -122,7 +120,7 @@ class ModelRunner:
                     model_config, layout.block_bytes, parallel, profiled
                 )
                 num_kv_blocks = parallel.smallest(measured)
-                max_model_len = longest(num_kv_blocks)
+                max_model_len = longest_sequence(config, model_config, num_kv_blocks)
             # 4) The runner, and what would otherwise be compiled while it serves.
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
@@ -241,7 +239,7 @@ class ModelRunner:
                     states[first].extend(accepted)
         logprobs, places = None, []
         if sampled.logprobs is not None:
-            logprobs, places = _logprobs_by_row(sampled, rows)
+            logprobs, places = sampled.logprobs.keep(rows.places(sampled.logprob_rows.tolist()))
         return StepResult(
             token_ids=rows.token_ids,
             logprobs=logprobs,
@@ -256,7 +254,7 @@ class ModelRunner:
         """Do nothing: what runs on the device runs to its end without being waited for."""
 
     def release_kv_caches(self) -> None:
-        """Give the memory of the KV cache back; nothing runs until `restore`."""
+        """Give the memory of the KV cache back; nothing runs until `resume`."""
         with self.device.guard():
             self.device.finish()
             self.device.drop_programs()  # they know where everything lies
@@ -279,26 +277,15 @@ class ModelRunner:
                 self.model.to(self.context.device)
                 return
             memory_bytes = self.device.memory_bytes(self.context.parallel)
-            self.model = load_model(
-                self.config,
-                self.model_config,
-                self.path,
-                self.context,
-                self.max_model_len,
-                memory_bytes,
-            )
+            source = self.config, self.model_config, self.path, self.context
+            self.model = load_model(*source, self.max_model_len, memory_bytes)
             self.sampler = self._make_sampler()
 
     def restore_kv_caches(self) -> None:
         """Allocate the KV cache anew, with as many blocks as before."""
         with self.device.guard():
-            self.kv_caches = allocate_pool(
-                self.config,
-                self.model_config,
-                self.kv_cache_layout,
-                self.num_kv_blocks,
-                self.context.device,
-            )
+            shape = self.kv_cache_layout, self.num_kv_blocks, self.context.device
+            self.kv_caches = allocate_pool(self.config, self.model_config, *shape)
 
     def resume(self) -> None:
         """Run steps again, when weights and KV cache are there."""
@@ -347,15 +334,3 @@ def _with_one_block(
     longest = config.max_model_len or model_config.max_position_embeddings
     kv_caches = allocate_kv_caches(*layout, 1, context.device)
     return make(kv_caches, blocks_needed(longest, config.block_size), longest)
-
-
-def _logprobs_by_row(
-    sampled: Sampled, rows: AcceptedRows
-) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
-    """Return the entries of tokens that a row gets, and for each (row, index among its tokens)."""
-    logprobs = sampled.logprobs.to_host()
-    places = rows.places(sampled.logprob_rows.tolist())
-    kept = [entry for entry, place in enumerate(places) if place is not None]
-    if len(kept) < len(places):
-        logprobs = logprobs.take(kept)
-    return logprobs, [places[entry] for entry in kept]

@@ -104,7 +104,7 @@ def test_the_same_with_other_features(name, options, make) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_same_in_a_tiny_pool(name, drafts, is_async, make) -> None:
     path, expected = make(name)
-    windows = {"mistral": [9], "gemma2": [None, 9], "gemma3": [None, 9, 9, 9]}[name]
+    windows = {"mistral": [9], "gemma2": [None, 9, 9], "gemma3": [None, 9, 9, 9]}[name]
     room = SequenceRoom(windows, 4, 16)
     options = {"max_num_batched_tokens": 16, "async_scheduling": is_async}
     if drafts:

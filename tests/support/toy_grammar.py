@@ -1,5 +1,7 @@
 """A grammar backend of one's own, whose grammars allow the letters of a text, one by one."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from nanoserve.structured.source import Source
@@ -9,19 +11,16 @@ class Spelling:
     check_seconds = 1
 
     def __init__(self, tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self.num_bytes = tokenizer, 0
+        self._tokenizer = tokenizer
 
     @staticmethod
     def check(source: Source) -> None:
         if " " in source.text:
             raise ValueError("a space cannot be spelled")
 
-    def compile(self, source: Source) -> "Spelling":
-        self._letters = [self._tokenizer.token_to_id(letter) for letter in source.text]
-        return self
-
-    def start(self) -> "Spelled":
-        return Spelled(self._letters)
+    def compile(self, source: Source) -> SimpleNamespace:
+        letters = [self._tokenizer.token_to_id(letter) for letter in source.text]
+        return SimpleNamespace(num_bytes=0, start=lambda: Spelled(letters))
 
 
 class Spelled:
