@@ -48,7 +48,7 @@ def answers(path: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> l
         assert manager.num_free_blocks == manager.num_blocks
         assert manager.has_windows != options.get("disable_hybrid_kv_cache_manager", False)
         num_preemptions = llm.engine.scheduler.num_preemptions
-    if "num_kv_blocks" in options:
+    if "num_kv_blocks" in options and options["max_num_seqs"] > 1:
         assert num_preemptions > 0, "the pool is not tiny"
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -99,36 +99,36 @@ def test_the_same_in_a_tiny_pool(name, drafts, is_async, make) -> None:
     assert answered == expected
 
 
-@pytest.mark.small(name=["gemma3"], kind=["int8"], options=[{}])
+@pytest.mark.small(name=["gemma3"], backend=["torch"], kind=["int8"], options=[{"max_num_seqs": 1}])
 @MODEL
 @BACKEND
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize(
-    "options", [{}, {"enable_prefix_caching": False}, {"long_prefill_token_threshold": 7}], ids=str
+    "options",
+    [
+        {"max_num_seqs": 1},
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "long_prefill_token_threshold": 7},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 16, "max_num_seqs": 1},
+    ],
+    ids="-".join,
 )
 def test_in_8_bits_the_same_as_with_all_blocks(name, backend, kind, options, make) -> None:
-    """What is given back takes its scales along: blocks are written again by other layers."""
+    """A block that is given back is written by layers of another group, its scales as well.
+
+    Sequences that run together may each compute a prefix that they share. Of these copies, which
+    differ by rounding, the two engines find different ones, and an 8-bit code may tip over. So
+    prefixes are cached with one sequence at a time only.
+    """
     if backend == "numba":
         pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
     path, _ = make(name)
     options = {"attention_backend": backend, "kv_cache_dtype": kind, **options}
-    prompts = [*PROMPTS, *PROMPTS]
-    expected = answers(path, prompts, **options, disable_hybrid_kv_cache_manager=True)
-    assert answers(path, prompts, **options) == expected
-
-
-@pytest.mark.small(name=["gemma3"], kind=["int8"], backend=["torch"])
-@MODEL
-@BACKEND
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_in_8_bits_in_a_tiny_pool(name, backend, kind, make) -> None:
-    if backend == "numba":
-        pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
-    path, _ = make(name)
-    options = {"attention_backend": backend, "kv_cache_dtype": kind, "max_num_batched_tokens": 16}
     expected = answers(path, **options, disable_hybrid_kv_cache_manager=True)
-    num_blocks = SequenceRoom(WINDOWS[name], 4, 16).num_blocks(176) + 2
-    assert answers(path, num_kv_blocks=num_blocks, max_model_len=176, **options) == expected
+    if "max_num_batched_tokens" in options:  # a pool in which blocks are written again at once
+        room = SequenceRoom(WINDOWS[name], 4, options["max_num_batched_tokens"])
+        options |= {"num_kv_blocks": room.num_blocks(176), "max_model_len": 176}
+    assert answers(path, **options) == expected
 
 
 @MODEL
