@@ -233,7 +233,9 @@ class EngineConfig:
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
             f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
-            f"{self.enforce_eager}, tensor_parallel_size={self.tensor_parallel_size}",
+            f"{self.enforce_eager} records none, and of tensor_parallel_size="
+            f"{self.tensor_parallel_size} ranks only the first knows which steps a graph can "
+            f"sample, while all take part in its logits",
         )
 
     def for_device(self, kind: str) -> "EngineConfig":

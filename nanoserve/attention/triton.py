@@ -8,10 +8,14 @@ from nanoserve.kernels.paged_attention import paged_attention
 
 
 class TritonAttention(AttentionBackend):
+    """The keys of rows of up to `longest_cut` tokens are cut into shares, as those of decode rows
+    are, if no row of a step has more. With more than one that has not run on a GPU yet.
+    """
+
     capturable = True
-    # The keys of rows of up to so many tokens are cut into shares, as those of decode rows are, if
-    # no row of a step has more. Nobody has run that on a GPU yet: so there are none.
-    longest_cut = 1
+
+    def __init__(self, longest_cut: int = 1) -> None:
+        self.longest_cut = longest_cut
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata

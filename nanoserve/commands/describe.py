@@ -8,7 +8,6 @@ weights only headers are read, and the model is built without memory, to count.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from nanoserve.worker.device import device_kind, make_context
 from nanoserve.worker.kv_cache import (
     KVCacheLayout,
     decide_num_kv_blocks,
+    longest_sequence,
     physical_memory_bytes,
     room_of_sequence,
 )
-from nanoserve.worker.startup import check_model, kept_bytes
+from nanoserve.worker.load_model import check_model, kept_bytes
 
 Facts = dict[str, Any]
 _KV_DTYPES = ("auto", "int8", "fp8")
@@ -134,17 +134,15 @@ def _describe_engine(
         if config.device == "cpu":  # a GPU's memory is known when the process is on it
             is_there = has_weights(checkpoint)
             known = config if is_there else replace(config, load_format="dummy")
-            runner = SimpleNamespace(
-                config=known, model_config=model_config, context=context, device=host
-            )
-            check_model(runner, model, checkpoint.folder)
+            memory_bytes = host.memory_bytes(alone)
+            check_model(model, known, model_config, checkpoint.folder, memory_bytes)
 
 
 def _describe_pool(
     facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
 ) -> None:
     """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
-    limit, block_size = model_config.max_position_embeddings, config.block_size
+    block_size = config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
     facts["kv_block_bytes"] = block_bytes
     memory_bytes = physical_memory_bytes()
@@ -156,6 +154,6 @@ def _describe_pool(
     room = room_of_sequence(config, model_config)
     facts["num_kv_blocks"] = num_blocks
     facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)
-    max_model_len = config.resolve_max_model_len(limit, num_blocks, room.longest(num_blocks))
+    max_model_len = longest_sequence(config, model_config, num_blocks)
     facts["max_model_len"] = max_model_len
     facts["num_full_sequences"] = num_blocks // room.num_blocks(max_model_len)

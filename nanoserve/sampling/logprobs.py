@@ -20,6 +20,16 @@ class LogprobTensors(NamedTuple):
         """Waits for them."""
         return TokenLogprobs(*(tensor.cpu().numpy() for tensor in self))
 
+    def keep(
+        self, places: list[tuple[int, int] | None]
+    ) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
+        """Wait for them, and return those entries that have a place, with their places."""
+        logprobs = self.to_host()
+        kept = [entry for entry, place in enumerate(places) if place is not None]
+        if len(kept) < len(places):
+            logprobs = logprobs.take(kept)
+        return logprobs, [places[entry] for entry in kept]
+
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:
     """For each row of `logits` [num_rows, vocab_size]: the row's token, then the k most likely.

@@ -88,14 +88,8 @@ class SpeculativeConfig:
             "speculative_config with logits_processors of the engine: they would see draft tokens "
             "as if they had been generated; give them to single requests, which then have none",
         )
-        num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-        others = config.enforce_eager, config.capture_sampling, num_ranks
-        require(
-            options.enforce_eager or others == (False, False, 1),
-            f"speculative_config with enforce_eager=False is for one GPU, with CUDA graphs of the "
-            f"model alone: (enforce_eager, capture_sampling, number of ranks) is {others}, "
-            f"and must be {(False, False, 1)}",
-        )
+        if not options.enforce_eager:
+            _check_graphs(config)
         return options
 
     def __post_init__(self) -> None:
@@ -124,3 +118,17 @@ class SpeculativeConfig:
         given = self.prompt_lookup_min, self.prompt_lookup_max
         low, high = given if given != (None, None) else (3, 4)
         return low or high, high or low
+
+
+def _check_graphs(config: Any) -> None:
+    """Raise `ValueError` where no CUDA graphs of steps with draft tokens can be recorded."""
+    told = "speculative_config with enforce_eager=False records CUDA graphs"
+    require(
+        not config.enforce_eager,
+        f"{told}, and enforce_eager=True of the engine records none: leave one of them out",
+    )
+    require(
+        config.pipeline_parallel_size == 1,
+        f"{told}, and pipeline_parallel_size={config.pipeline_parallel_size}: what a stage sends "
+        f"and receives has not been part of a graph; leave enforce_eager=False out",
+    )

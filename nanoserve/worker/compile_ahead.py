@@ -5,49 +5,40 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 
-from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import Executor, ForwardInputs
 from nanoserve.kernels_cpu.ops import FEW
 from nanoserve.sampling.numba_sampler import NumbaSampler
+from nanoserve.sampling.sampler import Sampler
+from nanoserve.worker.dummy_rows import pack_dummy_step
 
 _PATIENCE = 1.0  # seconds after which it is told
 
 
-@torch.inference_mode()
-def compile_ahead(runner: Any) -> None:
+def compile_ahead(
+    executor: Executor, batch: Batch, block_size: int, model: nn.Module, sampler: Sampler
+) -> None:
     """Run the model on one token, then on a prompt of many, in the dummy block.
 
-    Many are so many that threads share the small operations, too. Numba keeps what it compiles in
-    files beside the source, or in its cache folder: the next start reads them.
+    Many are so many that threads share the small operations, too; a step has no more of them than
+    `batch` has room for. Numba keeps what it compiles in files beside the source, or in its cache
+    folder: the next start reads them.
     """
     with _told("compiling for this processor, once"):
-        many = FEW // runner.model_config.hidden_size + 1
-        for num_tokens in (1, min(many, runner.max_model_len)):
-            metadata = AttentionMetadata(
-                positions=torch.arange(num_tokens, dtype=torch.int32),
-                slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
-                cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32),
-                context_lens=torch.tensor([num_tokens], dtype=torch.int32),
-                block_tables=torch.zeros(
-                    1, -(-num_tokens // runner.config.block_size), dtype=torch.int32
-                ),
-                num_decode_rows=1 if num_tokens == 1 else 0,
-                max_query_len=num_tokens,
-                max_context_len=num_tokens,
-            )
-            for _ in range(max(cache.group for cache in runner.kv_caches)):
-                metadata.add_group(metadata.slot_mapping, metadata.block_tables)
-            input_ids = torch.zeros(num_tokens, dtype=torch.int32)
-            hidden = runner.model(input_ids, runner.kv_caches, metadata)
-            logits = runner.model.compute_logits(hidden[-1:])
+        many = FEW // model.config.hidden_size + 1
+        most = min(many, executor.max_model_len, batch.layout.max_num_tokens)
+        for num_tokens in (1, most):
+            lengths = np.array([num_tokens], dtype=np.int32)
+            pack_dummy_step(batch, lengths, block_size, num_sampled=1)
+            logits = executor.forward(batch, ForwardInputs()).logits
         # Rank 0 has the logits, and chooses.
-        if logits is not None and isinstance(runner.sampler, NumbaSampler):
-            runner.sampler.warm_up(logits.dtype)
-    _shorten_lookups(runner.model)
+        if logits is not None and isinstance(sampler, NumbaSampler):
+            sampler.warm_up(logits.dtype)
+    _shorten_lookups(model)
 
 
 def _shorten_lookups(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,9 @@ from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.models.registry import weight_bytes
-from nanoserve.worker.host_device import HostDevice
+from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.threads import choose_num_threads
+from nanoserve.worker.threads import choose_num_threads, threads
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +45,28 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -
 def make_runner(
     config: EngineConfig, model_config: ModelConfig, path: Path, parallel: ParallelContext
 ) -> ModelRunner:
-    """The runner of one rank."""
+    """Return the runner of one rank."""
     context, host = make_context(config, model_config, parallel)
     if context.device.type == "cpu":
-        return ModelRunner(config, model_config, path, context, host)
-    from nanoserve.worker.cuda_runner import make_cuda_runner
+        return ModelRunner.load(config, model_config, path, context, host)
+    from nanoserve.worker.cuda import Cuda
+    from nanoserve.worker.cuda_device import CudaDevice
 
-    return make_cuda_runner(config, model_config, path, context)
+    device = CudaDevice(config, Cuda(context.device), context.attention.capturable)
+    return ModelRunner.load(config, model_config, path, context, device)
 
 
 def make_context(
     config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
-) -> tuple[LayerContext, HostDevice]:
+) -> tuple[LayerContext, CpuDevice]:
     """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
     device = choose_device(config, parallel.global_rank, parallel.num_ranks)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
-    attention, ops = _backend(name)
+    attention, ops = _backend(name, **attention_options(name, config))
     num_bytes = weight_bytes(model_config)
-    host = HostDevice(choose_num_threads(config.num_threads, num_bytes))
+    num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None
     if config.quantization_activations is not None:
         from nanoserve.quantization.schemes import check_activations
@@ -74,13 +77,16 @@ def make_context(
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
         from nanoserve.quantization.linear_methods import choose_linear_method
 
-        with host.guard():
+        with threads(num_threads):
             method = choose_linear_method(config, model_config, device, num_bytes)
+    context = LayerContext(dtype, device, parallel, attention, ops, method)
     if name == "numba":
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
-        host.sampler_class = NumbaSampler
-    return LayerContext(dtype, device, parallel, attention, ops, method), host
+        return context, CpuDevice(num_threads, NumbaSampler, is_compiled=True)
+    # Products of integers are numba's, if it is there, whatever attention is; all but Triton's.
+    is_compiled = bool(is_quantized) and name != "triton" and find_spec("numba") is not None
+    return context, CpuDevice(num_threads, is_compiled=is_compiled)
 
 
 def device_kind(asked: str) -> str:
@@ -121,5 +127,13 @@ def choose_attention_backend(
     return check_attention_backend(asked, config.block_size, model_config, device)
 
 
-def _backend(name: str) -> tuple[AttentionBackend, TorchOps]:
-    return ATTENTION_BACKENDS.get(name)(), OPERATIONS.get(name)()
+def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
+    """Return what the constructor of an attention backend is given."""
+    drafts = config.speculative_config
+    if name != "triton" or drafts is None or drafts.enforce_eager:
+        return {}
+    return {"longest_cut": drafts.num_speculative_tokens + 1}
+
+
+def _backend(name: str, **options: Any) -> tuple[AttentionBackend, TorchOps]:
+    return ATTENTION_BACKENDS.get(name)(**options), OPERATIONS.get(name)()

@@ -1,12 +1,27 @@
-"""How much of a GPU's memory is left for KV blocks."""
+"""How much of a GPU's memory is left for KV blocks: measured in steps of dummy rows."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate
+from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.cuda import Cuda
+from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.kv_cache import blocks_wanted
 
+logger = logging.getLogger(__name__)
+
 _GIB = 2**30
+_MOST_OF_LIBRARIES = 2**30  # bytes; kernels and cuBLAS load a few hundred MiB
 _PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
 
 
@@ -58,3 +73,95 @@ class GPUMemory:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
+
+
+@torch.inference_mode()
+def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
+    """Run a step of `max_num_batched_tokens`, with `max_num_seqs` rows of logits and sampler.
+
+    The sampler is a plain one: it has none of the user's processors, which may keep a state.
+    """
+    rows, longest = config.max_num_seqs, executor.max_model_len
+    tokens = min(config.max_num_batched_tokens, rows * longest)
+    used = rows
+    if tokens == rows > 1 and longest > 1:
+        used -= 1  # for a row of two: attention over chunks must not be compiled while serving
+    num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
+    num_new_tokens[: tokens % used] += 1
+    pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=rows)
+    handle = executor.forward(batch, ForwardInputs())
+    logits = handle.logits
+    if logits is None:  # another rank samples
+        return
+    vocab_size, most_logprobs = logits.shape[1], config.max_logprobs
+    most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
+    sampler = FusedSampler(rows, vocab_size, logits.device)
+    slots = np.arange(rows)
+    # The last is the most that a request can ask for; the others compile their kernels.
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_p=0.9),
+        SamplingParams(
+            top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
+        ),
+    ):
+        for slot in slots.tolist():
+            sampler.set_slot(SlotUpdate(slot, params, seed=slot))
+        sampler.sample(logits, slots, slots, handle.tensors)
+
+
+class StepMemory(NamedTuple):
+    """Bytes that weights take, and what a step takes on top: of torch's memory, and beside it."""
+
+    weights: int
+    activations: int
+    libraries: int
+
+
+def measure_step(
+    cuda: Cuda, allocated_before: int, nccl_bytes: int, run_step: Callable[[], Any]
+) -> StepMemory:
+    """Measure `run_step`, the first step that is run at all.
+
+    allocated_before: bytes of torch's before there were weights. nccl_bytes: what communicators
+    have taken; CUDA's other libraries are what was taken beside torch's memory while the step ran,
+    on the whole GPU. The CUDA context, a third to half of a GiB, is not in it: CUDA cannot be asked
+    before there is one, and afterwards it looks like another process's memory.
+    """
+    weights, others = cuda.allocated() - allocated_before, cuda.held_by_others()
+    cuda.reset_peak()
+    run_step()
+    activations = cuda.peak_allocated() - allocated_before - weights
+    grown = cuda.held_by_others() - others
+    if grown > _MOST_OF_LIBRARIES:
+        logger.warning(
+            f"{grown} bytes of the GPU were taken while a first step ran, most of them by "
+            f"another process: {_MOST_OF_LIBRARIES} are counted as this engine's"
+        )
+    libraries = nccl_bytes + min(max(0, grown), _MOST_OF_LIBRARIES)
+    return StepMemory(weights, activations, libraries)
+
+
+def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
+    """Return the bytes that the graphs of `sizes` will take. `capture(sizes)` returns some of them.
+
+    The largest sets aside what the others then share. What each of the others adds, the second
+    largest shows. And with the first that there is, a library sets aside for good what it needs on
+    the stream that graphs are recorded on.
+    """
+
+    def measure(sizes: list[int]) -> tuple[int, int]:
+        """Bytes that graphs of `sizes` take while they are there, and when they are gone."""
+        cuda.release_unused()
+        before, _ = cuda.memory_info()
+        graphs = capture(sizes)
+        with_them, _ = cuda.memory_info()
+        del graphs
+        cuda.release_unused()
+        after, _ = cuda.memory_info()
+        return max(0, before - with_them), max(0, before - after)
+
+    _, for_good = measure(sizes[:1])
+    largest, _ = measure(sizes[-1:])
+    both, _ = measure(sizes[-2:])
+    return for_good + largest + max(0, both - largest) * (len(sizes) - 1)

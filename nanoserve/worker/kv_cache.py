@@ -30,6 +30,16 @@ def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> Sequenc
     return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
 
 
+def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blocks: int) -> int:
+    """Return `max_model_len` in a pool of so many blocks.
+
+    Raises `ValueError` for an explicit one that does not fit, or if nothing does.
+    """
+    limit = model_config.max_position_embeddings
+    pool_limit = room_of_sequence(config, model_config).longest(num_kv_blocks)
+    return config.resolve_max_model_len(limit, num_kv_blocks, pool_limit)
+
+
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the bytes of a block over all ranks: K and V of the largest group's layers."""
     num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))

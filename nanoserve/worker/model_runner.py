@@ -1,25 +1,33 @@
 """Batch -> device -> model -> logits -> sampled tokens. The executor of one device."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.batch_layout import BatchHeader
-from nanoserve.engine.draft_tokens import AcceptedRows, accept_draft_tokens
+from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.layers.context import LayerContext
-from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling.sampler import Sampled
+from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.heads import Heads
-from nanoserve.worker.host_device import HostDevice
-from nanoserve.worker.startup import start
+from nanoserve.worker.cpu_device import Computation, Device, StepOutput
+from nanoserve.worker.heads import HEADS, Heads
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches, longest_sequence
+from nanoserve.worker.load_model import allocate_pool, load_model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +41,7 @@ class Handle:
     hidden: torch.Tensor | None = None  # [num_sampled, hidden_size]
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size], on rank 0
     of_heads: dict[str, Any] = field(default_factory=dict)
+    chosen: StepOutput | None = None  # of a graph that has sampled, too
     sampled: Sampled | None = None
     fetched: Any = None  # the sampled ids on their way to the host
 
@@ -40,9 +49,7 @@ class Handle:
 class ModelRunner:
     """Owns the weights, the KV cache and the batch buffers of one device.
 
-    What a GPU does otherwise than a CPU is its device's to know. From `start` it has `model`,
-    `sampler`, `kv_caches` (one for each layer here) and their size `num_kv_blocks`,
-    `max_model_len`, and the `layout` of its two `batches`.
+    What a GPU does otherwise than a CPU is its device's to know.
     """
 
     def __init__(
@@ -51,17 +58,80 @@ class ModelRunner:
         model_config: ModelConfig,
         path: Path,
         context: LayerContext,
-        device: HostDevice,
+        device: Device,
+        model: nn.Module,
+        kv_cache_layout: KVCacheLayout,
+        kv_caches: list[KVCache],
+        num_kv_blocks: int,
+        max_model_len: int,
     ) -> None:
+        """Put a runner together: its buffers, its sampler, and what there is already.
+
+        path: the checkpoint, from which it can read its weights again. num_kv_blocks: what the
+        engine may give out; `kv_caches` may have fewer, if all rows are dummies.
+        """
         self.config, self.model_config = config, model_config
         self.path, self.context, self.device = path, context, device
-        self.heads = Heads(config.max_num_seqs)
-        self._num_batches = 0
-        # By slot, the token that was sampled last: the next step's input, before the host knows it.
-        # The last place is for tokens of padding rows.
+        self.model, self.kv_cache_layout, self.kv_caches = model, kv_cache_layout, kv_caches
+        self.num_kv_blocks, self.max_model_len = num_kv_blocks, max_model_len
         num_slots = config.max_num_seqs
+        most_blocks = blocks_needed(max_model_len, config.block_size)
+        names, num_groups = tuple(HEADS.names()), len(kv_cache_layout.groups)
+        self.layout = BatchLayout(
+            config.max_num_batched_tokens, num_slots, most_blocks, names, num_groups
+        )
+        self.heads = Heads(num_slots)
+        self.sampler = self._make_sampler()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
-        start(self, path)
+        self._num_batches = 0
+        self._prepare_device()
+        self.use_memory(device.host_memory(2 * self.layout.num_bytes))
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        path: Path,
+        context: LayerContext,
+        device: Device,
+    ) -> "ModelRunner":
+        """Return a runner of the checkpoint in `path` that is ready to serve.
+
+        Whatever can be refused before the weights are read, is: with `ValueError`. A CPU's pool is
+        known beforehand; a GPU gives it what everything else has left.
+        """
+        layout = KVCacheLayout.of(config, model_config, context)
+        parallel, memory_bytes = context.parallel, device.memory_bytes(context.parallel)
+        with device.guard():
+            # 1) As far as it goes without weights: the pool, and the longest sequence in it.
+            pool = config, model_config, layout.block_bytes, memory_bytes
+            num_kv_blocks, max_model_len = device.num_kv_blocks(*pool), config.max_model_len
+            if num_kv_blocks is not None:
+                num_kv_blocks = parallel.smallest(num_kv_blocks)
+                max_model_len = longest_sequence(config, model_config, num_kv_blocks)
+            # 2) The weights.
+            model = load_model(config, model_config, path, context, max_model_len, memory_bytes)
+            make = partial(cls, config, model_config, path, context, device, model, layout)
+            # 3) The pool, where it is what they have left.
+            if num_kv_blocks is None:
+                profiled = partial(_with_one_block, make, config, model_config, layout, context)
+                measured = device.measure_kv_blocks(
+                    model_config, layout.block_bytes, parallel, profiled
+                )
+                num_kv_blocks = parallel.smallest(measured)
+                max_model_len = longest_sequence(config, model_config, num_kv_blocks)
+            # 4) The runner, and what would otherwise be compiled while it serves.
+            logger.info("max_model_len %d", max_model_len)
+            kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
+            runner = make(kv_caches, num_kv_blocks, max_model_len)
+            runner.warm_up()
+        return runner
+
+    def warm_up(self) -> None:
+        """Do what would otherwise be done while serving: compile, and capture graphs."""
+        with self.device.guard():
+            self.device.warm_up(self)
 
     def use_memory(self, memory: np.ndarray) -> None:
         """Batches lie in `memory` from now on: uint8, room for two or more, used in turn."""
@@ -88,50 +158,62 @@ class ModelRunner:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         """Launch one step, as far as the logits. Every rank does this, and only this."""
         self.fill_slots(inputs.slot_updates)
-        header = batch.header
+        header, model = batch.header, self.model
         with self.device.guard():
             # 1) Tokens that the host did not know when it packed the step are on rank 0's device.
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
-            tensors, hidden = self.device.run(batch, header, self.last_token, self.run_model)
-            handle = Handle(batch, header, tensors, inputs.draft_tokens)
+            output = self.device.run(batch, header, self.last_token, self._computation.forward)
+            handle = Handle(batch, header, output.tensors, inputs.draft_tokens)
             # 3) Only the rows that are wanted become logits: a prompt of a thousand tokens
             #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
             if header.num_outputs > header.num_sampled:
-                compute_logits = self.model.compute_logits
-                handle.of_heads = self.heads.run(batch, header, tensors, hidden, compute_logits)
-            if header.num_sampled:  # else every row is a chunk in the middle of its prompt
-                rows = tensors.output_rows[: header.num_sampled]
-                handle.hidden = hidden[rows]
-                handle.logits = self.model.compute_logits(handle.hidden)
+                handle.of_heads = self.heads.run(
+                    batch, header, output.tensors, output.hidden, model.compute_logits
+                )
+            # No row is sampled if each is a chunk in the middle of its prompt.
+            if output.token_ids is not None:
+                handle.chosen = output
+            elif header.num_sampled:
+                self._compute_logits(handle, output.hidden)
         return handle
+
+    def _compute_logits(self, handle: Handle, hidden: torch.Tensor) -> None:
+        handle.hidden = hidden[handle.tensors.output_rows[: handle.header.num_sampled]]
+        handle.logits = self.model.compute_logits(handle.hidden)
 
     @torch.inference_mode()
     def sample(self, handle: Handle, inputs: SampleInputs) -> None:
         """Launch the choice of the next tokens, and keep them for a step ahead."""
-        batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
         with self.device.guard():
-            if not num_sampled:  # a step inside of prompts yields nothing, and is waited for too
+            if not handle.header.num_sampled:
+                # A step inside of prompts yields nothing, and is waited for too.
                 handle.fetched = self.device.fetch(self.last_token[:0])
                 return
-            handle.sampled = self.sampler.sample(
-                handle.logits,
-                batch.output_slots[:num_sampled].copy(),
-                # A new token's own position takes part in its noise.
-                batch.positions[batch.output_rows[:num_sampled]] + 1,
-                tensors,
-                handle.draft_tokens,
-                inputs.token_masks,
-            )
-            if self.config.async_scheduling:
-                self.keep(handle.sampled.token_ids, tensors.output_slots[:num_sampled])
+            if handle.chosen is None or inputs.token_masks:
+                handle.sampled = self._sample(handle, inputs)
+            else:  # and kept
+                token_ids = handle.chosen.token_ids
+                handle.sampled = Sampled(token_ids, None, np.zeros(0, dtype=np.int64), [], {})
             handle.fetched = self.device.fetch(handle.sampled.token_ids)
 
-    def keep(self, token_ids: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put sampled tokens, int64 [num_rows], where a step ahead finds them by slot."""
-        # Also what is no token must be one to the step ahead, whose row is thrown away.
-        self.last_token[slots] = token_ids.clamp(min=0).int()
+    def _sample(self, handle: Handle, inputs: SampleInputs) -> Sampled:
+        batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
+        if handle.chosen is not None:  # by a graph, which could not know of these token masks
+            self._compute_logits(handle, handle.chosen.hidden)
+        sampled = self.sampler.sample(
+            handle.logits,
+            batch.output_slots[:num_sampled].copy(),
+            # A new token's own position takes part in its noise.
+            batch.positions[batch.output_rows[:num_sampled]] + 1,
+            tensors,
+            handle.draft_tokens,
+            inputs.token_masks,
+        )
+        if self.config.async_scheduling:
+            self._computation.keep(sampled.token_ids, tensors.output_slots[:num_sampled])
+        return sampled
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens, and say which of them each row gets."""
@@ -157,7 +239,7 @@ class ModelRunner:
                     states[first].extend(accepted)
         logprobs, places = None, []
         if sampled.logprobs is not None:
-            logprobs, places = _logprobs_by_row(sampled, rows)
+            logprobs, places = sampled.logprobs.keep(rows.places(sampled.logprob_rows.tolist()))
         return StepResult(
             token_ids=rows.token_ids,
             logprobs=logprobs,
@@ -171,26 +253,84 @@ class ModelRunner:
     def cancel(self, handles: list[Handle]) -> None:
         """Do nothing: what runs on the device runs to its end without being waited for."""
 
+    def release_kv_caches(self) -> None:
+        """Give the memory of the KV cache back; nothing runs until `resume`."""
+        with self.device.guard():
+            self.device.finish()
+            self.device.drop_programs()  # they know where everything lies
+            self.kv_caches = self._computation = None
+            self.device.release_unused()
+
+    def release_weights(self, keeps_them: bool) -> None:
+        """Move the weights to the host's memory, or drop them; after `release_kv_caches`."""
+        with self.device.guard():
+            if not keeps_them:
+                self.model = self.sampler = None
+            elif self.model is not None:
+                self.model.to("cpu")
+            self.device.release_unused()
+
+    def restore_weights(self) -> None:
+        """Bring the weights back to the device, from the host's memory or from the checkpoint."""
+        with self.device.guard():
+            if self.model is not None:
+                self.model.to(self.context.device)
+                return
+            memory_bytes = self.device.memory_bytes(self.context.parallel)
+            source = self.config, self.model_config, self.path, self.context
+            self.model = load_model(*source, self.max_model_len, memory_bytes)
+            self.sampler = self._make_sampler()
+
+    def restore_kv_caches(self) -> None:
+        """Allocate the KV cache anew, with as many blocks as before."""
+        with self.device.guard():
+            shape = self.kv_cache_layout, self.num_kv_blocks, self.context.device
+            self.kv_caches = allocate_pool(self.config, self.model_config, *shape)
+
+    def resume(self) -> None:
+        """Run steps again, when weights and KV cache are there."""
+        with self.device.guard():
+            self._prepare_device()
+        self.warm_up()
+
     def close(self) -> None:
         """Release weights and cache, even if the runner is still referenced."""
         self.device.finish()
         self.model = self.kv_caches = self.sampler = self.last_token = self.batches = None
+        self._computation = None
         self.device.close()
 
-    def run_model(
-        self, tensors: BatchTensors, header: BatchHeader, block_tables: torch.Tensor
-    ) -> torch.Tensor:
-        metadata = tensors.attention_metadata(header, block_tables)
-        return self.model(tensors.input_ids[: header.num_tokens], self.kv_caches, metadata)
+    def _make_sampler(self) -> Sampler:
+        return self.device.sampler_class(
+            self.config.max_num_seqs,
+            self.model_config.vocab_size,
+            self.context.device,
+            self.config.logits_processors,
+        )
+
+    def _prepare_device(self) -> None:
+        self._computation = Computation(
+            self.model,
+            self.kv_caches,
+            self.sampler,
+            self.last_token,
+            self.config.block_size,
+            self.max_model_len,
+        )
+        self.device.prepare(self.layout, self._computation)
 
 
-def _logprobs_by_row(
-    sampled: Sampled, rows: AcceptedRows
-) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
-    """Return the entries of tokens that a row gets, and for each (row, index among its tokens)."""
-    logprobs = sampled.logprobs.to_host()
-    places = rows.places(sampled.logprob_rows.tolist())
-    kept = [entry for entry, place in enumerate(places) if place is not None]
-    if len(kept) < len(places):
-        logprobs = logprobs.take(kept)
-    return logprobs, [places[entry] for entry in kept]
+def _with_one_block(
+    make: Callable[..., ModelRunner],
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layout: KVCacheLayout,
+    context: LayerContext,
+) -> ModelRunner:
+    """Return a runner for steps of dummy rows, which share the dummy block.
+
+    Its buffers are those of the longest sequence that may turn out to fit.
+    """
+    longest = config.max_model_len or model_config.max_position_embeddings
+    kv_caches = allocate_kv_caches(*layout, 1, context.device)
+    return make(kv_caches, blocks_needed(longest, config.block_size), longest)

@@ -13,11 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from nanoserve.checks import require
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.startup import allocate_pool, load_model
 
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
@@ -133,18 +130,9 @@ class _SleepingRunner:
 
     def sleep(self, level: int) -> None:
         """Weights that level 2 has dropped are not read again for level 1."""
-        runner = self._runner
-        with runner.device.guard():
-            runner.device.finish()
-            runner.device.drop_recorded()
-            runner.kv_caches = None
-            if level == 2:
-                runner.model = runner.sampler = None
-            elif runner.model is not None:
-                runner.model.to("cpu")
+        self._runner.release_kv_caches()
+        self._runner.release_weights(keeps_them=level == 1)
         self._are_weights_awake = False
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     @property
     def missing(self) -> list[str]:
@@ -155,30 +143,19 @@ class _SleepingRunner:
         return [tag for tag in TAGS if not is_there[tag]]
 
     def wake(self, tags: list[str]) -> None:
-        runner = self._runner
-        with runner.device.guard():
-            for tag in self.missing:
-                if tag in tags:
-                    self._wake_weights() if tag == "weights" else allocate_pool(runner)
-            if self.missing:
-                return
-            try:
-                runner.device.warm_up(runner)
-            except BaseException:
-                runner.kv_caches = None  # it sleeps on
-                raise
-
-    def _wake_weights(self) -> None:
-        runner = self._runner
-        if runner.model is not None:
-            runner.model.to(runner.context.device)
-        else:
-            try:
-                load_model(runner, runner.path, runner.max_model_len)
-            except BaseException:
-                runner.model = runner.sampler = None  # half of them are of no use
-                raise
-        self._are_weights_awake = True
+        wanted = [tag for tag in self.missing if tag in tags]
+        if "weights" in wanted:
+            self._runner.restore_weights()
+            self._are_weights_awake = True
+        if "kv_cache" in wanted:
+            self._runner.restore_kv_caches()
+        if self.missing:
+            return
+        try:
+            self._runner.resume()
+        except BaseException:
+            self._runner.release_kv_caches()  # it sleeps on
+            raise
 
 
 class _DroppedRanks:

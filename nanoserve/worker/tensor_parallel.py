@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,10 +81,7 @@ class TensorParallelExecutor:
             self._stack.callback(lambda: [group.close() for group in groups])
             host = LOOPBACK if workers_class is Workers else workers_class.own_address()
             store = serve_store(size, host)
-            # Sampling is for rank 0, and so is guessing.
-            options = asdict(
-                replace(config, logits_processors=(), speculative_config=None, scheduler_cls=None)
-            )
+            options = options_of_workers(config)
             job = {"options": options, "path": path, "size": size, "port": store.port}
             job["host"] = host
             job["model"] = (architecture, location)
@@ -249,6 +247,18 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def options_of_workers(config: EngineConfig) -> dict[str, Any]:
+    """Return the options of the other ranks, which JSON can carry.
+
+    Sampling is for rank 0, and so are proposers. Graphs of steps with draft tokens are for all.
+    """
+    drafts = config.speculative_config
+    if drafts is not None and drafts.enforce_eager:
+        drafts = None
+    own = {"logits_processors": (), "scheduler_cls": None, "speculative_config": drafts}
+    return asdict(replace(config, **own))
 
 
 def _model_location(architecture: str) -> str:

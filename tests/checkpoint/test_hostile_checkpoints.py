@@ -24,7 +24,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.tokenizer import Tokenizer
-from nanoserve.worker.host_device import HostDevice
+from nanoserve.worker.cpu_device import CpuDevice
 
 OPTIONS = {"skip_tokenizer_init": True, "num_kv_blocks": 8, "max_num_seqs": 4}
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -139,7 +139,7 @@ def test_sizes_that_a_model_might_have_are_refused_before_memory_is_taken(
     size: int,
     load_format: str,
 ) -> None:
-    monkeypatch.setattr(HostDevice, "memory_bytes", lambda self, tp: 10**6)
+    monkeypatch.setattr(CpuDevice, "memory_bytes", lambda self, tp: 10**6)
     taken = record_devices(monkeypatch)
     names = SIZES[:-1] if name == "all" else [name]
     num_layers = by_size(100, 100, 1000)
@@ -164,7 +164,7 @@ def record_devices(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_weights_that_have_no_room_are_refused_with_both_numbers(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostDevice, "memory_bytes", lambda self, tp: 100_000)
+    monkeypatch.setattr(CpuDevice, "memory_bytes", lambda self, tp: 100_000)
     taken = record_devices(monkeypatch)
     num_bytes = sum(tensor.nbytes for tensor in load_file(hostile / WEIGHTS).values())
     message = refusal(hostile)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
 from transformers import Gemma3ForCausalLM, MixtralForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
-import nanoserve.worker.host_device
+import nanoserve.worker.cpu_device
 from nanoserve import LLM
 from nanoserve.cli import main
 from nanoserve.commands.describe import describe
@@ -88,7 +88,7 @@ def test_what_is_kept_is_what_an_engine_makes_room_for(
     if "quantization" in options:
         pytest.importorskip("numba")
     kept = describe("tiny-qwen3", **CPU, **options)["kept_bytes"]
-    device = nanoserve.worker.host_device.HostDevice
+    device = nanoserve.worker.cpu_device.CpuDevice
     for room, fits in ((kept, True), (kept - 1, False)):
         monkeypatch.setattr(device, "memory_bytes", lambda self, tp, room=room: room)
         refused = describe("tiny-qwen3", **CPU, **options)["refused"]

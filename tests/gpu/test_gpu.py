@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from count_replays import count_replays
+from count_replays import choices, count_replays, decode_graphs
 
 pytest.importorskip("triton")
 
@@ -636,9 +636,9 @@ def test_graphs_give_the_tokens_of_eager_steps(capture_sampling: bool, model) ->
         open_float32(path, enforce_eager=True, **common) as eager,
         open_float32(path, capture_sampling=capture_sampling, **common) as captured,
     ):
-        graphs = captured.engine.executor.device.graphs
-        assert eager.engine.executor.device.graphs is None
-        sizes = count_replays(graphs.choices if capture_sampling else graphs)
+        device = captured.engine.executor.device
+        assert not eager.engine.executor.device.programs
+        sizes = count_replays(choices(device) if capture_sampling else decode_graphs(device))
         for num_requests in BATCH_SIZES:
             expected = tokens(eager, prompts[:num_requests], params)
             assert tokens(captured, prompts[:num_requests], params) == expected, num_requests
@@ -709,7 +709,7 @@ def test_an_engine_outlives_another(checkpoint: Path, is_first: bool) -> None:
     goes.close()
     free, _ = torch.cuda.mem_get_info()
     taken = torch.full((free // 2,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    sizes = count_replays(stays.engine.executor.device.graphs)
+    sizes = count_replays(decode_graphs(stays.engine.executor.device))
     assert tokens(stays, prompts) == expected and len(sizes) > 10
     del taken
     stays.close()

@@ -1,4 +1,4 @@
-"""Speculation on an NVIDIA GPU: the tokens of an engine that does not guess, in float32.
+"""Speculation on an NVIDIA GPU: the tokens of an engine without it, in float32.
 
 pytest -m gpu tests/gpu/test_guessing_gpu.py
 """
@@ -13,6 +13,7 @@ from proposers import Mixed, Oracle, Wrong
 pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.speculative.extension import Speculation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,32 +50,38 @@ def answers(llm: LLM, times: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("guesses", METHODS, ids=lambda guesses: guesses["method"])
-def test_answers_are_those_without_guesses(
-    guesses: dict[str, Any], enforce_eager: bool, ahead: bool
+@pytest.mark.parametrize("drafts", METHODS, ids=lambda drafts: drafts["method"])
+def test_answers_are_those_without_draft_tokens(
+    drafts: dict[str, Any], enforce_eager: bool, ahead: bool
 ) -> None:
-    guesses = {"adaptive": False, "enforce_eager": enforce_eager} | guesses
+    drafts = {"adaptive": False, "enforce_eager": enforce_eager} | drafts
     with LLM("tiny-qwen3", **COMMON) as llm:
         expected = answers(llm, times=3)
     options = COMMON | {"async_scheduling": ahead}
-    with LLM("tiny-qwen3", speculative_config=guesses, **options) as llm:
+    with LLM("tiny-qwen3", speculative_config=drafts, **options) as llm:
         assert answers(llm, times=3) == expected
         assert llm.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_whatever_is_guessed(enforce_eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("enforce_eager", "capture_sampling"),
+    [(True, False), (False, False), (True, True), (False, True)],
+    ids=["eager", "graphs", "sampling in graphs", "both"],
+)
+def test_whatever_is_drafted(enforce_eager: bool, capture_sampling: bool) -> None:
     """Right, wrong and too many, in a pool for few, one step ahead."""
     options = COMMON | {"max_num_seqs": 7, "num_kv_blocks": 60, "max_model_len": 256}
-    guesses = {"method": "ngram", "adaptive": False, "enforce_eager": enforce_eager}
+    options |= {"capture_sampling": capture_sampling}
+    drafts = {"method": "ngram", "adaptive": False, "enforce_eager": enforce_eager}
     with (
         LLM("tiny-qwen3", **options) as reference,
-        LLM("tiny-qwen3", speculative_config=guesses, **options) as llm,
+        LLM("tiny-qwen3", speculative_config=drafts, **options) as llm,
     ):
         expected = answers(reference, times=4)
         vocab_size = llm.engine.model_config.vocab_size
         oracle = Oracle(reference)
         proposers = [oracle, oracle, Wrong(vocab_size)]
-        llm.engine.scheduler.proposer = Mixed(random.Random(0), vocab_size, proposers)
+        (speculation,) = (e for e in llm.engine.extensions if isinstance(e, Speculation))
+        speculation.proposer = Mixed(random.Random(0), vocab_size, proposers)
         assert answers(llm, times=4) == expected
         assert llm.stats.num_accepted_tokens > 20

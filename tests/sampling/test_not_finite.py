@@ -130,7 +130,7 @@ def make_engine(path: Path, device: str, async_scheduling: bool, **options: Any)
     else:
         context = LayerContext(attention=TorchAttention())
         cuda_device = CudaDevice(config, FakeCuda(), is_capturable=True)
-        runner = ModelRunner(config, model_config, path, context, cuda_device)
+        runner = ModelRunner.load(config, model_config, path, context, cuda_device)
     return GuardedEngine(config, model_config, runner, byte_tokenizer())
 
 

@@ -1,5 +1,6 @@
 """A GPU that is a CPU: everything of a CUDA device but the hardware."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import finalize
@@ -116,5 +117,6 @@ class FakeCuda:
 
     def release_unused(self) -> None:
         self.events.append("release")
+        gc.collect()
         self.free += self.unused
         self.unused = 0

@@ -4,22 +4,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from count_replays import count_replays
+from count_replays import choices, count_replays
 from fake_cuda import GIB, FakeCuda
+from packed_batches import make_plan, make_sequence
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
-from nanoserve.worker.captured_sampling import CapturingRunner
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.cuda_runner import make_cuda_runner
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.sampling_program import SamplingProgram
 
 Requests = list[tuple[list[int], SamplingParams]]
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
@@ -43,13 +45,14 @@ def make_runner(
     options = {"num_kv_blocks": 60, "max_num_seqs": 5, "capture_sampling": True} | options
     config = EngineConfig(str(path), **options).for_device("cuda")
     context = LayerContext(attention=attention or CapturableTorchAttention())
-    return make_cuda_runner(config, ModelConfig.from_checkpoint(path), path, context, cuda)
+    device = CudaDevice(config, cuda, context.attention.capturable)
+    return ModelRunner.load(config, ModelConfig.from_checkpoint(path), path, context, device)
 
 
 def make_engine(path: Path, ahead: bool = True, **options: Any) -> tuple[GuardedEngine, list[int]]:
     """And a list that gets the size of each graph of choices that is replayed."""
     runner = make_runner(path, FakeCuda(), async_scheduling=ahead, **options)
-    sizes = count_replays(runner.device.graphs.choices)
+    sizes = count_replays(choices(runner.device))
     return GuardedEngine(runner.config, runner.model_config, runner, tokenizer=None), sizes
 
 
@@ -146,7 +149,7 @@ def test_settings_arrive_before_a_graph_that_goes_by_them(checkpoint: Path) -> N
 
 
 def keeps_for_nobody_in_slot_0(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.executor.config, "max_num_seqs", 0)
+    monkeypatch.setattr(engine.executor.device.programs[0], "_nobodys_slot", 0)
 
 
 def brings_settings_too_late(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +193,7 @@ def test_memory_of_both_kinds_of_graphs_is_counted(checkpoint: Path) -> None:
     cuda = FakeCuda(total=GIB, free=GIB, **took)
     options = {"num_kv_blocks": None, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     runner = make_runner(checkpoint, cuda, **options)
-    assert isinstance(runner, CapturingRunner)
+    assert isinstance(runner.device.programs[0], SamplingProgram)
     assert cuda.free == GIB - (2 * 40 + 32 + 2 * 3) * 2**20
     block_bytes = runner.kv_cache_layout.block_bytes
     used = GIB - cuda.free + block_bytes * (runner.num_kv_blocks + 1)
@@ -202,7 +205,7 @@ def test_close_lets_go_of_both(checkpoint: Path) -> None:
     run(engine, plain(2))
     runner = engine.executor
     engine.close()
-    assert runner.device.graphs is None and runner.last_token is None
+    assert not runner.device.programs and runner.last_token is None
     for part in (runner, runner.device):
         assert not [name for name, value in vars(part).items() if isinstance(value, torch.Tensor)]
 
@@ -213,3 +216,52 @@ def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
             EngineConfig(str(checkpoint), capture_sampling=True, **other)
     with pytest.raises(ValueError, match=r"attention_backend='torch' cannot be part of a CUDA"):
         make_runner(checkpoint, FakeCuda(), TorchAttention(), attention_backend="torch")
+
+
+class Only:
+    """A token mask that leaves one token."""
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+    def first_illegal(self, token_ids: list[int]) -> int | None:
+        return next((i for i, token in enumerate(token_ids) if token != self.token_id), None)
+
+    def fill(self, index: int, mask: np.ndarray) -> None:
+        mask[:] = 0
+        mask[self.token_id // 32] = 1 << self.token_id % 32
+
+
+def test_a_mask_that_comes_after_the_choice_is_obeyed(checkpoint: Path) -> None:
+    """Whoever brings it has told nobody, and the graph has kept another token for the next step."""
+    runner = make_runner(checkpoint, FakeCuda(), async_scheduling=True)
+    tables = np.arange(1, 11, dtype=np.int32).reshape(1, 5, 2)
+    rows = {make_sequence(4, 3, slot): 1 for slot in (2, 0, 1)}
+    updates = [SlotUpdate(slot, asks(9), seed=slot) for slot in range(3)]
+
+    def step(inputs: SampleInputs) -> list[list[int]]:
+        batch = runner.next_batch()
+        batch.pack(make_plan(rows), tables, block_size=16)
+        handle = runner.forward(batch, ForwardInputs(updates))
+        assert handle.chosen is not None
+        runner.sample(handle, inputs)
+        return runner.collect(handle).token_ids
+
+    free = step(SampleInputs())
+    assert len(free) == 3 and free[1] != [77]
+    assert step(SampleInputs(token_masks={0: Only(77)})) == [free[0], [77], free[2]]
+    assert runner.last_token[[2, 0, 1]].tolist() == [*free[0], 77, *free[2]]
+    assert step(SampleInputs()) == free
+
+
+def test_requests_with_a_grammar_are_not_chosen_in_a_graph(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, FakeCuda())
+    tables = np.arange(1, 11, dtype=np.int32).reshape(1, 5, 2)
+    batch = runner.next_batch()
+    batch.pack(make_plan({make_sequence(4, 3, slot): 1 for slot in (2, 0)}), tables, block_size=16)
+    guided = asks(9, structured_outputs=StructuredOutputsParams(regex="[ab]+"))
+    sampling = runner.device.programs[0]
+    runner.fill_slots([SlotUpdate(0, asks(9), seed=0)])
+    for params, covered in ((asks(9), True), (guided, False), (asks(9, seed=3), True)):
+        runner.fill_slots([SlotUpdate(2, params, seed=0)])
+        assert sampling.covers(batch, batch.header) is covered

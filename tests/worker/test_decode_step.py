@@ -34,7 +34,8 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.worker.cuda_runner import make_cuda_runner
+from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.graph_programs import DecodeProgram
 from nanoserve.worker.model_runner import ModelRunner
 
 META = torch.device("meta")
@@ -151,7 +152,8 @@ def make_runner(path: Path, **options: Any) -> ModelRunner:
     context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nanoserve.checkpoint.dummy_weights, "fill_randomly", lambda model: None)
-        return make_cuda_runner(config, model_config, path, context, RecordingCuda())
+        device = CudaDevice(config, RecordingCuda(), context.attention.capturable)
+        return ModelRunner.load(config, model_config, path, context, device)
 
 
 def pack(runner: ModelRunner, num_rows: int) -> Batch:
@@ -160,7 +162,7 @@ def pack(runner: ModelRunner, num_rows: int) -> Batch:
         Row(make_sequence(CONTEXT - 1 + slot % 2, CONTEXT - 1, slot), CONTEXT - 1, 1, 1, 1)
         for slot in range(num_rows)
     ]
-    tables = np.zeros((MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
+    tables = np.zeros((1, MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
     batch = runner.next_batch()
     batch.pack(Plan(budget=0, rows=rows), tables, runner.config.block_size)
     return batch
@@ -187,6 +189,12 @@ def split_attention(launches: Counter[str]) -> tuple[Counter[str], int]:
     return rest, sum(launches[name] for name in kernels)
 
 
+def decode_program(runner: ModelRunner) -> DecodeProgram:
+    """What would be captured of a runner that launches kernel by kernel."""
+    device, sizes = runner.device, [1, 16, 256]
+    return DecodeProgram(device.cuda, device.buffers, runner._computation, sizes, False)
+
+
 def of_the_model() -> Counter[str]:
     return Counter({name: NUM_LAYERS * n for name, n in PER_LAYER.items()}) + Counter(AROUND)
 
@@ -197,7 +205,7 @@ def test_what_a_graph_records_is_launches_and_nothing_else(
 ) -> None:
     launched.clear()
     with Watch() as watch, torch.inference_mode():
-        runner.device._decode(runner, num_rows, runner.max_model_len)
+        decode_program(runner).launch(num_rows)
     assert not watch.copied_in and not watch.copied_out
     launches, attention = split_attention(watch.launches + launched)
     assert launches == of_the_model()
@@ -237,15 +245,15 @@ def test_what_the_host_launches_of_a_step_whose_tokens_are_chosen_in_a_graph(
 def test_what_its_graphs_record(
     capturing: ModelRunner, launched: Counter[str], num_rows: int
 ) -> None:
-    device, graphs = capturing.device, capturing.device.graphs
+    sampling, decode = capturing.device.programs
     launched.clear()
     with Watch() as watch, torch.inference_mode():
-        device._decode(capturing, num_rows, capturing.max_model_len)
+        decode.launch(num_rows)
     launches, _ = split_attention(watch.launches + launched)
     assert launches == of_the_model() + Counter(FILLED_IN)
     launched.clear()
     with Watch() as watch, torch.inference_mode():
-        device._choose(capturing, graphs.outputs, num_rows)
+        sampling.launch(num_rows)
     assert watch.launches + launched == Counter(CHOICES)
     assert not watch.copied_in and not watch.copied_out
 

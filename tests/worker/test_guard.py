@@ -101,7 +101,7 @@ def make_runner(
     parallel = parallel or ParallelContext()
     context = LayerContext(attention=attention, ops=ops, parallel=parallel)
     device = CudaDevice(config, cuda, is_capturable=True)
-    return ModelRunner(config, ModelConfig.from_checkpoint(path), path, context, device)
+    return ModelRunner.load(config, ModelConfig.from_checkpoint(path), path, context, device)
 
 
 MODEL = {"rms_norm", "add_rms_norm", "act_and_mul", "attend"}
@@ -160,7 +160,7 @@ def test_another_ranks_process_chooses_its_gpu_before_anything_else(
     cuda.seen()
     memory, (steps, told) = anonymous_file(), os.pipe()
     os.ftruncate(memory, 2 * layout.num_bytes)
-    tables = np.ones((2, layout.max_blocks_per_row), np.int32)
+    tables = np.ones((1, 2, layout.max_blocks_per_row), np.int32)
     parts = np.split(map_memory(memory, 2 * layout.num_bytes), 2)
     for step, (length, computed) in enumerate([(3, 0), (4, 3)]):
         batch = Batch(layout, parts[step])

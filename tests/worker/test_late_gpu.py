@@ -1,13 +1,15 @@
 """The engine on a GPU that runs nothing before somebody waits for it: see `late_cuda`."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from count_replays import count_replays
+from count_replays import choices, count_replays
 from late_cuda import LateCuda
+from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
 import nanoserve.sampling.fused_sampler as fused_sampler
@@ -19,8 +21,9 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
+from nanoserve.speculative.extension import Speculation
 from nanoserve.tokenizer import Tokenizer
-from nanoserve.worker.cuda_runner import make_cuda_runner
+from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -79,8 +82,9 @@ def make_engine(
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
     config = EngineConfig(str(path), **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
-    attention.capturable = True
-    runner = make_cuda_runner(config, model_config, path, LayerContext(attention=attention), cuda)
+    device = CudaDevice(config, cuda, is_capturable=True)
+    context = LayerContext(attention=attention)
+    runner = ModelRunner.load(config, model_config, path, context, device)
     next_batch = runner.next_batch
 
     def overwritten_batch() -> Batch:
@@ -114,7 +118,7 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
         lambda plan, batch, result, times: pending.append(batch.header.num_pending)
     )
     choosing = "capture_sampling" in graphs
-    chosen = count_replays(engine.executor.device.graphs.choices) if choosing else []
+    chosen = count_replays(choices(engine.executor.device)) if choosing else []
     assert answers(engine, asked) == expected
     assert (len(chosen) > len(asked) // 2) is choosing
     assert any(pending) is ahead and engine.stats.num_preemptions > 0
@@ -202,3 +206,30 @@ def test_however_late_a_gpu_is_its_guided_tokens_are_those_of_a_cpu(
     assert answers(engine) == expected
     assert engine.stats.num_draft_tokens == 0  # runs are not forced where nobody has tried it
     engine.close()
+
+
+@pytest.mark.small(ahead=[True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
+@pytest.mark.parametrize("capture_sampling", [False, True], ids=["", "sampling too"])
+def test_however_late_a_gpu_is_graphs_of_draft_rows_give_the_tokens_of_a_cpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, capture_sampling: bool
+) -> None:
+    """What fills their rows up is written where the last step but one was copied from."""
+    kinds = KINDS[:2] if capture_sampling else KINDS[:4]
+    asked = [(prompt, kinds[i % len(kinds)]) for i, (prompt, _) in enumerate(ASKED[:8])]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    options = {"num_kv_blocks": 60, "speculative_config": drafts | {"enforce_eager": False}}
+    options |= {"async_scheduling": ahead, "capture_sampling": capture_sampling}
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **OPTIONS) as reference:
+        expected = answers(reference.engine, asked)
+        engine = make_engine(checkpoint, LateCuda(), monkeypatch, **options)
+        vocab_size = engine.model_config.vocab_size
+        proposers = [Oracle(reference), Wrong(vocab_size)]
+        mixed = Mixed(random.Random(0), vocab_size, proposers)
+        engine.add_extension(Speculation(engine, lambda executor, scheduler: mixed))
+        program = engine.executor.device.programs[1 if capture_sampling else -1]
+        graphs = program.choices if capture_sampling else program.graphs
+        replayed = count_replays(graphs)
+        assert answers(engine, asked) == expected
+        assert len(replayed) > 5 and engine.stats.num_accepted_tokens > 10
+        engine.close()

@@ -1,5 +1,6 @@
 """Tokens that the host has not seen yet, on either kind of device."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from packed_batches import make_plan, make_sequence
+from toy_computation import toy_computation
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
@@ -16,11 +18,11 @@ from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.sequence import Sequence
 from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cpu_device import CpuDevice, Device
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.host_device import HostDevice
 
 LAYOUT = BatchLayout(max_num_tokens=64, max_num_rows=4, max_blocks_per_row=8)
-TABLES = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+TABLES = np.arange(1, 33, dtype=np.int32).reshape(1, 4, 8)
 LAST_TOKEN = torch.tensor([70, 71, 72, 73], dtype=torch.int32)  # by slot
 
 
@@ -29,17 +31,26 @@ def forward(tensors: BatchTensors, header: BatchHeader, tables: torch.Tensor) ->
     return tensors.input_ids[: header.num_tokens].clone()
 
 
-def on_host() -> HostDevice:
-    return HostDevice()
+def on_host() -> CpuDevice:
+    return CpuDevice()
 
 
 def on_gpu(enforce_eager: bool) -> CudaDevice:
     config = EngineConfig("m", max_num_seqs=4, block_size=4, enforce_eager=enforce_eager)
     device = CudaDevice(config, FakeCuda(), is_capturable=True)
-    device.make_room(LAYOUT)
-    if device.graphs is not None:
-        device.graphs.capture(device.cuda, lambda size: device.tensors.input_ids[:size].clone())
+    device.prepare(LAYOUT, toy_computation(forward, LAST_TOKEN))
+    device.programs = device._capture(device.graph_sizes)
     return device
+
+
+def test_both_devices_have_what_the_protocol_says() -> None:
+    """By the same names and arguments; and neither is the other with changes."""
+    names = [name for name in vars(Device) if not name.startswith("_")]
+    for kind in (CpuDevice, CudaDevice):
+        assert kind.__bases__ == (object,)
+        for name in names:
+            expected, own = (inspect.signature(getattr(one, name)) for one in (Device, kind))
+            assert [*expected.parameters] == [*own.parameters], (kind, name)
 
 
 DEVICES = pytest.mark.parametrize(
@@ -61,7 +72,7 @@ def pending(length: int, slot: int) -> Sequence:
     return seq
 
 
-def pack(device: HostDevice, num_new_tokens: dict[Sequence, int]) -> Batch:
+def pack(device: Device, num_new_tokens: dict[Sequence, int]) -> Batch:
     batch = Batch(LAYOUT, device.host_memory(LAYOUT.num_bytes))
     batch.memory[:] = 0xAA  # negative integers, and none of them pending
     batch.pack(make_plan(num_new_tokens), TABLES, block_size=4)
@@ -86,7 +97,7 @@ def pack(device: HostDevice, num_new_tokens: dict[Sequence, int]) -> Batch:
     ids=["one", "all", "some", "none", "beside chunks"],
 )
 def test_pending_tokens_are_filled_in_where_they_are_known(
-    make_device: Callable[[], HostDevice],
+    make_device: Callable[[], Device],
     num_new_tokens: dict[Sequence, int],
     num_pending: int,
     seen: list[int],
@@ -96,7 +107,7 @@ def test_pending_tokens_are_filled_in_where_they_are_known(
     batch = pack(device, num_new_tokens)
     assert batch.header.num_pending == num_pending
     last_token = LAST_TOKEN.clone()
-    tensors, hidden = device.run(batch, batch.header, last_token, forward)
+    tensors, hidden, _ = device.run(batch, batch.header, last_token, forward)
     assert hidden[: len(seen)].tolist() == seen
     assert tensors.input_ids[: len(seen)].tolist() == seen
     assert (hidden[len(seen) :] == 0).all()  # dummy rows of a graph

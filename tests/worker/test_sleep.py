@@ -12,13 +12,12 @@ from fake_cuda import FakeCuda
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.cuda_runner import make_cuda_runner
+from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sleep import Sleeper
 
 PROMPTS = [[5, 6, 7], [*range(40)], [9] * 33]
@@ -233,12 +232,11 @@ def test_graphs_are_recorded_again_for_what_lies_elsewhere(
 ) -> None:
     # Kernels are interpreted here, and its sampling takes a second; it is tested elsewhere.
     monkeypatch.setattr(CudaDevice, "_run_worst_case", lambda device, runner: None)
-    cuda, attention = FakeCuda(), TorchAttention()
-    attention.capturable = True
+    cuda = FakeCuda()
     config = EngineConfig(str(checkpoint), num_kv_blocks=30, max_num_seqs=4, **options)
     config, model_config = config.for_device("cuda"), ModelConfig.from_checkpoint(checkpoint)
-    context = LayerContext(attention=attention)
-    runner = make_cuda_runner(config, model_config, checkpoint, context, cuda)
+    context, device = LayerContext(), CudaDevice(config, cuda, is_capturable=True)
+    runner = ModelRunner.load(config, model_config, checkpoint, context, device)
     engine = GuardedEngine(config, model_config, runner, None)
 
     def tokens() -> list[list[int]]:

@@ -1,0 +1,108 @@
+"""The model and the KV caches of one rank: built, filled, refused where there is no room."""
+
+import logging
+from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanoserve.attention.kv_cache import KVCache
+from nanoserve.checkpoint.loader import check_weights, load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
+from nanoserve.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    context: LayerContext,
+    num_positions: int | None,
+    memory_bytes: int,
+) -> nn.Module:
+    """Return this rank's model with the weights in `path`.
+
+    num_positions: no sequence is longer; None if that is not known yet. memory_bytes: all that the
+    rank has. Raises `ValueError` if the files do not hold this model, or it has no room.
+    """
+    # 1) A model without memory shows what would not fit, before any is taken.
+    make = model_class(model_config.architecture)
+    meta = replace(context, device=torch.device("meta"), num_positions=1)
+    elsewhere: Set[str] = frozenset()
+    if context.pp.num_stages > 1:
+        from nanoserve.worker.pipeline_stage import tensors_of_other_stages
+
+        elsewhere = tensors_of_other_stages(model_config, meta)
+    check_model(make(model_config, meta), config, model_config, path, memory_bytes, elsewhere)
+    # 2) The model; its tables are for positions that occur.
+    context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
+    model = make(model_config, context)
+    is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
+    load = load_weights
+    if is_deferred or model_config.quantization_config:
+        from nanoserve.quantization.deferred import load_deferred as load
+    shows_progress = context.tp.rank == 0
+    load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
+    return model
+
+
+def check_model(
+    model: nn.Module,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    memory_bytes: int,
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Raise `ValueError` unless `model` is what the files hold, and its weights have room.
+
+    Other stages of a pipeline have the tensors `elsewhere`, which the files may hold, too.
+    """
+    if config.load_format != "dummy":
+        check = check_weights
+        if model_config.quantization_config:
+            from nanoserve.quantization.deferred import check_weights as check
+        check(model, path, elsewhere)
+    num_bytes = kept_bytes(model)
+    require(
+        num_bytes <= memory_bytes,
+        f"the weights take {num_bytes} bytes in {model_config.dtype}; a rank has "
+        f"{memory_bytes} of memory",
+    )
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Return the bytes of its weights, those that have no memory yet included.
+
+    Integers are counted without their scales.
+    """
+    bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
+    return sum(bits) // 8
+
+
+def allocate_pool(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layout: KVCacheLayout,
+    num_kv_blocks: int,
+    device: torch.device,
+) -> list[KVCache]:
+    """Return the KV caches of the layers here, for so many blocks and the dummy block 0."""
+    kv_caches = allocate_kv_caches(*layout, num_kv_blocks, device)
+    if config.num_kv_blocks or config.kv_cache_memory_bytes:
+        for kv_cache in kv_caches:
+            kv_cache.fill_(0.0)  # asked for, so taken now: no step waits for the system
+    pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
+    logger.info(
+        f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
+    )
+    return kv_caches
