@@ -20,8 +20,9 @@ from count_replays import count_replays
 from fake_cuda import GIB, FakeCuda
 from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
-from tiny_checkpoints import make_qwen3
+from tiny_checkpoints import GEMMA2, make_checkpoint, make_qwen3
 from toy_computation import toy_computation
+from transformers import Gemma2ForCausalLM, MistralForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
@@ -803,3 +804,44 @@ def test_what_other_ranks_read_of_a_batch_stays_as_it_was_packed(num_groups: int
         assert (batch.block_tables(3, 6) == step[1]).all()
         places = output.tensors.output_rows[:3]
         assert output.hidden[places].tolist() == [8, 5, 20]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capture_sampling": True}, {"speculative_config": IN_GRAPHS, "capture_sampling": True}],
+    ids=str,
+)
+def test_a_model_with_windows_gets_what_the_cpu_gives(
+    tmp_path: Path, no_worst_case: None, options: dict[str, Any]
+) -> None:
+    """Each group of layers has tables of its own, also of the rows that fill a graph up."""
+    make_checkpoint(Gemma2ForCausalLM, tmp_path, **GEMMA2)
+    asked = requests(6, [replace(kind, max_tokens=20) for kind in ALL_KINDS[:2]])
+    common = {"max_num_seqs": 5, "num_kv_blocks": 120, "max_model_len": 128, "block_size": 4}
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **common) as reference:
+        expected = tokens(run(reference.engine, asked))
+        cuda = FakeCuda()
+        runner = make_runner(tmp_path, cuda, **common, **options)
+        assert runner.layout.num_groups == 3
+        engine = GuardedEngine(runner.config, runner.model_config, runner, None)
+        if "speculative_config" in options:
+            oracle = Oracle(reference)
+            mixed = Mixed(random.Random(0), runner.model_config.vocab_size, [oracle])
+            engine.add_extension(Speculation(engine, lambda executor, scheduler: mixed))
+        poison_what_is_stale(runner)
+        cuda.events.clear()
+        assert tokens(run(engine, asked)) == expected
+        assert any(event.startswith("replay") for event in cuda.events)
+        engine.close()
+    assert ("speculative_config" in options) is (engine.stats.num_accepted_tokens > 10)
+
+
+def test_a_pool_in_which_windows_give_blocks_back_holds_longer_sequences(tmp_path: Path) -> None:
+    """So what is refused before the weights are read goes by the windows, too."""
+    make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=9)
+    options = {"num_kv_blocks": 20, "block_size": 4, "max_num_seqs": 2, "enforce_eager": True}
+    options |= {"max_num_batched_tokens": 8, "max_model_len": 200}
+    runner = make_runner(tmp_path, FakeCuda(), **options)
+    assert runner.max_model_len == 200 > 20 * 4
+    with pytest.raises(ValueError, match="max_model_len=200 does not fit"):
+        make_runner(tmp_path, FakeCuda(), **options | {"disable_hybrid_kv_cache_manager": True})
