@@ -20,7 +20,6 @@ from nanoserve.checks import (
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-_STORED_FORMATS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "gguf")
 _SMALLEST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -44,7 +43,6 @@ _CHOICES = {
     "load_format": ("auto", "safetensors", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
-    "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
     "quantization_activations": ("int8", "none"),
     "generation_config": ("auto", "vllm"),
@@ -149,14 +147,10 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
-            elif name == "quantization" and value not in _CHOICES[name]:
-                from nanoserve.quantization.registry import quantization_names
-
-                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
-            elif name == "attention_backend":
-                self._check_attention_backend()
+            elif name in ("quantization", "attention_backend"):
+                check_choice(name, value, _registered_choices(name))
             elif field.type in (bool, bool | None):
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
@@ -176,11 +170,6 @@ class EngineConfig:
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         self._check_names()
         self._check_pairs()
-
-    def _check_attention_backend(self) -> None:
-        from nanoserve.attention.registry import backend_choices
-
-        check_choice("attention_backend", self.attention_backend, backend_choices())
 
     def _check_names(self) -> None:
         """Of folders, of a version, of a file."""
@@ -294,6 +283,17 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len
+
+
+def _registered_choices(name: str) -> list[str]:
+    """Return the values of an option, of which users may have registered some."""
+    if name == "quantization":
+        from nanoserve.quantization.registry import quantization_names
+
+        return quantization_names()
+    from nanoserve.attention.registry import backend_choices
+
+    return backend_choices()
 
 
 def _check_trace(trace: Any, is_ahead: bool | None) -> None:
