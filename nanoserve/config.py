@@ -108,8 +108,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
-    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
-    disable_hybrid_kv_cache_manager: bool = False
+    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do. None:
+    # on a GPU, where groups of layers have not run yet.
+    disable_hybrid_kv_cache_manager: bool | None = None
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
@@ -233,7 +234,14 @@ class EngineConfig:
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
-        return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+        keeps_all = self.disable_hybrid_kv_cache_manager
+        return replace(
+            self,
+            device=kind,
+            max_num_batched_tokens=budget,
+            async_scheduling=ahead,
+            disable_hybrid_kv_cache_manager=kind == "cuda" if keeps_all is None else keeps_all,
+        )
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
