@@ -108,8 +108,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
-    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do. None:
-    # on a GPU, where groups of layers have not run yet.
+    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
+    # None: so they do on a GPU, where groups of layers have not run yet.
     disable_hybrid_kv_cache_manager: bool | None = None
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
