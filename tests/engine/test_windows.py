@@ -7,27 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint
-from transformers import Gemma2ForCausalLM, Gemma3ForCausalLM, MistralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from windowed_models import GREEDY, MODELS, PROMPTS, WINDOWS, make_windowed
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import SequenceRoom, group_layers
 
-MODELS = {
-    "mistral": (MistralForCausalLM, {"num_hidden_layers": 3, "sliding_window": 9}),
-    "gemma2": (Gemma2ForCausalLM, GEMMA2),
-    "gemma3": (Gemma3ForCausalLM, GEMMA3 | {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
-}
 MODEL = pytest.mark.parametrize("name", MODELS)
 BACKEND = pytest.mark.parametrize("backend", ["torch", "numba"])
-# Some begin alike, so that there are hits of all lengths; some repeat themselves, for draft tokens.
-PROMPTS = [
-    *([(5 * i * i + i) % 300 for i in range(length)] for length in (150, 149, 60, 33, 17, 9, 2)),
-    [7, 8, 9, 10, 11] * 12,
-    [(5 * i * i + i) % 300 for i in range(100)] + [7, 8, 9] * 9,
-]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +24,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
     @cache
     def get(name: str) -> tuple[Path, list[list[int]]]:
-        architecture, settings = MODELS[name]
         path = tmp_path_factory.mktemp(name)
-        make_checkpoint(architecture, path, **settings)
-        reference = architecture.from_pretrained(path, dtype=torch.float32)
+        reference = make_windowed(name, path)
         return path, [expected_answer(reference, prompt) for prompt in PROMPTS]
 
     return get
@@ -105,14 +91,45 @@ def test_the_same_with_other_features(name, options, make) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_same_in_a_tiny_pool(name, drafts, is_async, make) -> None:
     path, expected = make(name)
-    windows = {"mistral": [9], "gemma2": [None, 9, 9], "gemma3": [None, 9, 9, 9]}[name]
-    room = SequenceRoom(windows, 4, 16)
+    room = SequenceRoom(WINDOWS[name], 4, 16)
     options = {"max_num_batched_tokens": 16, "async_scheduling": is_async}
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
     num_blocks = room.num_blocks(176) + 2
     answered = answers(path, num_kv_blocks=num_blocks, max_model_len=176, **options)
     assert answered == expected
+
+
+@pytest.mark.small(name=["gemma3"], kind=["int8"], options=[{}])
+@MODEL
+@BACKEND
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_prefix_caching": False}, {"long_prefill_token_threshold": 7}], ids=str
+)
+def test_in_8_bits_the_same_as_with_all_blocks(name, backend, kind, options, make) -> None:
+    """What is given back takes its scales along: blocks are written again by other layers."""
+    if backend == "numba":
+        pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
+    path, _ = make(name)
+    options = {"attention_backend": backend, "kv_cache_dtype": kind, **options}
+    prompts = [*PROMPTS, *PROMPTS]
+    expected = answers(path, prompts, **options, disable_hybrid_kv_cache_manager=True)
+    assert answers(path, prompts, **options) == expected
+
+
+@pytest.mark.small(name=["gemma3"], kind=["int8"], backend=["torch"])
+@MODEL
+@BACKEND
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_in_8_bits_in_a_tiny_pool(name, backend, kind, make) -> None:
+    if backend == "numba":
+        pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
+    path, _ = make(name)
+    options = {"attention_backend": backend, "kv_cache_dtype": kind, "max_num_batched_tokens": 16}
+    expected = answers(path, **options, disable_hybrid_kv_cache_manager=True)
+    num_blocks = SequenceRoom(WINDOWS[name], 4, 16).num_blocks(176) + 2
+    assert answers(path, num_kv_blocks=num_blocks, max_model_len=176, **options) == expected
 
 
 @MODEL

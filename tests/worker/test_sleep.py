@@ -10,8 +10,10 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from tiny_checkpoints import make_qwen3
+from windowed_models import WINDOWS, make_windowed
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
@@ -56,6 +58,46 @@ def test_what_was_answered_is_answered_the_same_to_the_bit(
             assert llm.generate(PROMPTS[1], PARAMS[0], use_tqdm=False)[0].num_cached_tokens == 0
             assert answers(llm) == expected
         assert llm.engine.executor.num_kv_blocks == num_blocks
+
+
+@pytest.mark.small(options=[{"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_a_model_with_windows_wakes_as_it_was(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Layers of all groups share memory again, and no group has a prefix cached."""
+    make_windowed(name, tmp_path)
+    sizes = {"num_kv_blocks": 200, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    with LLM(tmp_path, **OPTIONS | sizes | options) as llm:
+        runner, manager = llm.engine.executor, llm.engine.scheduler.block_manager
+        assert [*manager.windows] == WINDOWS[name]
+        expected, places = answers(llm), places_of(runner.kv_caches)
+        assert (len({offset for _, offset in places}) < len(places)) == (name == "gemma3")
+        for level in (1, 2):
+            assert llm.generate(PROMPTS[1], PARAMS[0], use_tqdm=False)[0].num_cached_tokens > 0
+            llm.sleep(level)
+            llm.wake_up()
+            assert manager.num_free_blocks == manager.num_blocks == 200
+            assert llm.generate(PROMPTS[1], PARAMS[0], use_tqdm=False)[0].num_cached_tokens == 0
+            assert answers(llm) == expected
+            manager.check([])
+            assert places_of(runner.kv_caches) == places
+
+
+def places_of(kv_caches: list[KVCache]) -> list[tuple[int, int]]:
+    """Each layer's group, and how many bytes behind the first layer's its K and V lie."""
+    first = kv_caches[0].values.data_ptr()
+    return [(cache.group, cache.values.data_ptr() - first) for cache in kv_caches]
 
 
 def test_level_1_keeps_weights_and_level_2_nothing(checkpoint: Path) -> None:

@@ -1,0 +1,114 @@
+"""A model with sliding windows gives several ranks the tokens of one process.
+
+Each rank of a pipeline has some layers of each group, perhaps none, and all ranks have one pool. On
+a CPU with gloo; it has not run on GPUs.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from windowed_models import GREEDY, PROMPTS, WINDOWS, make_windowed
+
+from nanoserve import LLM
+from nanoserve.engine.kv_groups import SequenceRoom
+
+OPTIONS: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 176,
+}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def get(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        make_windowed(name, path)
+        return path
+
+    return get
+
+
+def make_llm(path: Path, tp: int, stages: int, **options: Any) -> LLM:
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": stages}
+    common = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    return LLM(path, **common | sizes | OPTIONS | options)
+
+
+def answers(llm: LLM, num_times: int) -> list[list[int]]:
+    """The prompts' answers. The second time, what is in the prefix cache is found there."""
+    outputs = llm.generate(PROMPTS * num_times, GREEDY, use_tqdm=False)
+    manager = llm.engine.scheduler.block_manager
+    manager.check([])
+    assert manager.num_free_blocks == manager.num_blocks
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+TINY = "a tiny pool"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+CASES = [
+    pytest.param(name, *sizes, options, marks=[pytest.mark.size("full")] * (not is_small))
+    for is_small, names, sizes, options in [
+        (True, ["gemma3"], (2, 1), TINY),
+        (True, ["gemma3"], (1, 2), TINY),
+        (True, ["mistral"], (2, 2), TINY),
+        (False, ["mistral", "gemma2"], (2, 1), TINY),
+        (False, ["mistral", "gemma2"], (1, 2), TINY),
+        (False, ["gemma2", "gemma3"], (2, 2), TINY),
+        *(
+            (False, ["gemma3"], sizes, options)
+            for sizes in [(2, 1), (1, 2), (2, 2)]
+            for options in [
+                {"speculative_config": NGRAM},
+                {"kv_cache_dtype": "int8", "attention_backend": "torch"},
+                {"enable_prefix_caching": False, "long_prefill_token_threshold": 7},
+            ]
+        ),
+        (False, ["gemma3"], (2, 1), {"async_scheduling": True}),
+        (False, ["gemma3"], (1, 3), TINY),
+    ]
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("name", "tp", "stages", "options"), CASES, ids=str)
+def test_ranks_together_answer_as_one_does(
+    name: str, tp: int, stages: int, options: dict[str, Any] | str, make: Callable[[str], Path]
+) -> None:
+    path, most, is_tiny = make(name), 0, options == TINY
+    num_times = 1 if is_tiny else 2
+    with make_llm(path, 1, 1, **({} if is_tiny else options)) as llm:
+        expected = answers(llm, num_times)
+    if is_tiny:
+        room = SequenceRoom(WINDOWS[name], OPTIONS["block_size"], OPTIONS["max_num_batched_tokens"])
+        options = {"num_kv_blocks": room.num_blocks(OPTIONS["max_model_len"]) + 5}
+
+    def look(plan: Any, *_: Any) -> None:
+        nonlocal most
+        for row in plan.rows:
+            most = max(most, sum(map(bool, row.seq.block_tables[-1])))
+
+    with make_llm(path, tp, stages, **options) as llm:
+        assert [*llm.engine.scheduler.block_manager.windows] == WINDOWS[name]
+        llm.engine.observers.append(look)
+        found = answers(llm, num_times)
+        assert len(llm.engine.executor.worker_pids) == tp * stages - 1
+        assert bool(llm.stats.num_preemptions) == is_tiny
+    assert 0 < most <= SequenceRoom([9], 4, 16).num_blocks(1000)
+    assert found == expected
+
+
+@pytest.mark.size("full")
+@pytest.mark.parametrize(("tp", "stages"), [(2, 1), (1, 2)])
+def test_ranks_sleep_and_wake(tp: int, stages: int, make: Callable[[str], Path]) -> None:
+    with make_llm(make("gemma3"), tp, stages) as llm:
+        expected = answers(llm, 1)
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        assert answers(llm, 1) == expected
