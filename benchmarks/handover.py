@@ -40,14 +40,14 @@ def pack_decode_step(batch: Batch, num_seqs: int, context: int) -> None:
         seq = Sequence(str(slot), [7] * context, params, max_model_len=context + 1)
         seq.slot = slot
         plan.rows.append(Row(seq, context - 1, 1, 1, 1))
-    tables = np.ones((num_seqs, -(-context // _BLOCK_SIZE)), dtype=np.int32)
+    tables = np.ones((1, num_seqs, -(-context // _BLOCK_SIZE)), dtype=np.int32)  # one group
     batch.pack(plan, tables, _BLOCK_SIZE)
 
 
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
     """What a worker reads of a decode step."""
     header = batch.header
-    arrays = {name: getattr(batch, name)[: header.num_rows] for name in _ARRAYS}
+    arrays = {name: getattr(batch, name)[..., : header.num_rows] for name in _ARRAYS}
     return arrays | {"block_tables": batch.block_tables(header.num_rows, header.table_width)}
 
 

@@ -93,7 +93,7 @@ class Replica:
 
     def num_matched(self, job: Job) -> int:
         """Tokens of its prompt that are cached here now."""
-        find = self.scheduler.block_manager.find
+        find = self.scheduler.block_manager.prefix_cache.find
         found = itertools.takewhile(lambda block: block is not None, map(find, job.hashes))
         return _BLOCK_SIZE * sum(1 for _ in found)
 

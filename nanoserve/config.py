@@ -20,7 +20,6 @@ from nanoserve.checks import (
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-_STORED_FORMATS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes", "gguf")
 _SMALLEST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
@@ -44,7 +43,6 @@ _CHOICES = {
     "load_format": ("auto", "safetensors", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
-    "quantization": ("int8", "int4", *_STORED_FORMATS),
     "quantization_group_size": (32, 64, 128),
     "quantization_activations": ("int8", "none"),
     "generation_config": ("auto", "vllm"),
@@ -111,7 +109,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
     # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
-    disable_hybrid_kv_cache_manager: bool = False
+    # None: so they do on a GPU, where groups of layers have not run yet.
+    disable_hybrid_kv_cache_manager: bool | None = None
     prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
@@ -149,14 +148,10 @@ class EngineConfig:
                 continue
             if name in _SMALLEST:
                 setattr(self, name, check_int(name, value, _SMALLEST[name]))
-            elif name == "quantization" and value not in _CHOICES[name]:
-                from nanoserve.quantization.registry import quantization_names
-
-                check_choice(name, value, quantization_names())  # some may have been registered
             elif name in _CHOICES:
                 check_choice(name, value, _CHOICES[name])
-            elif name == "attention_backend":
-                self._check_attention_backend()
+            elif name in ("quantization", "attention_backend"):
+                check_choice(name, value, _registered_choices(name))
             elif field.type in (bool, bool | None):
                 check_bool(name, value)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
@@ -176,11 +171,6 @@ class EngineConfig:
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         self._check_names()
         self._check_pairs()
-
-    def _check_attention_backend(self) -> None:
-        from nanoserve.attention.registry import backend_choices
-
-        check_choice("attention_backend", self.attention_backend, backend_choices())
 
     def _check_names(self) -> None:
         """Of folders, of a version, of a file."""
@@ -244,7 +234,14 @@ class EngineConfig:
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
-        return replace(self, device=kind, max_num_batched_tokens=budget, async_scheduling=ahead)
+        keeps_all = self.disable_hybrid_kv_cache_manager
+        return replace(
+            self,
+            device=kind,
+            max_num_batched_tokens=budget,
+            async_scheduling=ahead,
+            disable_hybrid_kv_cache_manager=kind == "cuda" if keeps_all is None else keeps_all,
+        )
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
@@ -294,6 +291,17 @@ class EngineConfig:
             f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
         )
         return self.max_model_len
+
+
+def _registered_choices(name: str) -> list[str]:
+    """Return the values of an option, of which users may have registered some."""
+    if name == "quantization":
+        from nanoserve.quantization.registry import quantization_names
+
+        return quantization_names()
+    from nanoserve.attention.registry import backend_choices
+
+    return backend_choices()
 
 
 def _check_trace(trace: Any, is_ahead: bool | None) -> None:

@@ -9,6 +9,8 @@ from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.block_manager import BlockManager
+from nanoserve.engine.sequence import Sequence
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, kv_block_bytes
 
@@ -139,6 +141,29 @@ def test_groups_keep_the_blocks_of_a_window() -> None:
     rows = kv_cache.groups_table([1024, 32768], window=1024, block_size=16, windowed=5)
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()[2:]]
     assert cells == [["1,024", "64", "64", "100 %"], ["32,768", "2,048", "65", "19 %"]]
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_our_engine_holds_the_blocks_of_the_table(length: int) -> None:
+    """While it goes on: its tables at the most, after a prompt in steps of 256."""
+    manager = BlockManager(1000, 16, windows=(None, 1024), max_step_tokens=256)
+    seq = Sequence("long", [1] * (length - 40), SamplingParams(max_tokens=40), length)
+    held = [0, 0]
+    while seq.num_computed_tokens < length:
+        is_prompt = seq.num_computed_tokens < seq.num_prompt_tokens
+        step = min(256, seq.num_prompt_tokens - seq.num_computed_tokens) if is_prompt else 1
+        assert manager.allocate(seq, seq.num_computed_tokens + step)
+        seq.num_computed_tokens += step
+        if not is_prompt:
+            held = [
+                max(before, sum(map(bool, table)))
+                for before, table in zip(held, seq.block_tables, strict=True)
+            ]
+        if seq.num_computed_tokens >= seq.num_prompt_tokens and seq.num_tokens < length:
+            seq.append(1)
+            manager.cache(seq, seq.num_computed_tokens)
+    (row,) = kv_cache.groups_table([length], 1024, 16, windowed=5).splitlines()[2:]
+    assert held == [int(cell.replace(",", "")) for cell in row.split("|")[2:4]]
 
 
 def test_a_window_matters_for_texts_that_are_longer() -> None:

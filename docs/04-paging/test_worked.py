@@ -54,7 +54,7 @@ def test_our_engine_packs_the_same_slots() -> None:
     seq.slot = 0
     batch = Batch(layout := BatchLayout(64, 1, 4), np.zeros(layout.num_bytes, dtype=np.uint8))
     plan = Plan(budget=0, rows=[Row(seq, 0, 64, 1, 1)])
-    batch.pack(plan, np.array([[5, 2, 8, 12]], dtype=np.int32), block_size=16)
+    batch.pack(plan, np.array([[[5, 2, 8, 12]]], dtype=np.int32), block_size=16)
     slots = batch.slot_mapping[0, :64].tolist()
     assert {position: slots[position] for position in SLOTS} == SLOTS
 

@@ -10,15 +10,15 @@ class PrefixCache:
         self.block_size = block_size
         self.free_queue = deque(range(1, num_blocks + 1))
         self.users: Counter[int] = Counter()
-        self.block_of: dict[Key, int] = {}
+        self.blocks_of: dict[Key, list[int]] = {}  # mostly one; none is no entry
         self.key_of: dict[int, Key] = {}
 
     def lookup(self, token_ids: list[int]) -> list[int]:
         hits = []
         for key in self._keys(token_ids[:-1]):
-            if key not in self.block_of:
+            if key not in self.blocks_of:
                 break
-            hits.append(self.block_of[key])
+            hits.append(self.blocks_of[key][0])
         return hits
 
     def run(self, token_ids: list[int]) -> list[int] | None:
@@ -33,24 +33,33 @@ class PrefixCache:
         table = hits + [self._take() for _ in range(num_new)]
         self.users.update(table)
         for key, block in zip(self._keys(token_ids), table, strict=False):
-            if key not in self.block_of:
-                self.block_of[key] = block
+            if block not in self.key_of:
+                self.blocks_of.setdefault(key, []).append(block)
                 self.key_of[block] = key
         return table
 
     def free(self, table: list[int]) -> None:
         for block in reversed(table):
             self.users[block] -= 1
-            if self.users[block] == 0 and block in self.key_of:
+            if self.users[block] > 0:
+                continue
+            if self.blocks_of.get(self.key_of.get(block, ())) == [block]:
                 self.free_queue.append(block)
-            elif self.users[block] == 0:
+            else:
+                self._forget(block)
                 self.free_queue.appendleft(block)
 
     def _take(self) -> int:
         block = self.free_queue.popleft()
-        if block in self.key_of:
-            del self.block_of[self.key_of.pop(block)]
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        if block in self.key_of:
+            key = self.key_of.pop(block)
+            self.blocks_of[key].remove(block)
+            if not self.blocks_of[key]:
+                del self.blocks_of[key]
 
     def _keys(self, token_ids: list[int]) -> list[Key]:
         """Of each full block: all tokens up to its end. Quadratic, where a chain hash is linear."""

@@ -52,6 +52,25 @@ def test_hits_in_the_free_queue_count_as_taken() -> None:
     assert [row[1] for row in rows] == ["4", "3", "2", "yes", "False", "4"]
 
 
+def test_a_window_bounds_what_a_sequence_holds() -> None:
+    keeps_all, gives_back = (
+        [worked.blocks_of_a_sequence(n, window, block_size=4) for n in (8, 220, 2000)]
+        for window in (None, 9)
+    )
+    assert keeps_all == [2, 55, 500]
+    assert gives_back == [2, 3, 3]  # 9 tokens in a row lie in three blocks of 4 at most
+
+
+def test_groups_agree_on_a_hit() -> None:
+    # A window of 5 shows the next token four tokens: two blocks of 2.
+    assert [row[1:] for row in cells(worked.hits_of_two_groups(12, window=5, block_size=2))] == [
+        ["1, 2, 3, 4, 5, 6", "5, 6", "12"],
+        ["1, 2, 3, 4, 5", "4, 5", "10"],
+        ["1, 2", "1, 2", "4"],
+        ["none", "none", "0"],
+    ]
+
+
 def test_requests_of_one_step_share_what_it_computes() -> None:
     assert worked.same_step_tokens(prompt_len=40, num_requests=2, block_size=16) == "40 + 8"
     assert worked.same_step_tokens(prompt_len=40, num_requests=3, block_size=8) == "40 + 8 + 8"

@@ -116,6 +116,42 @@ def shortage(num_blocks: int, cached_blocks: int, prompt_len: int, block_size: i
     return table(("", ""), rows)
 
 
+def blocks_of_a_sequence(num_tokens: int, window: int | None, block_size: int) -> int:
+    """The most KV blocks that a sequence holds while it grows, by a token a step, to so many."""
+    manager = BlockManager(1024, block_size, windows=(window,), max_step_tokens=num_tokens)
+    seq, most = _sequence([0]), 0
+    for length in range(1, num_tokens + 1):
+        if not manager.allocate(seq, length):
+            raise ValueError(f"{length} tokens do not fit")
+        manager.cache(seq, length)
+        seq.num_computed_tokens = length
+        seq.token_ids.append(0)
+        most = max(most, manager.num_blocks - manager.num_free_blocks)
+    return most
+
+
+def hits_of_two_groups(num_tokens: int, window: int, block_size: int) -> str:
+    """Table: how long a hit is while blocks of two groups are evicted, one after the other."""
+    manager = BlockManager(1024, block_size, windows=(None, window), prefix_cache_seed=0)
+    seq = _run(manager, range(num_tokens))
+    full, windowed = (list(blocks) for blocks in seq.block_tables)
+    rows = [_hit("nothing yet", manager, seq)]
+    for block, evicted in (
+        (windowed[-1], "the last block of the window's group"),
+        (full[2], "the third one of the full group"),
+        (windowed[0], "the first one of the window's group"),
+    ):
+        manager.prefix_cache.remove(block)
+        rows.append(_hit(evicted, manager, seq))
+    header = (
+        "evicted, besides those above",
+        "blocks of the full group",
+        "of the window's",
+        "tokens",
+    )
+    return table(header, rows)
+
+
 def same_step_tokens(prompt_len: int, num_requests: int, block_size: int) -> str:
     """Tokens that each of several requests with one prompt computes, all admitted in one step."""
     scheduler = _scheduler(block_size)
@@ -211,6 +247,18 @@ def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
     manager.cache(seq, seq.num_tokens)
     seq.num_computed_tokens = seq.num_tokens
     return seq
+
+
+def _hit(event: str, manager: BlockManager, seq: Sequence) -> tuple[str, str, str, int]:
+    """A row of `hits_of_two_groups`: what a prompt finds that begins with all tokens of `seq`."""
+    hits = manager.lookup(_sequence([*seq.token_ids, 0]))
+    groups = [_places(blocks) for blocks in zip(*hits, strict=True)] or ["none", "none"]
+    return event, *groups, len(hits) * manager.block_size
+
+
+def _places(blocks: tuple[int, ...]) -> str:
+    """Which of the first, second, ... blocks of tokens are there."""
+    return ", ".join(str(place) for place, block in enumerate(blocks, 1) if block)
 
 
 def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str, str]:

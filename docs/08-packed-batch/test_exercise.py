@@ -35,11 +35,11 @@ def by_the_engine(rows: list[Row], block_size: int) -> dict[str, list[int]]:
     longest = max(len(row.block_table) for row in rows)
     layout = BatchLayout(num_tokens, len(rows), longest)
     batch = Batch(layout, np.full(layout.num_bytes, 255, dtype=np.uint8))
-    tables, plan = np.zeros((len(rows), longest), dtype=np.int32), Plan(budget=0)
+    tables, plan = np.zeros((1, len(rows), longest), dtype=np.int32), Plan(budget=0)
     for slot, row in enumerate(rows):
         seq = Sequence(str(slot), list(row.token_ids), SamplingParams(), max_model_len=10**6)
         seq.slot = slot
-        tables[slot, : len(row.block_table)] = row.block_table
+        tables[0, slot, : len(row.block_table)] = row.block_table
         is_last = int(row.num_computed + row.num_new == len(row.token_ids))
         plan.rows.append(PlannedRow(seq, row.num_computed, row.num_new, is_last, is_last))
     batch.pack(plan, tables, block_size)
@@ -48,7 +48,9 @@ def by_the_engine(rows: list[Row], block_size: int) -> dict[str, list[int]]:
         "context_lens": len(rows),
         "output_rows": batch.header.num_sampled,
     }
-    return {name: getattr(batch, name)[: lengths[name]].tolist() for name in FIELDS}
+    found = {name: getattr(batch, name) for name in FIELDS}
+    found["slot_mapping"] = batch.slot_mapping[0]  # all layers are one group
+    return {name: found[name][: lengths[name]].tolist() for name in FIELDS}
 
 
 def random_row(rng: random.Random, block_size: int) -> Row:

@@ -58,19 +58,20 @@ def test_the_fields_of_the_example() -> None:
 def test_the_engine_packs_the_example_so() -> None:
     layout = BatchLayout(max_num_tokens=16, max_num_rows=4, max_blocks_per_row=3)
     batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
-    tables, plan = np.zeros((4, 3), dtype=np.int32), Plan(budget=0)
+    tables, plan = np.zeros((1, 4, 3), dtype=np.int32), Plan(budget=0)
     for slot, row in enumerate(worked.EXAMPLE):
         seq = Sequence(row.name, list(range(row.total)), SamplingParams(), max_model_len=64)
         seq.slot = slot
-        tables[slot, : len(row.table)] = row.table
+        tables[0, slot, : len(row.table)] = row.table
         num_sampled = int(row.computed + row.new == row.total)
         plan.rows.append(Row(seq, row.computed, row.new, num_sampled, num_sampled))
     batch.pack(plan, tables, worked.EXAMPLE_BLOCK_SIZE)
     for name, integers in BY_HAND.items():
-        assert getattr(batch, name)[: len(integers)].tolist() == integers, name
+        found = batch.slot_mapping[0] if name == "slot_mapping" else getattr(batch, name)
+        assert found[: len(integers)].tolist() == integers, name
     assert batch.header.num_outputs == batch.header.num_sampled == len(BY_HAND["output_rows"])
     # As wide as the longest context: 8 tokens are two blocks, though c has three.
-    assert batch.block_tables(4, batch.header.table_width).tolist() == [
+    assert batch.block_tables(4, batch.header.table_width)[0].tolist() == [
         [5, 2],
         [8, 0],
         [1, 6],

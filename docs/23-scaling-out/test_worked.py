@@ -88,6 +88,11 @@ def test_both_simple_rules_fail_in_their_own_way() -> None:
     assert len(cells(worked.fleet_table())) == 6
 
 
+def test_the_layers_of_four_stages_make_the_largest_pool() -> None:
+    """By hand: the slowest of four reads 10.9 layers' weights, the head and one layer."""
+    assert worked.layers_of_stages("qwen3-0.6b", 4) == [9, 9, 9, 1]
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (2, 3)])
 def test_ranks_are_where_the_engine_puts_them(tp: int, pp: int) -> None:
     config = ModelConfig.from_hf(SHAPES["tiny"], {})

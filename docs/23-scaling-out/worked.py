@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import routing
 from tables import table
 
+from nanoserve.bench.shapes import SHAPES
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import ForwardInputs, StepResult
 from nanoserve.engine.extension import Extension
@@ -23,6 +25,7 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.prefix_router import DEFAULT_GAMMA, PrefixRouter
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.pipeline_stage import share_layers
 
 # LLaMA-2-70B in 16 bits, on GPUs of 80 GB with 3.35 TB/s (H100), of which 0.9 is used.
 WEIGHTS = 2 * 68_976_648_192
@@ -45,6 +48,12 @@ def ways_table(num_gpus: int = 8) -> str:
         rows.append((dp, pp, tp, weights, *fits, f"{read_ms(tp):.1f} ms"))
     names = ("replicas", "stages", "ranks a stage", "weights on a GPU")
     return table((*names, "KV tokens, all", "of one replica", "a token takes"), rows)
+
+
+def layers_of_stages(shape: str, num_stages: int) -> list[int]:
+    """How many layers each stage of a pipeline has, by the engine's own rule."""
+    model_config = ModelConfig.from_hf(SHAPES[shape], {})
+    return [len(layers) for layers in share_layers(model_config, num_stages)]
 
 
 def kv_tokens(dp: int, pp: int, tp: int) -> int:

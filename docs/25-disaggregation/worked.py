@@ -262,7 +262,8 @@ class TwoPools:
             hits = pool.manager.lookup(source)
             if self.leases:
                 pool.manager.allocate(source, len(hits) * pool.manager.block_size, hits)
-            self.pending.append(Transfer(job, source, hits, pool.began))
+            blocks = [block for (block,) in hits]  # layers are one group here
+            self.pending.append(Transfer(job, source, blocks, pool.began))
             answer = self.pools[1].add(job, known, job.num_output - 1)
             self.pools[1].scheduler.hold(answer, KV_ON_ITS_WAY)
             self.held[job] = answer

@@ -190,12 +190,12 @@ class BlockManager:
         self.block_size = block_size
         self.ref_counts = [0] * (num_blocks + 1)
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        self.block_of: dict[bytes, int] = {}  # the published blocks
+        self.blocks_of: dict[bytes, list[int]] = {}  # the published blocks: one, and its copies
         self.hash_of: dict[int, bytes] = {}
 
     def lookup(self, seq: Sequence) -> list[int]:
         hashes = self._hashes(seq, (len(seq.token_ids) - 1) // self.block_size)
-        return [self.block_of[each] for each in takewhile(self.block_of.__contains__, hashes)]
+        return [self.blocks_of[each][0] for each in takewhile(self.blocks_of.__contains__, hashes)]
 
     def allocate(self, seq: Sequence, num_tokens: int, hits: Collection[int] = ()) -> bool:
         revived = [block for block in hits if self.ref_counts[block] == 0]
@@ -206,7 +206,7 @@ class BlockManager:
             del self.free_queue[block]
         new = [self.free_queue.popitem(last=False)[0] for _ in range(num_new)]
         for block in new:
-            self.block_of.pop(self.hash_of.pop(block, None), None)  # it will hold something else
+            self._forget(block)  # it will hold something else
         for block in [*hits, *new]:
             self.ref_counts[block] += 1
             seq.block_table.append(block)
@@ -216,9 +216,8 @@ class BlockManager:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         hashes = self._hashes(seq, num_tokens // self.block_size)
         for i in range(seq.num_published, len(hashes)):
-            if hashes[i] not in self.block_of:
-                self.block_of[hashes[i]] = seq.block_table[i]
-                self.hash_of[seq.block_table[i]] = hashes[i]
+            self.blocks_of.setdefault(hashes[i], []).append(seq.block_table[i])
+            self.hash_of[seq.block_table[i]] = hashes[i]
         seq.num_published = max(seq.num_published, len(hashes))
 
     def free(self, seq: Sequence) -> None:
@@ -227,8 +226,17 @@ class BlockManager:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
-                self.free_queue.move_to_end(block, last=block in self.hash_of)
+                if self.blocks_of.get(self.hash_of.get(block)) != [block]:
+                    self._forget(block)  # if it is a copy
+                    self.free_queue.move_to_end(block, last=False)
         seq.num_published = 0
+
+    def _forget(self, block: int) -> None:
+        if block in self.hash_of:
+            block_hash = self.hash_of.pop(block)
+            self.blocks_of[block_hash].remove(block)
+            if not self.blocks_of[block_hash]:
+                del self.blocks_of[block_hash]
 
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         for i in range(len(seq.hashes), num_blocks):

@@ -231,7 +231,7 @@ class BlockManager:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Publish the blocks that the first `num_tokens` tokens fill, as far as not done before.
 
-        If another block stands under the same hash, that one stays.
+        If another block stands under the same hash, both do, and `lookup` finds the older one.
         """
         raise NotImplementedError("stage 4")
 
@@ -240,8 +240,9 @@ class BlockManager:
 
         Its table is empty then and `num_published` is 0: if it comes back, it begins anew.
 
-        A block is free when it stands in no table. If it is published, it goes to the end of the
-        free queue, else to the front.
+        A block is free when it stands in no table. If it is the only one under its hash, it goes
+        to the end of the free queue. Else it goes to the front: a copy loses its hash at once, for
+        nothing is lost with it.
         """
         raise NotImplementedError("stage 4")
 

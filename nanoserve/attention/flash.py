@@ -5,6 +5,10 @@ between them: `flash_attn_with_kvcache` takes the rows of one token, `flash_attn
 packed rows of several. FlashAttention-3 (Shah et al. 2024) is flash_attn_interface, built from the
 folder "hopper" of the same repository. There, `flash_attn_with_kvcache` takes packed rows of any
 length, and pages of any size, which `flash_attn_varlen_func` does not.
+
+Behind a sliding window, tables name the dummy block 0. Whether flash-attn multiplies its V by 0 or
+leaves it alone is known from reading its source only: no version has been run with blocks that were
+given back. The dummy block's content is finite, so either way nothing is added.
 """
 
 from importlib.util import find_spec
@@ -79,9 +83,8 @@ class _FlashBackend(AttentionBackend):
 class FlashAttention3(_FlashBackend):
     """Version 3.
 
-    Its tiles of keys need not begin where a page does, so by its source one in which a window
-    begins may reach into pages behind the window, and multiplies their V by 0: finite values do no
-    harm there, NaN would. Not run on a GPU.
+    By its source, tiles of keys need not begin where a page does, so one in which a window begins
+    may reach into pages behind it and multiply their V by 0: finite values do no harm, NaN would.
     """
 
     def attend(
@@ -103,7 +106,11 @@ class FlashAttention3(_FlashBackend):
 
 
 class FlashAttention(_FlashBackend):
-    """Version 2. Its tiles lie within a page: behind a window it reads the sequence's own only."""
+    """Version 2.
+
+    By its source, tiles of keys lie within a page, so what it reads of the page in which a window
+    begins is the sequence's own.
+    """
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata

@@ -9,9 +9,10 @@ memory never holds the model twice, not even a model in one file.
 
 import math
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,14 +46,23 @@ def load_weights(
     """
     early: list[nn.Module] = []
     if load_format == "dummy":
-        from nanoserve.checkpoint.dummy_weights import fill_randomly
-
         fill_randomly(model)
     else:
         early = _load_safetensors(model, path, elsewhere, shows_progress)
     for module in model.modules():
         if hasattr(module, "process_after_loading") and module not in early:
             module.process_after_loading()
+
+
+def fill_randomly(model: nn.Module) -> None:
+    """Fill with weights of a trained model's size, norms with ones: no NaN, and no flat logits."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=0.02, generator=generator)
 
 
 def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
@@ -70,10 +80,32 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
         for tensor in module.checkpoint_tensors(own_name):
             expected[f"{parent}.{tensor.name}" if parent else tensor.name] = [tensor]
     if hasattr(model, "fused_tensors"):
-        from nanoserve.checkpoint.fused_tensors import as_stored
-
-        expected = as_stored(expected, model.fused_tensors)
+        expected = _as_stored(expected, model.fused_tensors)
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
+
+
+def _as_stored(
+    expected: Mapping[str, list[CheckpointTensor]], fused_tensors: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[CheckpointTensor]]:
+    """Return the tensors under the checkpoint's own names, with their places in what is stored.
+
+    `expected` has one tensor under each name of its own.
+    """
+    stored: dict[str, list[CheckpointTensor]] = {}
+    fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
+    for name, (tensor,) in expected.items():
+        stem, _, kind = name.rpartition(".")  # "...self_attn.q_proj" and "weight"
+        part = stem.rpartition(".")[2]
+        if part in fused_names:
+            parent, fused_name = stem.removesuffix(part), fused_names[part]
+            parts = fused_tensors[fused_name]
+            rows = [expected[f"{parent}{other}.{kind}"][0].shape[0] for other in parts]
+            name = f"{parent}{fused_name}.{kind}"
+            shape = (sum(rows), *tensor.shape[1:])
+            start = tensor.start + sum(rows[: parts.index(part)])
+            tensor = replace(tensor, shape=shape, start=start)
+        stored.setdefault(name, []).append(tensor)
+    return stored
 
 
 class Stored(NamedTuple):

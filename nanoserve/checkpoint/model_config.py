@@ -4,6 +4,7 @@ It imports neither torch nor transformers: the brain reads it, and data types tr
 ("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,6 @@ from nanoserve.checkpoint.misfits import check_folder
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.other_architectures import tell_architecture
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checkpoint.scales import read_scales
 from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
 from nanoserve.parameter_table import PARAMETERS
@@ -183,7 +183,7 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
     else:
         fields |= read_layer_types(file, head_dim, max_positions)
     if any(file.has(name) for name in _SCALES):
-        fields |= read_scales(file)
+        fields |= _scales(file)
     if file.has("num_experts_per_tok"):
         fields["moe"] = MoEConfig.from_hf(file)
     if file.raw.get("quantization_config"):
@@ -191,6 +191,23 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
 
         fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields
+
+
+def _scales(file: ConfigFile) -> dict[str, float | None]:
+    """Return the factors and soft caps of Gemma and MiniCPM that the file says something of."""
+    scales: dict[str, float | None] = {}
+    if file.has("query_pre_attn_scalar"):
+        scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
+    caps = {"attention_soft_cap": "attn_logit_softcapping"}
+    caps |= {"logits_soft_cap": "final_logit_softcapping"}
+    for ours, theirs in caps.items():
+        scales[ours] = None if file.get(theirs) is None else file.positive(theirs)
+    if file.get("scale_emb") is not None:  # MiniCPM (Hu et al. 2024, arXiv 2404.06395)
+        layers = file.size("num_hidden_layers")
+        scales["embedding_scale"] = file.positive("scale_emb")
+        scales["residual_scale"] = file.positive("scale_depth") / math.sqrt(layers)
+        scales["logits_scale"] = file.positive("dim_model_base") / file.size("hidden_size")
+    return scales
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:

@@ -13,7 +13,6 @@ behind it has some, because it proves what that one is; with the last of them it
 import secrets
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,12 @@ class Prefix:
 
     blocks: by group, the blocks that hold its K and V. Mostly there is one; there are more where
         sequences have computed the same tokens side by side.
-    number: given to no other prefix, ever.
     """
 
     parent: "Prefix | CacheKey"
     token_ids: list[int]
     block_hash: bytes
     blocks: list[list[int]]
-    number: int
     num_children: int = 0
 
     def count_children(self, change: int) -> None:
@@ -72,10 +69,12 @@ class PrefixCache:
         seed = secrets.randbits(64) if seed is None else seed
         self.listeners: Listeners[BlockListener] = Listeners()
         self._root = chain_hash(str(seed).encode(), np.empty(0))
-        self._numbers = count(1)
+        self._num_added = 0
         self._num_blocks = num_blocks
         self._prefixes: dict[bytes, Prefix] = {}
-        self._prefix_of: list[Prefix | None] = [None] * (num_blocks + 1)  # by block
+        # By block: the prefix that it holds, and as which entry of all that there ever were.
+        self._prefix_of: list[Prefix | None] = [None] * (num_blocks + 1)
+        self._numbers = [0] * (num_blocks + 1)
 
     def clear(self) -> None:
         """Forget everything. O(pool)."""
@@ -136,9 +135,12 @@ class PrefixCache:
         return [hash_ for hash_, prefix in self._prefixes.items() if prefix.blocks[0]]
 
     def number_of(self, block: int) -> int:
-        """Return the number of the prefix that `block` holds; 0 if it is not cached."""
-        prefix = self._prefix_of[block]
-        return 0 if prefix is None else prefix.number
+        """Return the number of the entry that `block` is; 0 if it is not cached.
+
+        A block that is cached anew has another number, even if it holds the same prefix again: it
+        may have held something else in between.
+        """
+        return self._numbers[block] if self.has(block) else 0
 
     def has(self, block: int) -> bool:
         """Return whether lookups can find `block`, in use or free."""
@@ -172,6 +174,8 @@ class PrefixCache:
             block = table[index]
             if block and self._prefix_of[block] is None:
                 self._prefix_of[block] = prefix
+                self._num_added += 1
+                self._numbers[block] = self._num_added
                 own.append(block)
                 new.append(block)
                 if self.listeners:
@@ -225,7 +229,7 @@ class PrefixCache:
     def _grow(self, parent: Prefix | CacheKey, seq: Sequence, index: int) -> Prefix:
         """Add the prefix that ends with block `index` of `seq`."""
         hash_, blocks = seq.block_hashes[index], [[] for _ in self.num_needed]
-        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks, next(self._numbers))
+        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks)
         if isinstance(parent, Prefix):
             parent.count_children(1)
         self._prefixes[hash_] = prefix

@@ -18,7 +18,7 @@ Hashes are the last 64 bits of those of the engine, as integers, as vLLM's are b
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 
@@ -90,7 +90,6 @@ class AllBlocksCleared:
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-E = TypeVar("E", BlockStored, BlockRemoved)
 
 
 @dataclass
@@ -114,21 +113,23 @@ class EventCollector(BlockListener):
     """Collects events until they are taken; neighbours of one kind become one event.
 
     They are about contents, so copies of a block make none. `windows` are those of the groups.
+    Groups do not share contents, so only the order within each of them counts.
     """
 
     def __init__(self, windows: AbstractSequence[int | None] = (None,)) -> None:
         self._windows = windows
         self._events: list[KVEvent] = []
+        self._last: dict[int, BlockStored | BlockRemoved] = {}  # by group, since a clear
 
     def on_cached(self, cached: CachedBlock) -> None:
         if cached.is_copy:
             return
-        last = self._last_of(BlockStored, cached.group)
-        if last is not None and last.block_hashes[-1] == cached.parent_hash:
+        last = self._last.get(cached.group)
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == cached.parent_hash:
             last.block_hashes.append(cached.block_hash)
             last.token_ids += cached.token_ids
             return
-        self._events.append(
+        self._add(
             BlockStored(
                 [cached.block_hash],
                 cached.parent_hash,
@@ -143,21 +144,21 @@ class EventCollector(BlockListener):
     def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
         if not is_last:
             return
-        last = self._last_of(BlockRemoved, group)
-        if last is None:
-            self._events.append(BlockRemoved([block_hash], group))
-        else:
+        last = self._last.get(group)
+        if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)
-
-    def _last_of(self, kind: type[E], group: int) -> E | None:
-        """Return the last event if it is of this kind and group."""
-        last = self._events[-1] if self._events else None
-        return last if isinstance(last, kind) and last.group == group else None
+        else:
+            self._add(BlockRemoved([block_hash], group))
 
     def on_cleared(self) -> None:
         self._events.append(AllBlocksCleared())
+        self._last = {}
 
     def take(self) -> list[KVEvent]:
         """Return the events since the last call."""
-        events, self._events = self._events, []
+        events, self._events, self._last = self._events, [], {}
         return events
+
+    def _add(self, event: BlockStored | BlockRemoved) -> None:
+        self._events.append(event)
+        self._last[event.group] = event

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanoserve.kernels_cpu.ops import add_rms_norm, rms_norm, silu_and_mul
 from nanoserve.kernels_cpu.store_kv import store_kv
-from nanoserve.layers.fused_ops import FusedOps
+from nanoserve.layers.ops import FusedOps
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 

@@ -2,13 +2,18 @@
 
 They cost few operations and many bytes, so a GPU wants each of them as one pass over its data:
 `nanoserve.layers.triton_ops` has the same methods as Triton kernels, and is measured against these.
+`FusedOps` is what the versions with kernels share.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanoserve.attention.interface import AttentionMetadata
+from nanoserve.attention.kv_cache import KVCache
 
 
 class TorchOps:
@@ -37,6 +42,47 @@ class TorchOps:
         """[..., 2 x size] -> [..., size]: activation(gate) * up (Shazeer 2020: SwiGLU, GEGLU)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+class FusedOps(TorchOps):
+    """All between the qkv projection and attention as one kernel, whichever compiler made it."""
+
+    # As `nanoserve.kernels.store_kv.store_kv`, and the one of that name in `kernels_cpu`.
+    store_kv: Callable[..., Tensor]
+
+    def norm_rotate_store(
+        self,
+        heads: Tensor,
+        rotary: Any,
+        norms: tuple[Any, Any],
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Do steps 2 to 5 of `Qwen3Attention.forward` in one; return q.
+
+        Codes of 8 bits are made of float32, with no rounding to 16 bits between. Raises
+        `ValueError` for norms of q and k that differ in eps.
+        """
+        q_norm, k_norm = norms
+        q_weight, k_weight, eps = None, None, 0.0
+        if q_norm is not None:
+            q_weight, eps = q_norm.weight, q_norm.eps
+        if k_norm is not None:
+            k_weight = k_norm.weight
+            if k_norm.eps != eps:
+                raise ValueError(f"the norms of q and k must have one eps, not {eps}, {k_norm.eps}")
+        return self.store_kv(
+            heads,
+            metadata.positions,
+            rotary.cos,
+            rotary.sin,
+            q_weight,
+            k_weight,
+            eps,
+            kv_cache.values,
+            metadata.slot_mapping,
+            kv_cache.scales,
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

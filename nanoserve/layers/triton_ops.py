@@ -8,7 +8,7 @@ from nanoserve.kernels.act_and_mul import act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.experts import fused_experts
 from nanoserve.kernels.store_kv import store_kv
-from nanoserve.layers.fused_ops import FusedOps
+from nanoserve.layers.ops import FusedOps
 
 
 class TritonOps(FusedOps):

@@ -12,6 +12,15 @@ class BlockEvents(BlockListener):
     Only *which* hashes were touched is noted. What became of them is looked up in the prefix cache
     when the events are taken, so the two cannot disagree, whatever was raised in between: a change
     that is noted after `take` has looked is noted for the next one.
+
+    With several groups of layers (`nanoserve.engine.kv_groups`), a block counts as there if the
+    first group has it. A router follows a prompt from its first block on, so to it that means:
+
+    - Beside layers with a sliding window, the first group is one with full attention. It has every
+      block of a hit, but a hit takes all groups: the router may expect more than there is.
+    - If all layers have a window, blocks behind it are the first to go, and a hit does not need
+      them. The router believes that nothing is left of a prompt whose first block is gone, though
+      the engine may still find the end of it: such a prompt goes where least waits.
     """
 
     def __init__(self, manager: BlockManager) -> None:

@@ -96,7 +96,7 @@ class DraftModelProposer:
         # draft tokens behind them.
         self._computed: dict[Sequence, tuple[int, list[int]]] = {}
         self._in_slot: dict[int, Sequence] = {}
-        # The numbers of the prefixes whose blocks the draft has filled itself, by block.
+        # By block that the draft has filled itself: the number of its entry in the prefix cache.
         self._filled: dict[int, int] = {}
 
     def begin(self, seq: Sequence) -> None:

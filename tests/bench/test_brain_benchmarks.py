@@ -31,7 +31,7 @@ def test_what_is_handed_over_is_a_decode_step() -> None:
     header = batch.header
     assert (header.num_rows, header.num_decode_rows, header.num_sampled) == (3, 3, 3)
     shapes = {name: array.shape for name, array in handover.arrays_of(batch).items()}
-    assert shapes.pop("block_tables") == (3, 3)
+    assert (shapes.pop("slot_mapping"), shapes.pop("block_tables")) == ((1, 3), (1, 3, 3))
     assert set(shapes.values()) == {(3,)}
 
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 from tiny_checkpoints import edit_json, make_qwen3
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from nanoserve.bench.engines.gguf_file import write_gguf  # noqa: E402
 

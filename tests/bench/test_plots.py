@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib", reason="pip install 'nanoserve[bench]'")
 
 from nanoserve.bench import plots
 from nanoserve.bench.report import Point

@@ -487,7 +487,7 @@ def test_it_imports_no_torch() -> None:
 
 def test_loads_are_drawn(measure: Measure, tmp_path: Path) -> None:
     """Needs the extra `bench`."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pip install 'nanoserve[bench]'")
     file = tmp_path / "loads.png"
     with StandIn(lambda body, number: talk(body)) as server:
         measure(server.url, "--concurrency", "1,2", "--plot", str(file))

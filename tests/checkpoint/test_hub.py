@@ -130,7 +130,7 @@ def test_a_download_dir_takes_the_place_of_the_hubs_cache(
 @pytest.fixture(scope="module")
 def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with one model twice, in one file and in three, and nothing else but decoys."""
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
     from gguf_models import ModelWriter
 
     path = tmp_path_factory.mktemp("gguf_source")

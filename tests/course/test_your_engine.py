@@ -17,7 +17,7 @@ from reading import lines_of_code
 
 FOLDER = facts.DOCS / "your-engine"
 STAGES = facts.load(FOLDER / "worked.py").STAGES
-MOST_LINES = 335
+MOST_LINES = 345
 every_stage = pytest.mark.parametrize("stage", [stage.number for stage in STAGES])
 
 

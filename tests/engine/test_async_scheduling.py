@@ -19,6 +19,7 @@ from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_groups import SequenceRoom, group_layers
 from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
@@ -58,18 +59,23 @@ class AheadRun:
         self.vocab = LETTERS[: rng.randint(1, 3)]
         block_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
         self.max_model_len = rng.randint(3, 24)
-        fits_alone = -(-self.max_model_len // block_size)
         eos = frozenset({97}) if rng.random() < 0.3 else frozenset()
         self.by_priority = rng.random() < 0.3
+        num_spare_blocks = rng.choice([0, 0, 1, 3, 20])
+        max_num_batched_tokens = max_num_seqs + rng.choice([0, 1, 3, 10, 40])
+        layers = self._choose_windows(random.Random(f"windows {seed}"))
+        windows = [group.window for group in group_layers(layers)]
+        room = SequenceRoom(windows, block_size, max_num_batched_tokens)
         self.engine: GuardedEngine = make_engine(
             TOKENIZER,
-            num_kv_blocks=fits_alone + rng.choice([0, 0, 1, 3, 20]),
+            num_kv_blocks=room.num_blocks(self.max_model_len) + num_spare_blocks,
             eos=eos,
+            sliding_windows=layers,
             async_scheduling=ahead,
             pipeline_parallel_size=num_stages,
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 40]),
+            max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=rng.choice([0, 0, 1, 3]),
             scheduling_policy="priority" if self.by_priority else "fcfs",
             block_size=block_size,
@@ -79,7 +85,11 @@ class AheadRun:
         self.abort_rate = rng.choice([0, 0, 0.02])
         kind = LateExecutor if num_stages == 1 else LatePipeline
         executor = kind(
-            self.engine.config, self.engine.executor.num_kv_blocks, self.vocab, self._on_call
+            self.engine.config,
+            self.engine.executor.num_kv_blocks,
+            self.vocab,
+            self._on_call,
+            self.engine.scheduler.block_manager.windows,
         )
         if num_stages > 1:
             self.engine.add_extension(PipelineSchedule(self.engine))
@@ -91,6 +101,14 @@ class AheadRun:
         self.by_id = {asked.request_id: asked for asked in self.asked}
         self.of_prompts: dict[str, list[int]] = {}
         self.most_in_flight = self.num_failures = 0
+
+    def _choose_windows(self, rng: random.Random) -> list[int | None]:
+        """Choose the windows of layers; every other run has full attention only."""
+        if rng.random() < 0.5:
+            return [None]
+        # The late device reads prefixes from the first group, which is that of the widest window.
+        layers = [rng.choice([None, 2, 5, 9]), *rng.choices(range(1, 10), k=rng.randint(0, 2))]
+        return [None if w is None or w >= self.max_model_len else w for w in layers]
 
     def run(self) -> None:
         waiting = list(self.asked)
@@ -244,7 +262,11 @@ def run_many(num_runs: int, ahead: bool, num_stages: int = 1) -> Counter[str]:
         seen["preempted"] += run.engine.scheduler.num_preemptions > 0
         seen["hit"] += run.engine.scheduler.num_hit_tokens > 0
         seen["aborted"] += any(asked.aborted for asked in run.asked)
+        seen["windows"] += run.engine.scheduler.block_manager.has_windows
     return seen
+
+
+HARD = ("failed", "preempted", "hit", "aborted", "windows")
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["one step ahead", "no step ahead"])
@@ -254,7 +276,7 @@ def test_every_request_gets_its_tokens(fuzz_runs: int, ahead: bool) -> None:
     seen = run_many(num_runs, ahead)
     assert (seen["overlapped"] > 0.5 * num_runs) == ahead
     # The runs must be hard enough to mean something.
-    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * num_runs
+    assert min(seen[what] for what in HARD) > 0.1 * num_runs
 
 
 @pytest.mark.small(num_stages=[3])
@@ -264,7 +286,7 @@ def test_every_request_gets_its_tokens_from_a_pipeline(fuzz_runs: int, num_stage
     num_runs = max(40, fuzz_runs // 12)
     seen = run_many(num_runs, False, num_stages)
     assert seen["overlapped"] > 0.5 * num_runs
-    assert min(seen[what] for what in ("failed", "preempted", "hit", "aborted")) > 0.1 * num_runs
+    assert min(seen[what] for what in HARD) > 0.1 * num_runs
 
 
 def readmitted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +323,7 @@ def search(known: int, num_seeds: int, full_size: bool) -> list[int]:
 
 # Each with the first seed whose run shows it.
 @pytest.mark.parametrize(
-    ("plant", "known"), [(readmitted_too_early, 38), (in_two_steps, 2), (settings_at_launch, 35)]
+    ("plant", "known"), [(readmitted_too_early, 282), (in_two_steps, 2), (settings_at_launch, 35)]
 )
 def test_bugs_planted_into_a_pipeline_are_seen(
     plant: Any, known: int, full_size: bool, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +424,42 @@ def batch_reused_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateExecutor, "next_batch", next_batch)
 
 
+def released_one_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pending token counts as computed, so the step ahead lacks the first token that it sees."""
+    original = BlockManager._release_behind_windows
+
+    def release(self: BlockManager, seq: Sequence) -> None:
+        seq.num_computed_tokens += seq.num_pending
+        original(self, seq)
+        seq.num_computed_tokens -= seq.num_pending
+
+    monkeypatch.setattr(BlockManager, "_release_behind_windows", release)
+
+
+def released_before_the_step_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind the window after a step goes to others in that step, which write first."""
+    original = Scheduler._plan_row
+
+    def plan_row(self: Scheduler, seq: Sequence, plan: Plan) -> None:
+        num_rows = len(plan.rows)
+        original(self, seq, plan)
+        for row in plan.rows[num_rows:]:
+            seq.num_computed_tokens = row.start + row.n
+            self.block_manager._release_behind_windows(seq)
+            seq.num_computed_tokens = row.start
+
+    monkeypatch.setattr(Scheduler, "_plan_row", plan_row)
+
+
+def packed_by_the_table_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Batch.pack
+
+    def pack(self: Batch, plan: Plan, block_tables: Any, block_size: int) -> None:
+        original(self, plan, block_tables[::-1], block_size)
+
+    monkeypatch.setattr(Batch, "pack", pack)
+
+
 # With the first seed whose run shows each.
 PLANTED_BUGS = {
     pending_token_published: 131,
@@ -412,6 +470,9 @@ PLANTED_BUGS = {
     stale_row_delivered: 0,
     progress_counts_only_at_update: 5,
     batch_reused_one_step_early: 0,
+    released_one_token_early: 6,
+    released_before_the_step_has_read: 3,
+    packed_by_the_table_of_another_group: 17,
 }
 
 

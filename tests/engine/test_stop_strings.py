@@ -117,7 +117,7 @@ def test_requests_with_the_same_stop_strings_share_what_was_built_of_them(monkey
             built.append(strings)
             super().__init__(strings)
 
-    monkeypatch.setattr("nanoserve.engine.stop_strings.StopStrings", Counted)
+    monkeypatch.setattr("nanoserve.engine.detokenizer.StopStrings", Counted)
     engine = make_engine(byte_tokenizer())
     for name in "abc":
         engine.add_request(name, name, SamplingParams(n=3, max_tokens=3, stop=["never", "seen"]))

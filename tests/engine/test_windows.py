@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from windowed_models import GREEDY, MODELS, PROMPTS, WINDOWS, make_windowed
 
 from nanoserve import LLM
+from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import SequenceRoom, group_layers
 
 MODEL = pytest.mark.parametrize("name", MODELS)
@@ -177,3 +178,12 @@ def test_room_and_longest_sequence_agree(windows: list[int | None]) -> None:
         assert room.num_blocks(longest) <= num_blocks
         is_bounded = longest < 2**31 - 8
         assert not is_bounded or room.num_blocks(longest + 1) > num_blocks
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen", "expected"),
+    [("cpu", None, False), ("cuda", None, True), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_groups_are_asked_for_on_a_gpu_where_they_have_not_run(kind, chosen, expected) -> None:
+    config = EngineConfig("none", disable_hybrid_kv_cache_manager=chosen).for_device(kind)
+    assert config.disable_hybrid_kv_cache_manager is expected

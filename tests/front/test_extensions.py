@@ -70,7 +70,7 @@ def test_a_scheduler_of_ones_own(checkpoint: Path, expected, scheduler_cls) -> N
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "one step ahead"])
 def test_it_stays_in_force_whatever_is_added(is_async: bool) -> None:
     """Draft tokens from the start; a grammar comes when the engine has run."""
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     guided = SamplingParams(
         temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="[a-f ]{20}")

@@ -110,7 +110,7 @@ print(os.waitpid(child, 0)[1], ask()[0].outputs[0].token_ids == expected)
 def test_a_failing_step_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(llm.generate([[9] * 20], GREEDY, use_tqdm=False))
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.executor, "run_model", lambda *args: 1 / 0)
+        patched.setattr(llm.engine.executor.device, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[9] * 40, [7]], GREEDY, use_tqdm=False)
     assert is_idle(llm)

@@ -122,6 +122,8 @@ def test_what_ships_is_where_it_is_said_to_be(kind: str) -> None:
     """Read from the files: some need packages that may not be here."""
     for location in REGISTRIES[kind].entries().values():
         module, _, name = location.partition(":")
+        if not module.startswith("nanoserve."):
+            continue  # another test has registered it
         file = PACKAGE.parent / f"{module.replace('.', '/')}.py"
         defined = [getattr(node, "name", None) for node in ast.parse(file.read_text()).body]
         assert name in defined, location

@@ -94,7 +94,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     if request.param == "folder":
         copied = shutil.copytree(bundled, tmp_path / "copied")
         return str(copied), copied
-    pytest.importorskip("gguf", reason="pip install gguf")
+    pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
     from nanoserve.bench.engines.gguf_file import write_gguf
 
     file = tmp_path / "model.gguf"

@@ -15,9 +15,7 @@ import nanoserve
 
 PACKAGE = Path(nanoserve.__file__).parent
 ENGINE_MODULES = sorted(path.stem for path in (PACKAGE / "engine").glob("*.py"))
-CHECKPOINT_MODULES = [
-    *("model_config", "rope_config", "config_json", "layer_types", "moe_config", "scales")
-]
+CHECKPOINT_MODULES = [*("model_config", "rope_config", "config_json", "layer_types", "moe_config")]
 
 
 def engine_module(stem: str) -> str:

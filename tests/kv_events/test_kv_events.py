@@ -12,6 +12,7 @@ from counting_executor import make_engine, run
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.prefix_cache import chain_hash
 from nanoserve.engine.sequence import Sequence
 from nanoserve.kv_events.config import KVEventsConfig
@@ -27,22 +28,23 @@ from nanoserve.sampling_params import SamplingParams
 
 
 def published_engine(
-    publish: Callable[[KVEventBatch], Any], **options: Any
+    publish: Callable[[KVEventBatch], Any], num_kv_blocks: int = 20, **options: Any
 ) -> tuple[GuardedEngine, BlockManager]:
     """As `nanoserve.build` wires it."""
     given = {"enable_kv_cache_events": True, "publisher": publish}
     config = EngineConfig("none", kv_events_config=given).kv_events_config
-    engine = make_engine(num_kv_blocks=20, block_size=4, max_num_seqs=3, **options)
+    engine = make_engine(num_kv_blocks=num_kv_blocks, block_size=4, max_num_seqs=3, **options)
     manager = engine.scheduler.block_manager
     engine.extensions.append(make_kv_events(config, manager))
     return engine, manager
 
 
 class Replayed:
-    """Plays events back: the cached hashes, with token ids and parents."""
+    """Plays events back: by group and hash what is cached, with its parent and token ids."""
 
-    def __init__(self) -> None:
-        self.known: dict[bytes, tuple[bytes | None, list[int]]] = {}
+    def __init__(self, windows: tuple[int | None, ...] = (None,)) -> None:
+        self.windows = windows
+        self.known: dict[tuple[int, bytes], tuple[bytes | None, list[int]]] = {}
         self.kinds: list[str] = []
 
     def __call__(self, batch: KVEventBatch) -> None:
@@ -53,22 +55,46 @@ class Replayed:
                 self._store(event)
             elif isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
-                    del self.known[block_hash]
+                    del self.known[event.group, block_hash]
             else:
                 self.known.clear()
 
     def _store(self, event: BlockStored) -> None:
         size, parent = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
+        assert event.has_window == (self.windows[event.group] is not None)
         for index, block_hash in enumerate(event.block_hashes):
-            assert block_hash not in self.known
+            assert (event.group, block_hash) not in self.known  # no copies
             token_ids = event.token_ids[index * size : (index + 1) * size]
-            self.known[block_hash] = parent, token_ids
+            self.known[event.group, block_hash] = parent, token_ids
             parent = block_hash
 
+    def agrees_with(self, manager: BlockManager) -> bool:
+        """Return whether these are the contents of the prefix cache, group by group."""
+        prefixes = manager.prefix_cache._prefixes.items()
+        return set(self.known) == {
+            (group, block_hash)
+            for block_hash, prefix in prefixes
+            for group, blocks in enumerate(prefix.blocks)
+            if blocks
+        }
 
-def check_chains(known: dict[bytes, tuple[bytes | None, list[int]]]) -> None:
-    for block_hash, (parent, token_ids) in known.items():
+
+class CountCopies(BlockListener):
+    """Counts the copies of blocks that come, and those that go while another one is left."""
+
+    def __init__(self) -> None:
+        self.num_cached = self.num_removed = 0
+
+    def on_cached(self, cached: CachedBlock) -> None:
+        self.num_cached += cached.is_copy
+
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        self.num_removed += not is_last
+
+
+def check_chains(known: dict[tuple[int, bytes], tuple[bytes | None, list[int]]]) -> None:
+    for (_, block_hash), (parent, token_ids) in known.items():
         if parent is not None:
             assert chain_hash(parent, np.array(token_ids)) == block_hash
 
@@ -80,10 +106,22 @@ def random_requests(engine: GuardedEngine, count: int) -> None:
         engine.add_request(str(number), prompt, SamplingParams(max_tokens=rng.randrange(1, 12)))
 
 
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6, 1)], ids=str)
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_replay_gives_the_cached_blocks_after_every_step(ahead: bool) -> None:
-    replayed = Replayed()
-    engine, manager = published_engine(replayed, async_scheduling=ahead)
+def test_a_replay_gives_the_cached_blocks_after_every_step(
+    ahead: bool, windows: tuple[int | None, ...]
+) -> None:
+    replayed, copies = Replayed(windows), CountCopies()
+    # In chunks of a block: so sequences compute the same tokens side by side, each for itself.
+    engine, manager = published_engine(
+        replayed,
+        20 * len(windows),
+        sliding_windows=windows,
+        async_scheduling=ahead,
+        long_prefill_token_threshold=4,
+    )
+    assert manager.windows == windows
+    manager.listeners.append(copies)
     random_requests(engine, 40)
     for number in range(1000):
         if not engine.has_unfinished_requests():
@@ -98,12 +136,14 @@ def test_a_replay_gives_the_cached_blocks_after_every_step(ahead: bool) -> None:
             assert replayed.known == {}
         engine.step()
         if not ahead:  # else blocks of the step under way are not published yet
-            assert {*replayed.known} == {*manager.prefix_cache.hashes()}
+            assert replayed.agrees_with(manager)
     check_chains(replayed.known)
     engine.close()
-    assert {*replayed.known} == {*manager.prefix_cache.hashes()} != set()
+    assert replayed.agrees_with(manager)
+    assert {group for group, _ in replayed.known} == {*range(len(windows))}
     counts = [replayed.kinds.count(kind) for kind in ("BlockStored", "BlockRemoved")]
     assert min(counts) > 10 and replayed.kinds.count("AllBlocksCleared") >= 2
+    assert min(copies.num_cached, copies.num_removed) > 0, vars(copies)
 
 
 def test_blocks_of_one_chain_are_one_event() -> None:
@@ -120,6 +160,35 @@ def test_blocks_of_one_chain_are_one_event() -> None:
     assert (later.parent_block_hash, later.token_ids) == (b, [8, 9, 10, 11])
     assert stored.wire()["extra_keys"] == [["tenant"], None]
     assert later.wire()["extra_keys"] == [None]
+
+
+def test_a_chain_is_one_event_for_each_group() -> None:
+    batches: list[KVEventBatch] = []
+    options = {"sliding_windows": (None, 6), "prefix_cache_seed": 0}
+    engine, _ = published_engine(batches.append, **options)
+    engine.add_request("a", [*range(17)], SamplingParams(max_tokens=1))
+    run(engine)
+    (batch,) = batches
+    full, window = batch.events
+    assert (full.group, full.has_window) == (0, False)
+    assert (window.group, window.has_window) == (1, True)
+    assert len(full.block_hashes) == 4 and full.block_hashes == window.block_hashes
+    assert full.token_ids == window.token_ids == [*range(16)]
+    wire = [event.wire() for event in (full, window, BlockRemoved(full.block_hashes, 1))]
+    assert [event["group_idx"] for event in wire] == [0, 1, 1]
+    kinds = [event.get("kv_cache_spec_kind") for event in wire]
+    assert kinds == ["full_attention", "sliding_window", None]
+
+
+def test_what_goes_from_a_group_stays_in_the_others() -> None:
+    """Behind a window, the blocks of an answer are given back, and with them their contents."""
+    replayed = Replayed((None, 6))
+    engine, manager = published_engine(replayed, sliding_windows=(None, 6))
+    engine.add_request("a", [*range(5)], SamplingParams(max_tokens=30))
+    run(engine)
+    assert replayed.agrees_with(manager)
+    by_group = [sum(group == each for group, _ in replayed.known) for each in (0, 1)]
+    assert by_group[0] == 8 and 3 <= by_group[1] < 8  # the prompt's, and the window's
 
 
 def test_steps_that_change_nothing_publish_nothing() -> None:

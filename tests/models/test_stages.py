@@ -174,7 +174,7 @@ class WholeForCausalLM(registry.model_class("LlamaForCausalLM")):
 def test_a_model_that_is_whole_on_each_stage_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+    monkeypatch.setattr(registry.MODELS, "_entries", registry.MODELS.entries())
     register_model("WholeForCausalLM", WholeForCausalLM)
     make_qwen3(tmp_path, **LAYERS)
     config = ModelConfig.from_checkpoint(tmp_path)

@@ -93,7 +93,7 @@ def test_a_quantised_checkpoint_answers_as_its_floats(case: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
 def test_a_gguf_file_answers_as_its_floats(kind: str, tmp_path: Path) -> None:
     """Token for token, as transformers with the file's numbers does."""
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
     from gguf_models import ModelWriter
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

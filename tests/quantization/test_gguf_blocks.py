@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, decode, encode  # noqa: E402
 

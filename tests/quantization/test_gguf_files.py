@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import ModelWriter, add_setting, close, write_bundled  # noqa: E402
 from tiny_checkpoints import make_checkpoint  # noqa: E402

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("gguf")
+pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import BUNDLED, ModelWriter, add_setting, close, write_bundled  # noqa: E402
 from real_tokenizers import READ, REFUSED, texts_of, vocabulary  # noqa: E402

@@ -154,15 +154,24 @@ def test_events_that_are_taken_in_another_thread_add_up() -> None:
     assert min(copy.num_stored, copy.num_removed) > 100
 
 
-def test_the_router_knows_what_the_engine_will_find() -> None:
-    """Of each prompt, before it is added: exactly the tokens that come from the cache."""
-    engine = make_engine(num_kv_blocks=24, prefix_cache_seed=3, block_size=16)
+def hits_and_matches(
+    requests: list[tuple[list[int], str | None]], windows: tuple[int | None, ...] = (None,)
+) -> list[tuple[int, int]]:
+    """Return for each prompt the tokens that come from the cache, and those that a router who
+    hears of all blocks has expected before."""
+    engine = make_engine(
+        num_kv_blocks=24 * len(windows),
+        prefix_cache_seed=3,
+        block_size=16,
+        max_num_batched_tokens=64,
+        sliding_windows=windows,
+    )
+    assert engine.scheduler.block_manager.windows == windows
     events = BlockEvents(engine.scheduler.block_manager)
     router = PrefixRouter(16, prefix_cache_seed=3)
     router.add_replica("0", 24)
     found = []
-    for i, prompt in enumerate(prompts(random.Random(0), 40)):
-        salt = random.Random(i).choice([None, "a"])
+    for i, (prompt, salt) in enumerate(requests):
         key = () if salt is None else key_of_salt(salt)
         expected = router.matches(router.hashes(prompt, key), ["0"])["0"]
         before = engine.stats.prefix_cache_hits
@@ -171,6 +180,37 @@ def test_the_router_knows_what_the_engine_will_find() -> None:
         )
         run(engine)
         router.update("0", *events.take())
-        found.append(engine.stats.prefix_cache_hits - before)
-        assert found[-1] == expected
-    assert 0 in found[10:] and 32 in found
+        found.append((engine.stats.prefix_cache_hits - before, expected))
+    return found
+
+
+def test_the_router_knows_what_the_engine_will_find() -> None:
+    """Of each prompt, before it is added: exactly the tokens that come from the cache."""
+    salts = [random.Random(i).choice([None, "a"]) for i in range(40)]
+    found = hits_and_matches([*zip(prompts(random.Random(0), 40), salts, strict=True)])
+    assert all(hit == expected for hit, expected in found)
+    assert (0, 0) in found[10:] and (32, 32) in found
+
+
+@pytest.mark.parametrize("windows", [(None, 20), (20,), (20, 5)], ids=str)
+def test_the_router_and_a_model_with_windows(windows: tuple[int | None, ...]) -> None:
+    """It hears of the first group, and follows a chain from its first block on."""
+    rng = random.Random(0)
+    turns: list[list[int]] = [[number] for number in range(4)]
+    requests: list[tuple[list[int], str | None]] = []
+    for _ in range(80):  # conversations that grow, and begin anew
+        index = rng.randrange(len(turns))
+        turns[index] = (turns[index] if len(turns[index]) < 250 else [index]) + [
+            rng.randrange(256) for _ in range(40)
+        ]
+        requests.append((list(turns[index]), None))
+    found = hits_and_matches(requests, windows)
+    if windows[0] is None:
+        # All groups must have a hit, so there may be less than the first group has.
+        assert all(hit <= expected for hit, expected in found)
+    elif len(windows) == 1:
+        # A hit needs the last blocks only, so it may go on behind those that are gone.
+        assert all(hit >= expected for hit, expected in found)
+        assert sum(hit > expected == 0 for hit, expected in found) > 3, found
+    num_right = sum(hit == expected > 0 for hit, expected in found)
+    assert num_right > 10, found

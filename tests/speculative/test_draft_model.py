@@ -7,20 +7,25 @@ shows that something was missing in its cache, or written over.
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from proposers import speculation_of
-from tiny_checkpoints import make_qwen3
+from tiny_checkpoints import GEMMA3, make_checkpoint, make_qwen3
+from transformers import Gemma3ForCausalLM, MistralForCausalLM
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.draft_model import DraftModelProposer
 
 VOCAB_SIZE = 512
 FIRST_SEED = 7  # a life in which a sequence is preempted, which only some are
+FIRST_SEED_WITH_WINDOWS = 19  # another one
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +35,32 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def life(path: Path, seed: int) -> dict[str, int]:
-    """Requests that come and go in a tiny pool, with shared beginnings, and some plain steps."""
+def drafting(path: Path) -> dict[str, Any]:
+    """Return the options of an engine with this draft model."""
+    draft = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
+    return {"skip_tokenizer_init": True, "speculative_config": draft | {"adaptive": False}}
+
+
+def life(path: Path, seed: int, windows: AbstractSequence[int] = ()) -> dict[str, int]:
+    """Requests that come and go in a tiny pool, with shared beginnings, and some plain steps.
+
+    `windows` are those of the model's groups of layers behind the first.
+    """
     rng = random.Random(seed)
     block_size = rng.choice([2, 4, 8])
-    blocks = 96 // block_size
+    num_spare_blocks = rng.choice([0, 3, 96 // block_size])
     options = {
         "block_size": block_size,
-        "num_kv_blocks": blocks + rng.choice([0, 3, blocks]),
         "max_model_len": 96,
         "max_num_seqs": rng.choice([1, 2, 4]),
         "max_num_batched_tokens": rng.choice([8, 32, 200]),
         "async_scheduling": rng.random() < 0.3,
         "attention_backend": rng.choice(["torch", "numba"]),
     }
-    draft = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
-    with LLM(
-        path,
-        skip_tokenizer_init=True,
-        speculative_config=draft | {"adaptive": False},
-        **options,
-    ) as llm:
+    room = SequenceRoom((None, *windows), block_size, options["max_num_batched_tokens"])
+    options["num_kv_blocks"] = room.num_blocks(96) + num_spare_blocks * (1 + len(windows))
+    with LLM(path, **drafting(path), **options) as llm:
+        assert llm.engine.scheduler.block_manager.windows == (None, *windows)
         engine, beginning = llm.engine, [rng.randrange(VOCAB_SIZE) for _ in range(40)]
         for number in range(8):
             prompt = beginning[: rng.randint(0, 40)]
@@ -82,8 +92,8 @@ def life(path: Path, seed: int) -> dict[str, int]:
     }
 
 
-def lives(path: Path, seeds: range) -> dict[str, int]:
-    runs = [life(path, seed) for seed in seeds]
+def lives(path: Path, seeds: range, windows: AbstractSequence[int] = ()) -> dict[str, int]:
+    runs = [life(path, seed, windows) for seed in seeds]
     return {name: sum(run[name] for run in runs) for name in runs[0]}
 
 
@@ -95,6 +105,85 @@ def test_a_draft_that_is_the_target_is_always_right(
     print(found)
     assert found["wrong"] == 0
     assert found["draft tokens"] > 40 * num_lives and found["preempted"] and found["hits"], found
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma3")
+    make_checkpoint(Gemma3ForCausalLM, path, vocab_size=VOCAB_SIZE, **GEMMA3)
+    return path
+
+
+def test_a_draft_beside_a_target_with_windows_is_always_right(
+    gemma3: Path, by_size: Callable[..., int]
+) -> None:
+    """It lies in the blocks of the first group, which gives none back."""
+    num_lives = by_size(3, 20, 100)
+    first = FIRST_SEED_WITH_WINDOWS
+    found = lives(gemma3, range(first, first + num_lives), windows=(9, 9))
+    assert found["wrong"] == 0
+    assert found["draft tokens"] > 40 * num_lives and found["preempted"] and found["hits"], found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "windows", "with_draft"),
+    [
+        (Gemma3ForCausalLM, GEMMA3, (None, 9, 9), (None, 9, 9)),
+        # All layers have the window: the draft needs what is behind it, so nothing is given back.
+        (MistralForCausalLM, {"sliding_window": 9}, (9,), (None,)),
+    ],
+    ids=["gemma3", "mistral"],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_windows_and_a_draft_of_another_kind_give_the_same_tokens(
+    architecture: Any,
+    settings: dict[str, Any],
+    windows: tuple[int | None, ...],
+    with_draft: tuple[int | None, ...],
+    is_async: bool,
+    path: Path,
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(architecture, tmp_path, vocab_size=VOCAB_SIZE, **settings)
+    rng = random.Random(0)
+    beginning = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    prompts = [[*beginning[:length], length] for length in (40, 33, 20, 8, 0, 40)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=30, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    options = {"block_size": 4, "max_num_seqs": 3, "async_scheduling": is_async}
+    found = []
+    for more, expected in (({"skip_tokenizer_init": True}, windows), (drafting(path), with_draft)):
+        with LLM(tmp_path, **options, **more) as llm:
+            assert llm.engine.scheduler.block_manager.windows == expected
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            num_draft_tokens = llm.stats.num_draft_tokens
+    assert found[0] == found[1] and num_draft_tokens > 100
+
+
+def test_a_copy_of_a_block_is_not_taken_for_what_the_block_held_before(path: Path) -> None:
+    """A block that holds a prefix, then something else, and then the same prefix once more."""
+    prompt, answer = [*range(9)], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    # To compute all outputs of a prompt is to have it in blocks of one's own.
+    copies = replace(answer, prompt_logprobs=0)
+    short = replace(answer, max_tokens=3)  # fills no block
+    requests = [(prompt, answer), (prompt, copies), ([100], short), (prompt, copies)]
+    used = []
+    with LLM(path, block_size=4, num_kv_blocks=64, **drafting(path)) as llm:
+        engine, cache = llm.engine, llm.engine.scheduler.block_manager.prefix_cache
+        for token_ids, params in requests:
+            engine.add_request("r", token_ids, params)
+            engine.step()
+            (seq,) = engine.scheduler.running
+            used.append((seq.block_table[0], cache.number_of(seq.block_table[0])))
+            while engine.has_unfinished_requests():
+                engine.step()
+        stats = llm.stats
+    (first, _), (block, number), (other_block, _), (block_again, number_again) = used
+    assert first != block == other_block == block_again and number and number_again
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
 
 
 def last_draft_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from proposers import Oracle, Wrong, speculation_of
+from counting_executor import CountingExecutor, Handle, make_engine, run
+from proposers import Oracle, speculation_of
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
 from nanoserve.speculative.extension import Speculation
+from nanoserve.speculative.proposer import TextProposer
 from nanoserve.trace.reader import read_trace
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -103,14 +108,32 @@ def test_a_request_with_a_processor_of_its_own_has_no_draft_tokens(plain: LLM, p
     assert calls == list(range(10))  # in order, each once
 
 
+class Repeating(TextProposer):
+    """Drafts the last token again, which the counting executor never samples."""
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        return [seq.token_ids[-1]] * most
+
+
+class Timed(CountingExecutor):
+    """A step takes a second, and a tenth of one for each token."""
+
+    seconds = 0.0
+
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
+        Timed.seconds += 1 + 0.1 * batch.header.num_tokens
+        return super().forward(batch, inputs)
+
+
 def test_rejected_drafts_end_where_they_do_not_pay() -> None:
-    with LLM("tiny-qwen3", speculative_config={"method": "ngram"}) as llm:
-        speculation_of(llm).proposer = Wrong(2048)
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-        answer_of(llm, params)
-        stats = llm.stats
-    assert stats.num_steps - stats.num_accepted_tokens >= 190
-    assert stats.num_draft_tokens < 40  # of some 1600 that could be had
+    options = {"speculative_config": {"method": "ngram"}, "async_scheduling": False}
+    engine = make_engine(clock=lambda: Timed.seconds, **options)
+    engine.replace_executor(Timed(engine.config))
+    engine.add_extension(Speculation(engine, lambda *_: Repeating()))
+    engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=200))
+    run(engine)
+    assert engine.stats.num_steps == 200 and engine.stats.num_accepted_tokens == 0
+    assert 0 < engine.stats.num_draft_tokens < 40  # of some 1600 that could be had
 
 
 def test_a_stream_gets_the_tokens_of_a_step_in_one_output(plain: LLM, path: Path) -> None:

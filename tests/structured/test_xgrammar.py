@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 
-pytest.importorskip("xgrammar")
+pytest.importorskip("xgrammar", reason="pip install 'nanoserve[xgrammar]'")
 pytest.importorskip("jsonschema", reason="pip install jsonschema")
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 import jsonschema

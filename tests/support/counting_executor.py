@@ -5,6 +5,7 @@ With a token mask, it is the first allowed one from there on. Draft tokens are v
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from nanoserve.engine.executor import (
     TokenMask,
 )
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_groups import SequenceRoom, kv_cache_groups
 from nanoserve.outputs import RequestOutput
 
 VOCAB_SIZE = 256
@@ -41,14 +43,23 @@ class Handle:
 
 
 class CountingExecutor:
-    def __init__(self, config: EngineConfig, num_kv_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_kv_blocks: int = 64,
+        windows: AbstractSequence[int | None] = (None,),
+    ) -> None:
         self.num_kv_blocks = num_kv_blocks
-        self.max_model_len = config.resolve_max_model_len(512, num_kv_blocks)
+        room = SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
+        self.max_model_len = config.resolve_max_model_len(
+            512, num_kv_blocks, room.longest(num_kv_blocks)
+        )
         layout = BatchLayout(
             config.max_num_batched_tokens,
             config.max_num_seqs,
             blocks_needed(self.max_model_len, config.block_size),
             ("prompt_logprobs",),
+            len(windows),
         )
         self.batches = [
             Batch(layout, np.zeros(layout.num_bytes, np.uint8))
@@ -145,8 +156,10 @@ def make_engine(
     num_kv_blocks: int = 64,
     eos: frozenset[int] = frozenset(),
     clock: Callable[[], float] = time.perf_counter,
+    sliding_windows: AbstractSequence[int | None] = (None,),
     **options: Any,
 ) -> GuardedEngine:
+    """Return an engine of a model whose layers have these windows, one layer for each."""
     config = EngineConfig("none", **{"max_num_seqs": 8, **options})
     config = config.for_device("cpu")
     model_config = ModelConfig(
@@ -154,7 +167,7 @@ def make_engine(
         vocab_size=VOCAB_SIZE,
         hidden_size=1,
         intermediate_size=1,
-        num_hidden_layers=1,
+        num_hidden_layers=len(sliding_windows),
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=1,
@@ -167,11 +180,12 @@ def make_engine(
         mlp_bias=False,
         hidden_act="silu",
         attention_scale=0.25,
-        sliding_windows=(None,),
+        sliding_windows=tuple(sliding_windows),
         dtype="float32",
         eos_token_ids=eos,
     )
-    executor = CountingExecutor(config, num_kv_blocks)
+    windows = [group.window for group in kv_cache_groups(config, model_config)]
+    executor = CountingExecutor(config, num_kv_blocks, windows)
     return GuardedEngine(config, model_config, executor, tokenizer, clock)
 
 

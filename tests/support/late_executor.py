@@ -6,10 +6,15 @@ KV cache holds the *prefix* that its K and V were computed for, and the device r
 there and from nowhere else. The next token is a function of that prefix and of the tokens that the
 request's own state has seen, so whatever is read too early, too late or from another sequence comes
 out as another token. Vocabulary and blocks are tiny: with large ones, wrong hits never look right.
+
+With groups of layers, each group stores the whole batch by its own block table, and reads no more
+than its window sees. A slot then says which group's K and V it holds, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +23,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.kv_groups import SequenceRoom
 
 POISON = -7
 _MASK = 2**61 - 1
@@ -78,7 +84,11 @@ class State:
 
 
 class LateExecutor:
-    """`fails` is asked before each call, by its name, and may raise."""
+    """`on_call` is called before each call, with its name, and may raise.
+
+    windows: of the groups of layers, None for full attention. The first group must see the token
+        before each one (None, or at least 2): that is where a row's prefix is read from.
+    """
 
     records_by_slot = False  # a planted bug: at `collect`, by whoever has the slot by then
     reads_pending_by_row = False  # another one
@@ -89,20 +99,27 @@ class LateExecutor:
         num_kv_blocks: int,
         vocab: list[int],
         on_call: Callable[[str], None] = lambda name: None,
+        windows: AbstractSequence[int | None] = (None,),
     ) -> None:
         self.num_kv_blocks, self.vocab, self.on_call = num_kv_blocks, vocab, on_call
-        self.max_model_len = config.resolve_max_model_len(512, num_kv_blocks)
+        self.windows = tuple(windows)
+        room = SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
+        self.max_model_len = config.resolve_max_model_len(
+            512, num_kv_blocks, room.longest(num_kv_blocks)
+        )
         self.block_size = config.block_size
         layout = BatchLayout(
             config.max_num_batched_tokens,
             config.max_num_seqs,
             -(-self.max_model_len // config.block_size),
             ("prompt_logprobs",),
+            len(self.windows),
         )
         self.batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
         self.num_batches = 0
         self.queue: list[tuple[int, Callable[[], None]]] = []  # (step, what it does), in order
-        self.prefix_at = [POISON] * ((num_kv_blocks + 1) * config.block_size)
+        # By slot: which group's K and V, and of which prefix.
+        self.shadow = [(0, POISON)] * ((num_kv_blocks + 1) * config.block_size)
         self.parent_of: dict[int, int] = {}
         self.last_token = [POISON] * config.max_num_seqs
         self.states: list[State | None] = [None] * config.max_num_seqs
@@ -162,34 +179,37 @@ class LateExecutor:
         header = batch.header
         require(header.step == handle.step, "a batch was packed anew before it was read")
         starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
-        (tables,) = batch.block_tables(header.num_rows, header.table_width).tolist()
-        slots, positions = batch.slot_mapping[0].tolist(), batch.positions.tolist()
+        tables = batch.block_tables(header.num_rows, header.table_width).tolist()  # by group
+        slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
         # A row may build on what another one stores in this very step: every layer stores the whole
         # batch before it attends. So rows go after those that they build on.
-        missing = set(slots[: header.num_tokens])
+        missing = set(slots[0][: header.num_tokens])
+        prefixes: list[int] = [POISON] * header.num_tokens
         rows = list(range(header.num_rows))
         while rows:
             ready = [
-                row for row in rows if self._before(tables, positions, starts, row) not in missing
+                row
+                for row in rows
+                if self._before(tables[0], positions, starts, row) not in missing
             ]
             require(bool(ready), "rows build on each other in a circle")
             for row in ready:
-                self._store(batch, row, tables[row], starts, positions, slots)
-                missing -= set(slots[starts[row] : starts[row + 1]])
+                tokens = range(starts[row], starts[row + 1])
+                before = self._read(0, tables[0][row], positions[tokens[0]] - 1)
+                for token, prefix in zip(tokens, self._run_row(batch, row, before), strict=True):
+                    prefixes[token] = prefix
+                    self._store(prefix, [mapping[token] for mapping in slots])
+                missing -= {slots[0][token] for token in tokens}
             rows = [row for row in rows if row not in ready]
-        for row in range(header.num_rows):
-            last = int(batch.context_lens[row]) - 1
-            prefix = self._read(tables[row], last)
-            for position in range(last - 1, -1, -1):
-                prefix = self.parent_of.get(prefix, POISON)
-                stored = self._read(tables[row], position)
-                require(stored == prefix, "attention reads K and V of another prefix")
+        for group, of_rows in enumerate(tables):
+            for table, (start, end) in zip(of_rows, pairwise(starts), strict=True):
+                self._attend(group, table, positions[start:end], prefixes[end - 1])
         outputs = batch.output_rows[: header.num_outputs].tolist()
-        prefixes = [self.prefix_at[slots[output]] for output in outputs]
-        handle.prefixes = prefixes[: header.num_sampled]
+        of_outputs = [prefixes[output] for output in outputs]
+        handle.prefixes = of_outputs[: header.num_sampled]
         for name, span in batch.prompt_outputs(header).items():
             next_ids = batch.next_ids[span].tolist()
-            pairs = zip(prefixes[span], next_ids, strict=True)
+            pairs = zip(of_outputs[span], next_ids, strict=True)
             handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]
 
     def _before(
@@ -199,17 +219,9 @@ class LateExecutor:
         position = positions[starts[row]] - 1
         return None if position < 0 else self._slot(tables[row], position)
 
-    def _store(
-        self,
-        batch: Batch,
-        row: int,
-        table: list[int],
-        starts: list[int],
-        positions: list[int],
-        slots: list[int],
-    ) -> None:
-        prefix = self._read(table, positions[starts[row]] - 1)
-        for token in range(starts[row], starts[row + 1]):
+    def _run_row(self, batch: Batch, row: int, prefix: int) -> Iterator[int]:
+        """Yield the prefix that ends with each token of a row; `prefix` is the one before."""
+        for token in range(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1]):
             input_id = int(batch.input_ids[token])
             if input_id == PENDING:
                 slot = row if self.reads_pending_by_row else int(batch.row_slots[row])
@@ -217,11 +229,30 @@ class LateExecutor:
             require(input_id in self.vocab, f"token {input_id} was read, which is not there")
             parent, prefix = prefix, mix(prefix, input_id)
             self.parent_of[prefix] = parent
-            require(slots[token] >= self.block_size, "wrote into the dummy block")
-            self.prefix_at[slots[token]] = prefix
+            yield prefix
 
-    def _read(self, table: list[int], position: int) -> int:
-        return 0 if position < 0 else self.prefix_at[self._slot(table, position)]
+    def _store(self, prefix: int, slots: list[int]) -> None:
+        """Write K and V of a token for each group."""
+        for group, slot in enumerate(slots):
+            require(slot >= self.block_size, "wrote into the dummy block")
+            self.shadow[slot] = (group, prefix)
+
+    def _attend(self, group: int, table: list[int], positions: list[int], prefix: int) -> None:
+        """Read what the tokens of a row see, the last of which ends `prefix`."""
+        window = self.windows[group]
+        oldest = 0 if window is None else max(0, positions[0] - window + 1)
+        for position in range(positions[-1], oldest - 1, -1):
+            stored = self._read(group, table, position)
+            require(stored == prefix != POISON, "attention reads K and V of another prefix")
+            prefix = self.parent_of.get(prefix, POISON)
+
+    def _read(self, group: int, table: list[int], position: int) -> int:
+        """Return the prefix that K and V at `position` were computed for; poison if another group
+        has written them."""
+        if position < 0:
+            return 0
+        written_by, prefix = self.shadow[self._slot(table, position)]
+        return prefix if written_by == group else POISON
 
     def _slot(self, table: list[int], position: int) -> int:
         block, offset = divmod(position, self.block_size)

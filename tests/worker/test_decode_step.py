@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import GridExecutor
 
-import nanoserve.checkpoint.dummy_weights
+import nanoserve.checkpoint.loader
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -151,7 +151,7 @@ def make_runner(path: Path, **options: Any) -> ModelRunner:
     model_config = ModelConfig.from_checkpoint(path, "bfloat16")
     context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nanoserve.checkpoint.dummy_weights, "fill_randomly", lambda model: None)
+        patch.setattr(nanoserve.checkpoint.loader, "fill_randomly", lambda model: None)
         device = CudaDevice(config, RecordingCuda(), context.attention.capturable)
         return ModelRunner.load(config, model_config, path, context, device)
 
