@@ -821,7 +821,8 @@ def test_a_model_with_windows_gets_what_the_cpu_gives(
     with LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **common) as reference:
         expected = tokens(run(reference.engine, asked))
         cuda = FakeCuda()
-        runner = make_runner(tmp_path, cuda, **common, **options)
+        groups = {"disable_hybrid_kv_cache_manager": False}  # by default, a GPU has none
+        runner = make_runner(tmp_path, cuda, **common, **groups, **options)
         assert runner.layout.num_groups == 3
         engine = GuardedEngine(runner.config, runner.model_config, runner, None)
         if "speculative_config" in options:
@@ -841,7 +842,9 @@ def test_a_pool_in_which_windows_give_blocks_back_holds_longer_sequences(tmp_pat
     make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=9)
     options = {"num_kv_blocks": 20, "block_size": 4, "max_num_seqs": 2, "enforce_eager": True}
     options |= {"max_num_batched_tokens": 8, "max_model_len": 200}
-    runner = make_runner(tmp_path, FakeCuda(), **options)
+    runner = make_runner(tmp_path, FakeCuda(), disable_hybrid_kv_cache_manager=False, **options)
     assert runner.max_model_len == 200 > 20 * 4
-    with pytest.raises(ValueError, match="max_model_len=200 does not fit"):
-        make_runner(tmp_path, FakeCuda(), **options | {"disable_hybrid_kv_cache_manager": True})
+    for keeps_all in (True, None):  # None: it has not run on a GPU
+        with pytest.raises(ValueError, match="max_model_len=200 does not fit"):
+            keeps = {"disable_hybrid_kv_cache_manager": keeps_all}
+            make_runner(tmp_path, FakeCuda(), **keeps, **options)
