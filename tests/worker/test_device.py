@@ -77,10 +77,20 @@ def test_what_is_not_given_is_best_for_the_device(
     assert config.device == kind and config.for_device(kind) == config
     # Nothing else is touched, and what the user chose least of all.
     resolved = {"device", "max_num_batched_tokens", "async_scheduling"}
+    resolved.add("disable_hybrid_kv_cache_manager")
     assert {
         f.name for f in fields(config) if getattr(config, f.name) != getattr(chosen, f.name)
     } <= (resolved)
     assert chosen == EngineConfig("m", **options)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_groups_have_not_run_on_a_gpu(kind: str, chosen: bool | None) -> None:
+    """So there all layers keep the K and V of all tokens, unless they are asked not to."""
+    config = EngineConfig("m", disable_hybrid_kv_cache_manager=chosen).for_device(kind)
+    expected = kind == "cuda" if chosen is None else chosen
+    assert config.disable_hybrid_kv_cache_manager is expected
 
 
 @pytest.mark.parametrize(
