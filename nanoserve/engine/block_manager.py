@@ -136,7 +136,8 @@ class BlockManager:
         for block in shared:
             self._share(block)
         for table, length, *blocks in zip(tables, lengths, *hits, strict=True):
-            table.add_hits(blocks)
+            if blocks:
+                table.add_hits(blocks)
             while len(table) < length:
                 table.append(self._take())
         seq.num_cached_blocks += len(hits)

@@ -13,6 +13,7 @@ behind it has some, because it proves what that one is; with the last of them it
 import secrets
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,9 @@ class PrefixCache:
         window the last `num_needed`.
         """
         chain = self.chain(seq, max_blocks)
+        if self.num_needed == (None,):  # as in most models; a long prompt may wait for many steps
+            owners = takewhile(bool, (prefix.blocks[0] for prefix in chain))
+            return [(own[0],) for own in owners]
         end, runs = 0, [0] * len(self.num_needed)  # blocks in a row, by group
         for length, prefix in enumerate(chain, 1):
             runs = [run + 1 if own else 0 for run, own in zip(runs, prefix.blocks, strict=True)]
