@@ -124,20 +124,18 @@ class BlockManager:
             self._release_behind_windows(seq)
             start = max(seq.num_computed_tokens, len(hits) * self.block_size)
             lengths = [self._length_of_table(num_tokens, start, w) for w in self.windows]
-        num_new = sum(
-            max(0, length - len(table) - len(hits))
-            for length, table in zip(lengths, tables, strict=True)
-        )
         # A cached block without users is in the free queue, and sharing it takes it out.
-        shared = [block for blocks in hits for block in blocks if block]
-        num_revived = sum(self._ref_counts[block] == 0 for block in shared)
-        if num_new + num_revived > len(self._free):
+        shared = [block for blocks in hits for block in blocks if block] if hits else ()
+        num_taken = sum(self._ref_counts[block] == 0 for block in shared) if hits else 0
+        for table, length in zip(tables, lengths, strict=True):
+            num_taken += max(0, length - len(table) - len(hits))
+        if num_taken > len(self._free):
             return False
         for block in shared:
             self._share(block)
-        for table, length, *blocks in zip(tables, lengths, *hits, strict=True):
-            if blocks:
-                table.add_hits(blocks)
+        for group, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+            if hits:
+                table.add_hits(blocks[group] for blocks in hits)
             while len(table) < length:
                 table.append(self._take())
         seq.num_cached_blocks += len(hits)
@@ -156,7 +154,10 @@ class BlockManager:
         if first >= end or not self.enable_prefix_caching:
             return []
         seq.num_cached_blocks = end
-        return [block for index in range(first, end) for block in self.prefix_cache.add(seq, index)]
+        new: list[int] = []
+        for index in range(first, end):
+            new += self.prefix_cache.add(seq, index)
+        return new
 
     def is_cached(self, block: int) -> bool:
         """Return whether lookups can find `block`, in use or free."""
@@ -242,7 +243,7 @@ class BlockManager:
             return
         self._free[block] = None
         cache = self.prefix_cache
-        if not is_useful or not cache.has(block) or cache.has_copy(block):
+        if not is_useful or not cache.needs(block):
             cache.remove(block)
             self._free.move_to_end(block, last=False)  # nothing to keep: reuse it first
 

@@ -150,10 +150,14 @@ class PrefixCache:
         """Return whether lookups can find `block`, in use or free."""
         return self._prefix_of[block] is not None
 
-    def has_copy(self, block: int) -> bool:
-        """Return whether another block of the same group holds the same."""
+    def needs(self, block: int) -> bool:
+        """Return whether `block` is cached, and is the only one of its group that holds this."""
         prefix = self._prefix_of[block]
-        return prefix is not None and any(len(own) > 1 and block in own for own in prefix.blocks)
+        if prefix is not None:
+            for own in prefix.blocks:
+                if block in own:
+                    return len(own) == 1
+        return False
 
     # ------------------------------------------------------------------ blocks come and go
 

@@ -31,9 +31,11 @@ class SlotTable:
 
         What a group has given back becomes the dummy block: those blocks may be others' by now.
         """
-        for rows, table, known in zip(self.block_tables, seq.block_tables, num_known, strict=True):
-            rows[seq.slot, : table.num_released] = 0
-            rows[seq.slot, known : len(table)] = table[known:]
+        for group, table in enumerate(seq.block_tables):
+            row, known = self.block_tables[group, seq.slot], num_known[group]
+            if table.num_released:
+                row[: table.num_released] = 0
+            row[known : len(table)] = table[known:]
 
     def give_back(self, seq: Sequence) -> None:
         """Free the slot of a sequence, if it has one."""
