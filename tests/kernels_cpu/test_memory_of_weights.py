@@ -16,7 +16,8 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve.kernels_cpu import integer_linear
 from nanoserve.kernels_cpu.float_linear import FloatPanels
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.kernels_cpu.integer_kinds import KINDS
+from nanoserve.kernels_cpu.integer_linear import pack_codes
 from nanoserve.kernels_cpu.panels import PANEL, pack, rows_of
 from nanoserve.quantization import linear_methods
 from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
@@ -35,18 +36,22 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)  # packing needs none of their instructions
 def test_integers_are_packed_some_panels_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, bits: int
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    own = KINDS[kind]
     weight = torch.randn(8 * PANEL + 5, 256)
-    matrix = quantize_int8(weight) if bits == 8 else quantize_int4(weight, 32)
-    whole = IntegerPanels(*matrix.operands())
+    matrix = quantize_int8(weight) if own.bits == 8 else quantize_int4(weight, 32)
+    codes = matrix.operands()[0]
+    whole = pack_codes(codes, own)
     monkeypatch.setattr(integer_linear, "_PIECE", 2 * PANEL * 256)
     with Largest() as largest:
-        pieces = IntegerPanels(*matrix.operands())
-    assert torch.equal(pieces.codes, whole.codes)
-    assert 0 < largest.num_bytes <= 2 * PANEL * 256
+        pieces = pack_codes(codes, own)
+    assert torch.equal(pieces, whole)
+    assert largest.num_bytes <= 2 * PANEL * 256
+    is_rewritten = own.bits == 4 or own.shift != 0  # else the codes are packed as they are
+    assert (largest.num_bytes > 0) == is_rewritten
 
 
 @pytest.mark.parametrize("dtype, depth", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)])
