@@ -4,12 +4,15 @@ Weights are made integers whole, and where ranks have multiples of 32 inputs, ea
 that they have on one rank: so the ranks' integers are those of one, and so are the sums of their
 products. A rank that cuts a group has smaller ones, which are rounded less.
 
-Sums of ranks still differ in the last bit, which decides where an activation lies between two
-integers; whether it does there depends on the weights and on the processor's own sums. So three
-draws of weights are tried: one has equal answers, and any has nearly the same.
+Sums of ranks still differ in the last bit. It decides how an activation halfway between two integers
+is rounded, and which activations lie there depends on the weights and on the processor: among 24
+seeds of five experts, two have one, which shifts log-probabilities by up to 0.03. So where
+activations are integers, up to three seeds of weights are tried: one must give equal answers, and
+each nearly the same log-probabilities of the prompt.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +55,33 @@ def logprobs_of(output: RequestOutput) -> Tensor:
     return torch.tensor([entry.logprob for position in positions for entry in position.values()])
 
 
-def assert_same(write: Callable[[int], Any], path: Path, size: int = 2, **options: Any) -> None:
-    """Of the checkpoints that `write(seed)` writes to `path`, one has the same answers on ranks."""
-    for seed in range(1, 4):
-        write(seed)
+def assert_same(write: Callable[..., Any], path: Path, size: int = 2, **options: Any) -> None:
+    """Assert that `size` ranks answer as one does, with what `write(seed=...)` writes to `path`."""
+    seeds = [1] if options.get("quantization_activations") == "none" else [1, 2, 3]
+    for seed in seeds:
+        write(seed=seed)
         pairs = zip(answers(path, size, **options), answers(path, 1, **options), strict=True)
         same = [have_same_answers(ours, theirs) for ours, theirs in pairs]
         if all(same):
             return
-    pytest.fail("three draws of weights, and each has other answers on ranks than on one")
+    pytest.fail(f"{size} ranks answer otherwise than one with the weights of each seed in {seeds}")
 
 
 def have_same_answers(ours: RequestOutput, theirs: RequestOutput) -> bool:
-    if ours.prompt_logprobs is not None:
-        # Tokens of a prompt are given, so one activation more or less shifts these a little only.
-        a, b = (logprobs_of(output) for output in (ours, theirs))
-        prompt = sum(len(position) for position in ours.prompt_logprobs[1:])
-        torch.testing.assert_close(a[:prompt], b[:prompt], rtol=0.02, atol=0.05)
-        if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
-            return False
-    return [c.token_ids for c in ours.outputs] == [c.token_ids for c in theirs.outputs]
+    same_tokens = [c.token_ids for c in ours.outputs] == [c.token_ids for c in theirs.outputs]
+    if ours.prompt_logprobs is None:
+        return same_tokens
+    # One activation that is rounded otherwise shifts these a little; which tokens are the likeliest
+    # may change, so only the prompt's own are compared.
+    torch.testing.assert_close(prompt_of(ours), prompt_of(theirs), rtol=0.02, atol=0.05)
+    a, b = logprobs_of(ours), logprobs_of(theirs)
+    return same_tokens and a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def prompt_of(output: RequestOutput) -> Tensor:
+    """Return the log-probabilities of the prompt's own tokens, but its first."""
+    given = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([position[token].logprob for token, position in given])
 
 
 UNEVEN: dict[str, Any] = {"vocab_size": 301, "tie_word_embeddings": True}
@@ -96,18 +106,14 @@ FEW_HEADS: dict[str, Any] = {"num_key_value_heads": 1, "vocab_size": 297}
 def test_ranks_together_answer_as_one_does(
     form: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    def write(seed: int) -> None:
-        make_qwen3(tmp_path, seed=seed, **WIDE, **overrides)
-
+    write = partial(make_qwen3, tmp_path, **WIDE, **overrides)
     assert_same(write, tmp_path, quantization=form)
 
 
 @pytest.mark.full(num_experts=[5])
 @pytest.mark.parametrize("num_experts", [5, 2])
 def test_experts_are_shared(num_experts: int, tmp_path: Path) -> None:
-    def write(seed: int) -> None:
-        make_checkpoint(MixtralForCausalLM, tmp_path, seed=seed, num_local_experts=num_experts)
-
+    write = partial(make_checkpoint, MixtralForCausalLM, tmp_path, num_local_experts=num_experts)
     assert_same(write, tmp_path, quantization="int8")
 
 
@@ -115,20 +121,14 @@ def test_experts_are_shared(num_experts: int, tmp_path: Path) -> None:
 def test_more_ranks_than_experts(size: int, tmp_path: Path) -> None:
     """A rank without any has nothing to make integers of."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}  # 32 inputs for each of 4 ranks
-
-    def write(seed: int) -> None:
-        make_checkpoint(MixtralForCausalLM, tmp_path, seed=seed, num_local_experts=2, **heads)
-
+    write = partial(make_checkpoint, MixtralForCausalLM, tmp_path, num_local_experts=2, **heads)
     assert_same(write, tmp_path, size, quantization="int8")
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_ranks_whose_activations_are_floats_answer_as_one_does(form: str, tmp_path: Path) -> None:
     """They share no scale, and where they cut a group, both have its scale."""
-
-    def write(seed: int) -> None:
-        make_qwen3(tmp_path, seed=seed, **WIDE)
-
+    write = partial(make_qwen3, tmp_path, **WIDE)
     assert_same(write, tmp_path, quantization=form, quantization_activations="none")
 
 
@@ -138,7 +138,7 @@ def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
     # A rank's 48 inputs cut a group of 32, where weights have groups of 32.
     cuts = "fp8" in case or "NF4" in case
     options = {"quantization_activations": "none"} if cuts else {}
-    assert_same(lambda seed: make_quantized(tmp_path, *CASES[case], seed=seed), tmp_path, **options)
+    assert_same(partial(make_quantized, tmp_path, *CASES[case]), tmp_path, **options)
 
 
 @pytest.mark.full(case=["gptq, act order"])
