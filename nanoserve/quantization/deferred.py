@@ -90,6 +90,12 @@ def fill(
     with bar:
         for name, parts in expected.items():
             parts = [part for part in parts if part.destination.numel()]
+            num_values = sum(part.destination.numel() for part in parts)
+            num_since += num_values
+            if num_since > _MAX_VALUES:  # before what a large weight is made of comes on top
+                weight = own = None  # what was made of them would stay
+                give_back_freed()
+                num_since = num_values
             weight = source.read(name) if parts else None
             if any(part.destination.is_meta for part in parts):
                 weight = to_integers(weight, source.is_quantized(name))
@@ -101,11 +107,6 @@ def fill(
                 else:
                     pending[_memory(part.destination)].add(part.destination, own)
                 bar.update(part.destination.numel())
-                num_since += part.destination.numel()
-            if num_since > _MAX_VALUES:
-                weight = own = None  # what was made of them would stay
-                give_back_freed()
-                num_since = 0
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
