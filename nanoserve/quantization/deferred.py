@@ -92,8 +92,10 @@ def fill(
             parts = [part for part in parts if part.destination.numel()]
             num_values = sum(part.destination.numel() for part in parts)
             num_since += num_values
-            if num_since > _MAX_VALUES:  # before what a large weight is made of comes on top
-                weight = own = None  # what was made of them would stay
+            if num_since > _MAX_VALUES:
+                # The heap returns what earlier weights left, the last one's tensors too, before
+                # this weight's temporary tensors are allocated: the peak has only one of both.
+                weight = own = None
                 give_back_freed()
                 num_since = num_values
             weight = source.read(name) if parts else None
@@ -106,7 +108,7 @@ def fill(
                     _fill_head(model.lm_head, part.destination, own, to_integers)
                 else:
                     pending[_memory(part.destination)].add(part.destination, own)
-                bar.update(part.destination.numel())
+            bar.update(num_values)
     for module in model.modules():
         if hasattr(module, "process_after_loading"):
             module.process_after_loading()
