@@ -41,11 +41,23 @@ METHODS = [
 COMMON: dict[str, Any] = {"dtype": "float32", "device": "cuda", "num_kv_blocks": 400}
 
 
-def answers(llm: LLM, times: int) -> list[list[int]]:
-    messages = [[{"role": "user", "content": text}] for text in QUESTIONS * times]
-    params = [PARAMS[i % len(PARAMS)] for i in range(len(messages))]
-    outputs = llm.chat(messages, params, use_tqdm=False)
+def answers(llm: LLM, times: int, conversations: list[Any] | None = None) -> list[list[int]]:
+    if conversations is None:
+        conversations = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    conversations = conversations * times
+    params = [PARAMS[i % len(PARAMS)] for i in range(len(conversations))]
+    outputs = llm.chat(conversations, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def asked_again(llm: LLM) -> list[list[dict[str, str]]]:
+    """A question, its answer and the question once more: what comes next has been there before."""
+    questions = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    outputs = llm.chat(questions, PARAMS[0], use_tqdm=False)
+    return [
+        [*question, {"role": "assistant", "content": output.outputs[0].text}, *question]
+        for question, output in zip(questions, outputs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -56,11 +68,12 @@ def test_answers_are_those_without_draft_tokens(
 ) -> None:
     drafts = {"adaptive": False, "enforce_eager": enforce_eager} | drafts
     with LLM("tiny-qwen3", **COMMON) as llm:
-        expected = answers(llm, times=3)
+        conversations = asked_again(llm)
+        expected = answers(llm, 3, conversations)
     options = COMMON | {"async_scheduling": ahead}
     with LLM("tiny-qwen3", speculative_config=drafts, **options) as llm:
-        assert answers(llm, times=3) == expected
-        assert llm.stats.num_accepted_tokens > 0
+        assert answers(llm, 3, conversations) == expected
+        assert llm.stats.num_accepted_tokens > 100
 
 
 @pytest.mark.parametrize(
