@@ -181,8 +181,7 @@ def pack(args: Namespace, scratch: Path) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     archives = [args.out / f"{name}.tar.xz" for name in parts]
     with ThreadPoolExecutor() as threads:
-        for line in threads.map(_pack, archives, [tree] * len(parts), parts.values()):
-            print(line)
+        print(*threads.map(_pack, archives, [tree] * len(parts), parts.values()), sep="\n")
     print(f"{sum(archive.stat().st_size for archive in archives) / 2**20:.1f} MiB in all")
 
 
