@@ -77,18 +77,20 @@ def _gib(num_bytes: int) -> str:
 
 @torch.inference_mode()
 def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
-    """Run a step of `max_num_batched_tokens`, with `max_num_seqs` rows of logits and sampler.
+    """Run a step of `max_num_batched_tokens`, with as many rows of logits as a step may have.
 
-    The sampler is a plain one: it has none of the user's processors, which may keep a state.
+    That is one for each sequence, and one for each of its draft tokens. The sampler is a plain one: it has none of the user's processors, which may keep a state.
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
     tokens = min(config.max_num_batched_tokens, rows * longest)
+    drafts = config.speculative_config
+    outputs = rows if drafts is None else min(tokens, rows * (drafts.num_speculative_tokens + 1))
     used = rows
     if tokens == rows > 1 and longest > 1:
         used -= 1  # for a row of two: attention over chunks must not be compiled while serving
     num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
     num_new_tokens[: tokens % used] += 1
-    pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=rows)
+    pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=outputs)
     handle = executor.forward(batch, ForwardInputs())
     logits = handle.logits
     if logits is None:  # another rank samples
@@ -96,7 +98,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     vocab_size, most_logprobs = logits.shape[1], config.max_logprobs
     most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
     sampler = FusedSampler(rows, vocab_size, logits.device)
-    slots = np.arange(rows)
+    slots = batch.output_slots[:outputs].copy()
     # The last is the most that a request can ask for; the others compile their kernels.
     for params in (
         SamplingParams(),
@@ -105,7 +107,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
             top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
         ),
     ):
-        for slot in slots.tolist():
+        for slot in range(rows):
             sampler.set_slot(SlotUpdate(slot, params, seed=slot))
         sampler.sample(logits, slots, slots, handle.tensors)
 

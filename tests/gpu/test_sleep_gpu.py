@@ -94,5 +94,5 @@ def test_weights_in_fewer_bits_are_given_back(options: dict[str, Any], tmp_path:
             assert given_back > num_bytes + 32 * MIB - 2 * MIB
             assert not [t for t in (*model.parameters(), *model.buffers()) if t.is_cuda]
             llm.wake_up()
-            assert abs(torch.cuda.memory_allocated() - held) < 2 * MIB
+            assert abs(torch.cuda.memory_allocated() - held) < 4 * MIB
             assert llm.generate([[5, 6, 7]], greedy, use_tqdm=False)[0].outputs == expected

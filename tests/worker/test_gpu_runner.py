@@ -37,6 +37,8 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
@@ -487,6 +489,40 @@ def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     assert first.max_query_len == 8
 
 
+@pytest.mark.parametrize(("budget", "outputs"), [(30, 16), (10, 10)])
+def test_the_worst_case_has_the_logits_of_draft_tokens(
+    checkpoint: Path, budget: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more row of logits for each; and a sampler may copy all of them, in float32."""
+    found: list[tuple[int, list[int], list[int]]] = []
+    sample = FusedSampler.sample
+
+    def recorded(sampler: FusedSampler, logits: Any, slots: Any, *rest: Any) -> Any:
+        tensors = rest[-1]
+        on_device = tensors.output_slots[: len(logits)].tolist()
+        found.append((len(logits), slots.tolist(), on_device))
+        return sample(sampler, logits, slots, *rest)
+
+    monkeypatch.setattr(FusedSampler, "sample", recorded)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": budget, "speculative_config": DRAFTS}
+    make_runner(checkpoint, FakeCuda(), enforce_eager=True, **options)
+    slots = [row % 4 for row in range(outputs)]
+    assert found == [(outputs, slots, slots)] * 3
+
+
+def test_a_draft_method_of_rank_0_is_not_looked_for_by_the_others(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS, "_entries", METHODS.entries())
+        METHODS.register("echo", "toy_drafts:prepare_echo")
+        drafts = {"method": "echo", "num_speculative_tokens": 5, "enforce_eager": False}
+        config = EngineConfig(str(checkpoint), speculative_config=drafts, tensor_parallel_size=2)
+        options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
+    theirs = EngineConfig(**options).speculative_config
+    assert (theirs.num_speculative_tokens, theirs.enforce_eager) == (5, False)
+
+
 @pytest.mark.small(max_num_seqs=[1, 2])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
 def test_attention_over_chunks_is_compiled_before_it_serves(
@@ -754,13 +790,13 @@ def test_graphs_of_draft_rows_are_refused_where_they_cannot_be(
 
 
 def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> None:
-    """The others are told of draft tokens if graphs are to be recorded of them, else of nothing."""
+    """The others know how many draft tokens there are, whose logits they take part in."""
     common = {"tensor_parallel_size": 2, "num_kv_blocks": 8, "max_num_seqs": 2}
     for drafts, kinds in ((DRAFTS, [DecodeProgram]), (IN_GRAPHS, [DecodeProgram, DraftProgram])):
         config = EngineConfig(str(checkpoint), speculative_config=drafts, **common)
         options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
         theirs = EngineConfig(**options)
-        assert theirs.speculative_config == (config.speculative_config if kinds[1:] else None)
+        assert theirs.speculative_config == config.speculative_config
         for own in (config.for_device("cuda"), theirs):
             device = CudaDevice(own, FakeCuda(), is_capturable=True)
             layout = BatchLayout(64, 2, 8)
