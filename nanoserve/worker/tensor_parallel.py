@@ -256,7 +256,8 @@ def options_of_workers(config: EngineConfig) -> dict[str, Any]:
     all: they record graphs of such steps, and take part in the logits of the largest.
     """
     drafts = config.speculative_config
-    if drafts is not None:  # a method may be registered with rank 0 only
+    # A draft model decides which blocks windows keep; other methods may be rank 0's alone.
+    if drafts is not None and drafts.method != "draft_model":
         drafts = replace(drafts, method="ngram", model=None)
     own = {"logits_processors": (), "scheduler_cls": None, "speculative_config": drafts}
     return asdict(replace(config, **own))

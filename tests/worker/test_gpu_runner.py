@@ -34,6 +34,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.layers.triton_ops import TritonOps
@@ -521,6 +522,18 @@ def test_a_draft_method_of_rank_0_is_not_looked_for_by_the_others(
         options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
     theirs = EngineConfig(**options).speculative_config
     assert (theirs.num_speculative_tokens, theirs.enforce_eager) == (5, False)
+
+
+def test_ranks_keep_the_same_blocks_beside_a_draft_model(tmp_path: Path) -> None:
+    """It needs what is behind a window, also where no graph of its rows is recorded."""
+    make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=9)
+    model_config = ModelConfig.from_checkpoint(tmp_path)
+    drafts = {"method": "draft_model", "model": "any"}
+    options = {"speculative_config": drafts, "tensor_parallel_size": 2}
+    config = EngineConfig(str(tmp_path), **options, disable_hybrid_kv_cache_manager=False)
+    theirs = EngineConfig(**json.loads(json.dumps(options_of_workers(config))))
+    groups = [kv_cache_groups(each, model_config) for each in (config, theirs)]
+    assert groups[0] == groups[1] and groups[0][0].window is None
 
 
 @pytest.mark.small(max_num_seqs=[1, 2])
