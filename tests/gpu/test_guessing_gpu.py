@@ -76,6 +76,28 @@ def test_answers_are_those_without_draft_tokens(
         assert llm.stats.num_accepted_tokens > 100
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+def test_a_draft_model_fits_beside_a_pool_that_is_sized_by_itself(enforce_eager: bool) -> None:
+    """Both pools, and a step in which each row has draft tokens, are within the share."""
+    drafts = METHODS[2] | {"adaptive": False, "enforce_eager": enforce_eager}
+    options = {"dtype": "float32", "device": "cuda"}
+    with LLM("tiny-qwen3", num_kv_blocks=400, **options) as llm:
+        expected = answers(llm, times=3)
+    # Blocks so large that the memory decides how many there are.
+    options |= {"gpu_memory_utilization": 0.1, "block_size": 256, "max_num_seqs": 64}
+    share = 0.1 * torch.cuda.mem_get_info()[1]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with LLM("tiny-qwen3", speculative_config=drafts, **options) as llm:
+        (speculation,) = (e for e in llm.engine.extensions if isinstance(e, Speculation))
+        num_kv_blocks = llm.engine.executor.num_kv_blocks
+        assert speculation.proposer._runner.num_kv_blocks == num_kv_blocks < 2**19
+        assert 0.5 * share < torch.cuda.memory_allocated() - before
+        assert answers(llm, times=3) == expected
+        assert llm.stats.num_accepted_tokens > 0
+        assert torch.cuda.max_memory_allocated() - before <= share
+
+
 @pytest.mark.parametrize(
     ("enforce_eager", "capture_sampling"),
     [(True, False), (False, False), (True, True), (False, True)],

@@ -48,6 +48,7 @@ from nanoserve.worker.draft_program import DraftProgram, fill_rows
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.graph_programs import DecodeProgram
 from nanoserve.worker.kv_cache import kv_block_bytes
+from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sampling_program import SamplingProgram
 from nanoserve.worker.tensor_parallel import options_of_workers
@@ -644,6 +645,56 @@ def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: Model
     assert num_kv_blocks(memory, model_config) == 2**20  # plenty
     blocks = num_kv_blocks(memory, model_config, block_size=65536, max_num_seqs=2048)
     assert blocks * 65536 < 2**31
+
+
+def test_a_second_model_takes_its_weights_graphs_and_blocks(model_config: ModelConfig) -> None:
+    """Of 4 GiB for blocks, half a GiB is its weights, and 1 GiB its graphs; and its blocks are as
+    many."""
+    memory = replace(MEMORY, beside=MemoryBeside(weights=GIB // 2, block_bytes=2048))
+    share = {"gpu_memory_utilization": 0.5}
+    assert num_kv_blocks(memory, model_config, **share) == 5 * GIB // 2 // (8192 + 2048) - 1
+    with pytest.raises(ValueError, match=r"a draft model's weights and graphs 1\.50 GiB"):
+        num_kv_blocks(memory, model_config, gpu_memory_utilization=0.25)
+    with pytest.raises(ValueError, match=r"1\.00 GiB are missing"):
+        num_kv_blocks(replace(memory, free=5 * GIB), model_config, **share)
+
+
+def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, no_worst_case: None
+) -> None:
+    """Its pool has as many blocks as the target's, which would leave it the last tenth."""
+    took = {"pool_bytes": 40 * 2**20, "graph_bytes": 2**20}
+    cuda = FakeCuda(total=GIB, free=GIB, **took)
+    drafts = {"method": "draft_model", "model": str(checkpoint), "adaptive": False}
+    options = {"max_num_seqs": 2, "speculative_config": drafts, "skip_tokenizer_init": True}
+
+    def make_target(
+        config: EngineConfig, model_config: ModelConfig, path: Path, beside: Any
+    ) -> ModelRunner:
+        device = CudaDevice(config.for_device("cuda"), cuda, True, beside)
+        return ModelRunner.load(config, model_config, path, LayerContext(), device)
+
+    def make_draft(config: EngineConfig, model_config: ModelConfig, path: Path, _: Any) -> Any:
+        (target,) = targets
+        cuda.free -= (target.num_kv_blocks + 1) * target.kv_cache_layout.block_bytes
+        device = CudaDevice(config.for_device("cuda"), cuda, is_capturable=True)
+        drafts = ModelRunner.load(config, model_config, path, LayerContext(), device)
+        cuda.free -= (drafts.num_kv_blocks + 1) * drafts.kv_cache_layout.block_bytes
+        return drafts
+
+    targets: list[ModelRunner] = []
+    monkeypatch.setattr(
+        "nanoserve.build.make_executor",
+        lambda *args, **named: targets.append(make_target(*args, **named)) or targets[0],
+    )
+    monkeypatch.setattr("nanoserve.speculative.draft_model.make_runner", make_draft)
+    with LLM(checkpoint, device="cpu", **options) as llm:
+        proposer = llm.engine.extensions[0].proposer
+        assert proposer._runner.num_kv_blocks == llm.engine.executor.num_kv_blocks
+        assert 0 <= cuda.free - GIB // 10 < 8 * 2**20  # its weights, which take nothing here
+        (output,) = run(llm.engine, [([1, 2, 3], GREEDY)])
+        assert len(output.outputs[0].token_ids) == 12
+        assert llm.stats.num_accepted_tokens == llm.stats.num_draft_tokens > 0  # the same model
 
 
 def test_an_explicit_pool_is_not_profiled(checkpoint: Path) -> None:
