@@ -234,12 +234,13 @@ class EngineConfig:
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
-        keeps_all = self.disable_hybrid_kv_cache_manager
+        keeps_all, drafts = self.disable_hybrid_kv_cache_manager, self.speculative_config
         return replace(
             self,
             device=kind,
             max_num_batched_tokens=budget,
             async_scheduling=ahead,
+            speculative_config=None if drafts is None else drafts.for_device(kind),
             disable_hybrid_kv_cache_manager=kind == "cuda" if keeps_all is None else keeps_all,
         )
 
