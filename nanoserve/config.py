@@ -135,7 +135,8 @@ class EngineConfig:
     capture_sampling: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
-    pipeline_parallel_size: int = 1  # stages of some layers each, of so many ranks each
+    # Stages of some layers each, of so many ranks each. On a GPU they run without CUDA graphs.
+    pipeline_parallel_size: int = 1
     # Who starts the ranks: "mp" this machine, "ray" a Ray cluster. None: "mp".
     distributed_executor_backend: str | None = None
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step

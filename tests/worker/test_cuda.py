@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nanoserve.worker.cuda
+from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
 from nanoserve.worker.cuda import Cuda
 
 GPU = torch.device("cuda", 0)
@@ -35,6 +36,9 @@ class Recorder:
         monkeypatch.setattr(nanoserve.worker.cuda, "_FREE_STREAMS", {})
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.synchronize(GPU))
+        for name in ("is_available", "is_initialized"):
+            monkeypatch.setattr(torch.cuda, name, lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def make_stream(self, device: torch.device) -> object:
         self.streams.append(object())
@@ -85,7 +89,12 @@ def test_streams_are_used_again(recorder: Recorder) -> None:
     assert recorder.recorded_on == [a, b, a, c]
 
 
-@pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture])
+def clean_up(cuda: Cuda) -> None:
+    """What vLLM's scripts call between two engines."""
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture, clean_up])
 def test_while_one_engine_records_no_other_thread_waits_for_the_device(
     recorder: Recorder, wait: Any
 ) -> None:
