@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.speculative.extension import Speculation
+from nanoserve.speculative.head_proposer import HeadProposer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,6 +75,31 @@ def test_answers_are_those_without_draft_tokens(
     with LLM("tiny-qwen3", speculative_config=drafts, **options) as llm:
         assert answers(llm, 3, conversations) == expected
         assert llm.stats.num_accepted_tokens > 100
+
+
+def test_a_heads_draft_tokens_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call between the first and the last of them synchronises with the GPU, or this raises."""
+    draft, shapes = HeadProposer._draft, []
+
+    def without_waiting(*args: Any) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            drafts = draft(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        shapes.append(drafts.shape)
+        return drafts
+
+    monkeypatch.setattr(HeadProposer, "_draft", without_waiting)
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=0.8, seed=3, top_p=0.9, max_tokens=40),
+    ]
+    messages = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    drafts = METHODS[3] | {"adaptive": False, "num_speculative_tokens": 5}
+    with LLM("tiny-qwen3", speculative_config=drafts, **COMMON) as llm:
+        llm.chat(messages, [kinds[i % 2] for i in range(len(messages))], use_tqdm=False)
+    assert len(shapes) > 5 and max(num_drafts for _, num_drafts in shapes) == 5
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
