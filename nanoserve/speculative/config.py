@@ -48,7 +48,7 @@ class SpeculativeConfig:
     revision, dtype, quantization: of "draft_model", its own.
     enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
         records CUDA graphs of them, and cuts their keys into shares, as those of other decode steps
-        are; that has not run on a GPU yet.
+        are.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.

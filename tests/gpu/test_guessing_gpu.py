@@ -108,7 +108,8 @@ def test_a_draft_model_fits_beside_a_pool_that_is_sized_by_itself(enforce_eager:
     drafts = METHODS[2] | {"adaptive": False, "enforce_eager": enforce_eager}
     options = {"dtype": "float32", "device": "cuda"}
     with LLM("tiny-qwen3", num_kv_blocks=400, **options) as llm:
-        expected = answers(llm, times=3)
+        conversations = asked_again(llm)
+        expected = answers(llm, 3, conversations)
     # Blocks so large that the memory decides how many there are.
     options |= {"gpu_memory_utilization": 0.1, "block_size": 256, "max_num_seqs": 64}
     share = 0.1 * torch.cuda.mem_get_info()[1]
@@ -119,7 +120,7 @@ def test_a_draft_model_fits_beside_a_pool_that_is_sized_by_itself(enforce_eager:
         num_kv_blocks = llm.engine.executor.num_kv_blocks
         assert speculation.proposer._runner.num_kv_blocks == num_kv_blocks < 2**19
         assert 0.5 * share < torch.cuda.memory_allocated() - before
-        assert answers(llm, times=3) == expected
+        assert answers(llm, 3, conversations) == expected
         assert llm.stats.num_accepted_tokens > 0
         assert torch.cuda.max_memory_allocated() - before <= share
 
