@@ -77,14 +77,17 @@ class GPUMemory:
         return self.beside.weights + self.graphs if self.beside.weights else 0
 
     def _told(self, config: EngineConfig, share: int) -> str:
-        second = ""
+        drafts, second = config.speculative_config, ""
+        rows = f"max_num_seqs={config.max_num_seqs}"
+        if drafts is not None:
+            rows += f" with {drafts.num_speculative_tokens} draft tokens each"
         if self._of_second_model:
             second = f", a draft model's weights and graphs {_gib(self._of_second_model)}"
         return (
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
             f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
             f"max_num_batched_tokens={config.max_num_batched_tokens} and "
-            f"max_num_seqs={config.max_num_seqs} {_gib(self.activations)}, CUDA graphs "
+            f"{rows} {_gib(self.activations)}, CUDA graphs "
             f"{_gib(self.graphs)}, CUDA's libraries {_gib(self.libraries)}{second}"
         )
 

@@ -637,7 +637,9 @@ def test_too_little_memory_is_told_with_its_numbers_and_what_to_lower(
     with pytest.raises(ValueError, match=numbers) as error:
         num_kv_blocks(MEMORY, model_config, gpu_memory_utilization=0.25)
     assert "max_num_batched_tokens=8192" in str(error.value)
-    assert "max_num_seqs=256" in str(error.value)
+    assert "max_num_seqs=256 1.00 GiB" in str(error.value)
+    with pytest.raises(ValueError, match=r"max_num_seqs=256 with 3 draft tokens each 1\.00 GiB"):
+        num_kv_blocks(MEMORY, model_config, gpu_memory_utilization=0.25, speculative_config=DRAFTS)
 
 
 def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: ModelConfig) -> None:
