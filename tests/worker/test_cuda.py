@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,15 @@ def test_while_one_engine_records_no_other_thread_waits_for_the_device(
     Cuda(GPU).capture(forward, pool=None)
     other.join(60)
     assert not other.is_alive() and recorder.waits_while_recording == 0
+
+
+def test_nobody_else_waits_for_the_device_or_empties_its_cache() -> None:
+    """Not without the lock, which is in one file; a benchmark has no engine beside it."""
+    package = Path(nanoserve.worker.cuda.__file__).parents[1]
+    calls = ("torch.cuda.synchronize(", "torch.cuda.empty_cache(")
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(call in path.read_text(encoding="utf-8") for call in calls)
+    }
+    assert found == {"worker/cuda.py", "bench/hardware.py"}
