@@ -228,18 +228,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of output")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--graphs", action="store_true", help="of guessing steps, on a GPU")
+    parser.add_argument("--eager", action="store_true", help="no graphs of drafts, on a GPU")
     parser.add_argument("--llama-cpp", help="the Python that has llama-cpp-python, to measure it")
     args = parser.parse_args()
     if args.llama_cpp and ("answers" in args.texts or args.method != "ngram" or args.model):
         parser.error("--llama-cpp has scripted texts, and no method but its own")
-    if args.llama_cpp and (args.graphs or args.device == "cuda"):
+    if args.llama_cpp and (args.eager or args.device == "cuda"):
         parser.error("--llama-cpp is measured on a CPU")
     args.words = documentation()
     streams = [int(number) for number in args.streams.split(",")]
     guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
     guesses |= {"model": args.model} if args.model else {}
-    guesses |= {"enforce_eager": False} if args.graphs else {}
+    guesses |= {"enforce_eager": True} if args.eager else {}
     device = choose_device(args.device)
     args.questions = held_out_questions(80) if "answers" in args.texts else []
     with tempfile.TemporaryDirectory() as folder:

@@ -236,14 +236,16 @@ class EngineConfig:
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
         keeps_all, drafts = self.disable_hybrid_kv_cache_manager, self.speculative_config
-        return replace(
+        config = replace(
             self,
             device=kind,
             max_num_batched_tokens=budget,
             async_scheduling=ahead,
-            speculative_config=None if drafts is None else drafts.for_device(kind),
             disable_hybrid_kv_cache_manager=kind == "cuda" if keeps_all is None else keeps_all,
         )
+        if drafts is None:
+            return config
+        return replace(config, speculative_config=drafts.for_device(kind, config))
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""

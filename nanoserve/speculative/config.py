@@ -48,7 +48,8 @@ class SpeculativeConfig:
     revision, dtype, quantization: of "draft_model", its own.
     enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
         records CUDA graphs of them, and cuts their keys into shares, as those of other decode steps
-        are.
+        are. None: False, except with `enforce_eager=True` of the engine, with several ranks, and
+        with another attention backend than Triton's.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
@@ -67,7 +68,7 @@ class SpeculativeConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -92,7 +93,7 @@ class SpeculativeConfig:
             "speculative_config with logits_processors of the engine: they would see draft tokens "
             "as if they had been generated; give them to single requests, which then have none",
         )
-        if not options.enforce_eager:
+        if options.enforce_eager is False:
             _check_graphs(config)
         return options
 
@@ -101,7 +102,8 @@ class SpeculativeConfig:
         if self.num_speculative_tokens is not None:
             check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFT_TOKENS)
         check_bool("adaptive", self.adaptive)
-        check_bool("enforce_eager", self.enforce_eager)
+        if self.enforce_eager is not None:
+            check_bool("enforce_eager", self.enforce_eager)
         if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # else it is one of the user's own
             require(
                 (self.model is not None) == (self.method in _WITH_MODEL),
@@ -117,11 +119,16 @@ class SpeculativeConfig:
         low, high = self.lookup
         require(low <= high, f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}")
 
-    def for_device(self, kind: str) -> "SpeculativeConfig":
-        """Return these options for a "cpu" or a "cuda", with the number of draft tokens."""
-        if self.num_speculative_tokens is not None:
-            return self
-        return replace(self, num_speculative_tokens=_DRAFT_TOKENS[kind])
+    def for_device(self, kind: str, config: Any) -> "SpeculativeConfig":
+        """Return these options for a "cpu" or a "cuda", with what was not given.
+
+        config: the `EngineConfig`, with the token budget of a step.
+        """
+        number = self.num_speculative_tokens or _DRAFT_TOKENS[kind]
+        is_eager = self.enforce_eager
+        if is_eager is None:
+            is_eager = not (kind == "cuda" and _can_record(config, number))
+        return replace(self, num_speculative_tokens=number, enforce_eager=is_eager)
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -129,6 +136,19 @@ class SpeculativeConfig:
         given = self.prompt_lookup_min, self.prompt_lookup_max
         low, high = given if given != (None, None) else (3, 4)
         return low or high, high or low
+
+
+def _can_record(config: Any, number: int) -> bool:
+    """Return whether CUDA graphs of steps with so many draft tokens a row are on by themselves.
+
+    On where their tokens have been compared on a GPU: of one rank, with Triton's attention.
+    """
+    return (
+        not config.enforce_eager
+        and config.tensor_parallel_size == config.pipeline_parallel_size == 1
+        and config.attention_backend in ("auto", "triton")
+        and config.max_num_batched_tokens > number
+    )
 
 
 def _check_graphs(config: Any) -> None:

@@ -246,3 +246,30 @@ def test_a_gpu_drafts_as_many_as_fill_a_tile_unless_a_number_is_given() -> None:
             again = chosen.for_device("cpu" if kind == "cuda" else "cuda")
             for each in (chosen, again):  # once for all
                 assert each.speculative_config.num_speculative_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "is_eager"),
+    [
+        ({}, None, False),
+        ({}, True, True),
+        ({"attention_backend": "triton"}, None, False),
+        # What has not run on a GPU has to be asked for.
+        ({"tensor_parallel_size": 2}, None, True),
+        ({"tensor_parallel_size": 2}, False, False),
+        ({"pipeline_parallel_size": 2}, None, True),
+        # And what has no graphs has none by itself.
+        ({"enforce_eager": True}, None, True),
+        ({"attention_backend": "torch"}, None, True),
+        ({"max_num_batched_tokens": 7, "max_num_seqs": 7}, None, True),
+    ],
+    ids=str,
+)
+def test_a_gpu_records_graphs_of_steps_with_draft_tokens(
+    options: dict[str, Any], given: bool | None, is_eager: bool
+) -> None:
+    drafts = {"method": "ngram", "enforce_eager": given}
+    config = EngineConfig("m", speculative_config=drafts, **options)
+    assert config.for_device("cuda").speculative_config.enforce_eager is is_eager
+    if given is None:
+        assert config.for_device("cpu").speculative_config.enforce_eager

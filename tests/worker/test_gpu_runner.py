@@ -766,8 +766,9 @@ def test_requests_with_draft_tokens_get_what_the_cpu_answers(
 
 def test_attention_is_made_for_rows_of_draft_tokens(checkpoint: Path) -> None:
     """It cuts their keys into shares, as those of decode rows, but only where graphs want it."""
-    for drafts, longest_cut in ((None, 1), (DRAFTS, 1), (IN_GRAPHS, 4)):
-        config = EngineConfig(str(checkpoint), speculative_config=drafts)
+    eager = DRAFTS | {"enforce_eager": True}
+    for drafts, longest_cut in ((None, 1), (eager, 1), (DRAFTS, 4), (IN_GRAPHS, 4)):
+        config = EngineConfig(str(checkpoint), speculative_config=drafts).for_device("cuda")
         attention = TritonAttention(**attention_options("triton", config))
         assert attention.longest_cut == longest_cut
 
