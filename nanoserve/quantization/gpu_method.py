@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanoserve.checks import require
 from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
-from nanoserve.kernels.quantized_linear import scaled_product
+from nanoserve.kernels.quantized_linear import least_scaled_mm_rows, scaled_product
 from nanoserve.kernels.quantized_rows import quantize_rows
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -102,7 +102,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and _is_row_scaled(matrix):
             if matrix.is_e4m3 and self._activations is None:
-                return _RowScaled(matrix, tp)
+                return _RowScaled(matrix, self._dtype, tp)
             if not matrix.is_e4m3 and self._activations == "int8":
                 return _GroupScaled(matrix, tp)
         require(
@@ -142,9 +142,10 @@ def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
 class _RowScaled:
     """e4m3 by e4m3: activations with a scale for a row, which all ranks' inputs decide."""
 
-    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel) -> None:
         self.codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
         self.scale = matrix.scale[:, 0].contiguous()
+        self.scaled_mm_from = least_scaled_mm_rows(self.codes, self.scale, dtype)
         self._tp = tp
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -154,7 +155,9 @@ class _RowScaled:
             largest = rows.abs().amax(dim=1).float()
             self._tp.group.largest(largest)
         codes, scale = quantize_rows(rows, self.codes.dtype, largest)
-        product = scaled_product(codes, scale, self.codes, self.scale, x.dtype)
+        product = scaled_product(
+            *(codes, scale, self.codes, self.scale, x.dtype), scaled_mm_from=self.scaled_mm_from
+        )
         return product.view(*x.shape[:-1], len(self.scale))
 
 
