@@ -4,6 +4,7 @@ Kernels are not run here. What is launched is noted, and what Triton would compi
 its own rules: see `launched_kernels`. On a GPU: tests/gpu/test_compiled_kernels_gpu.py.
 """
 
+import random
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +16,7 @@ from fake_cuda import FakeCuda
 pytest.importorskip("triton")
 
 from launched_kernels import LaunchedKernels, of_kernel, told
+from proposers import Mixed, Wrong
 from whole_life import live
 
 import nanoserve.worker.compile_kernels as compile_kernels
@@ -26,7 +28,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.quantization.linear_methods import choose_linear_method
-from nanoserve.speculative.extension import prepare_speculation
+from nanoserve.speculative.extension import Speculation, prepare_speculation
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.device import attention_options
@@ -93,6 +95,10 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
 ) -> None:
     with launched.noted() as compiled:
         engine = make_engine(tokenizer, **options)
+    if options == DRAFTS_IN_GRAPHS:  # of any number
+        (speculation,) = (e for e in engine.extensions if isinstance(e, Speculation))
+        vocab_size = engine.model_config.vocab_size
+        speculation.proposer = Mixed(random.Random(0), vocab_size, [Wrong(vocab_size)])
     with launched.noted() as life:
         live(engine, MOST_ROWS, HAS_GRAMMARS)
     assert life <= compiled, told(life - compiled, compiled)
@@ -106,7 +112,9 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
         products = of_kernel(life, "_grouped_product") | of_kernel(life, "_scaled_product")
         assert len(products) >= 15
     if "speculative_config" in options:
-        assert engine.stats.num_accepted_tokens > 100
+        assert engine.stats.num_draft_tokens > 100
+    if options == DRAFTS_IN_GRAPHS:  # also such as no graph covers
+        assert queries(life) == {1, 2, 4, 8}
     engine.close()
 
 
