@@ -24,6 +24,7 @@ _TRITON_DTYPES = {
 _MULTIPROCESSORS_WITHOUT_GPU = 132  # an H100's
 _SUM_BLOCK = 1024  # values of a program
 _FEWEST_STEPS = 4  # of a part of the inputs: with fewer, the loads have no time to overlap
+_MOST_PARTS = 8
 
 
 class GroupedWeight(NamedTuple):
@@ -119,13 +120,13 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         weight.scale,
         weight.offset,
         num_rows,
+        -(-num_steps // num_parts),
         INPUTS=inputs,
         OUTPUTS=outputs,
         STORED=stored,
         GROUP=inputs // groups,
         # Of a tile, whose start need not be that of a group.
         RUN=math.gcd(config.block_k, inputs // groups, stored),
-        PART=-(-num_steps // num_parts) * config.block_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -136,7 +137,7 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
     )
     if num_parts > 1:
         _sum_parts[(-(-out.numel() // _SUM_BLOCK),)](
-            out, sums, out.numel(), NUM_PARTS=num_parts, BLOCK=_SUM_BLOCK
+            out, sums, out.numel(), num_parts, MOST_PARTS=_MOST_PARTS, BLOCK=_SUM_BLOCK
         )
     return out
 
@@ -144,8 +145,8 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
 def _num_parts(num_tiles: int, num_steps: int, device: torch.device) -> int:
     """Of the inputs: so many that there are two programs for each multiprocessor."""
     wanted = 2 * _num_multiprocessors(device) // num_tiles
-    num_parts = max(1, min(wanted, num_steps // _FEWEST_STEPS, 8))
-    return 1 << (num_parts.bit_length() - 1)  # a power of two: each number is compiled anew
+    num_parts = max(1, min(wanted, num_steps // _FEWEST_STEPS, _MOST_PARTS))
+    return 1 << (num_parts.bit_length() - 1)  # a power of two mostly makes parts of equal size
 
 
 @functools.cache
@@ -155,7 +156,8 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Rows and parts change from step to step, and neither shall compile the kernel anew.
+@triton.jit(do_not_specialize=["num_rows", "steps_of_part"])
 def _grouped_product(
     out_ptr,  # [num_rows, OUTPUTS]; of several parts, [parts, num_rows, OUTPUTS]
     x_ptr,  # [num_rows, INPUTS]
@@ -163,12 +165,12 @@ def _grouped_product(
     scale_ptr,
     offset_ptr,
     num_rows,
+    steps_of_part,  # of BLOCK_K codes each
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STORED: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
-    PART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,8 +184,8 @@ def _grouped_product(
     row, output = m.to(tl.int64), n.to(tl.int64)
     # Outputs before rows, as the first operand of a product may lie in registers.
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    first = tl.program_id(2) * PART
-    for start in range(first, min(first + PART, STORED), BLOCK_K):
+    first = tl.program_id(2) * steps_of_part * BLOCK_K
+    for start in range(first, min(first + steps_of_part * BLOCK_K, STORED), BLOCK_K):
         in_row, run_in_row = k < STORED - start, run < STORED - start
         mask = (n < OUTPUTS)[:, None] & in_row[None, :]
         codes = tl.load(codes_ptr + output[:, None] * STORED + start + k, mask=mask, other=0)
@@ -211,10 +213,13 @@ def _grouped_product(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_values"])
-def _sum_parts(out_ptr, sums_ptr, num_values, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_values", "num_parts"])
+def _sum_parts(
+    out_ptr, sums_ptr, num_values, num_parts, MOST_PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        total += tl.load(sums_ptr + part * num_values + i, mask=i < num_values, other=0.0)
+    for part in tl.static_range(MOST_PARTS):  # all loads at once; those of no part read nothing
+        mask = i < tl.where(num_parts > part, num_values, 0)
+        total += tl.load(sums_ptr + part * num_values + i, mask=mask, other=0.0)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num_values)

@@ -63,10 +63,10 @@ def paged_attention(
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
     `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
-    keep the GPU busy. So are those of the other rows, if `max_query_len` says that the longest of
-    them has few tokens; without it, as many programs read a row as there are KV heads. A query sees
-    `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
-    c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    keep the GPU busy. So are those of the other rows, in the same launch, if `max_query_len` says
+    that the longest has few tokens; without it, as many programs read a row as there are KV heads.
+    A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled
+    scores c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
     `context_lens` and `cu_seqlens_q` must be older than the kernel that was launched before: from
     Hopper on they are read while that one still runs.
@@ -82,18 +82,18 @@ def paged_attention(
     _check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_others = len(context_lens) - num_decode_rows
+    if num_others > 0 and max_query_len is not None:
+        num_queries = triton.next_power_of_2(max_query_len)
+        block_m = num_queries * _group_padded(batch)
+        if block_m <= _MOST_SHARED:  # all at once: rows of one token fit in as well
+            config = for_few_tokens(_config(batch, True), block_m)
+            _decode(batch, config, out, max_context_len, num_shares, num_queries)
+            return out
     if num_decode_rows > 0:
-        rows = batch.rows(0, num_decode_rows)
+        rows = batch.rows(num_decode_rows)
         _decode(rows, _config(batch, True), out, max_context_len, num_shares, 1)
     if num_others > 0:
-        num_queries = triton.next_power_of_2(max_query_len or q.shape[0])
-        block_m = num_queries * _group_padded(batch)
-        if max_query_len is not None and block_m <= _MOST_SHARED:
-            rows = batch.rows(num_decode_rows, num_others)
-            config = for_few_tokens(_config(batch, True), block_m)
-            _decode(rows, config, out, max_context_len, num_shares, num_queries)
-        else:
-            _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
+        _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
     return out
 
 
@@ -113,12 +113,12 @@ class _Batch(NamedTuple):
         """How many query heads read a KV head."""
         return self.q.shape[1] // self.kv_cache.shape[2]
 
-    def rows(self, first: int, count: int) -> "_Batch":
-        """Some of them; where their tokens are is in `cu_seqlens_q`, as before."""
+    def rows(self, count: int) -> "_Batch":
+        """The first of them: integers that began elsewhere would compile kernels anew."""
         return self._replace(
-            cu_seqlens_q=self.cu_seqlens_q[first : first + count + 1],
-            context_lens=self.context_lens[first : first + count],
-            block_tables=self.block_tables[first : first + count],
+            cu_seqlens_q=self.cu_seqlens_q[: count + 1],
+            context_lens=self.context_lens[:count],
+            block_tables=self.block_tables[:count],
         )
 
 

@@ -5,9 +5,11 @@
 Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: a row's
 result depends on nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et
 al. 2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
-product is then `torch._scaled_mm`'s.
+product is then `torch._scaled_mm`'s, wherever that has one: see `least_scaled_mm_rows`.
 """
 
+import logging
+import sys
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,15 @@ import triton.language as tl
 
 from nanoserve.kernels.quantized_rows import LARGEST_CODES, scale_shape
 
+logger = logging.getLogger(__name__)
+
 _MULTIPLE = 16  # of inputs and of outputs, for `torch._scaled_mm`
+NEVER = sys.maxsize  # more rows than any step has
+# From the fewest on with which it is faster: on an H100, our own kernel takes 0.59 to 1.07 of its
+# time with up to 128 rows, and 1.1 to 1.8 with 256 (1,024 to 12,288 inputs). Even numbers and odd
+# ones, on both sides of 256, where a refusal of cuBLAS's is known to end.
+_TRIED_ROWS = (129, 256, 257, 512, 513)
+_least_rows: dict[tuple[int, int, torch.device], int] = {}  # by inputs, outputs and device
 
 
 class TileConfig(NamedTuple):
@@ -30,7 +40,10 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(num_rows: int, group_size: int | None = None) -> TileConfig:
-    """Not measured yet: chosen by bytes under way, registers and shared memory (99 KiB do).
+    """Chosen by bytes under way, registers and shared memory (99 KiB do).
+
+    Measured for e4m3 only: 4,096 inputs and outputs take an H100 9 us with 16 rows or fewer, 12.5
+    with 128, 22 with 256 and 82 with 2,048; bfloat16 16, 15, 19 and 86.
 
     Each is compiled when it is first used: the smallest and the largest step, which are tried
     before serving, use the first and the last, and CUDA graphs of decode steps the second. With
@@ -56,24 +69,19 @@ def scaled_product(
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
     group_size: int | None = None,
+    scaled_mm_from: int = NEVER,
 ) -> torch.Tensor:
     """[rows, inputs] codes by [outputs, inputs] codes -> [rows, outputs] of `dtype`.
 
     x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32: x's [rows], or
     of int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums of
-    e4m3 are float32.
+    e4m3 are float32. scaled_mm_from: so many rows of e4m3 or more are left to `torch._scaled_mm`,
+    as `least_scaled_mm_rows` has found for this weight.
     """
     _check(x, x_scale, weight, weight_scale, group_size)
     (num_rows, inputs), outputs = x.shape, len(weight)
-    if x.dtype != torch.int8 and _takes_scaled_mm(inputs, outputs, dtype):
-        return torch._scaled_mm(
-            x,
-            weight.t(),
-            scale_a=x_scale[:, None],
-            scale_b=weight_scale[None, :],
-            out_dtype=dtype,
-            use_fast_accum=False,  # else an H100 adds with 14 bits
-        )
+    if num_rows >= scaled_mm_from:
+        return _scaled_mm(x, x_scale, weight, weight_scale, dtype)
     out = torch.empty(num_rows, outputs, dtype=dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -100,9 +108,66 @@ def scaled_product(
     return out
 
 
-def _takes_scaled_mm(inputs: int, outputs: int, dtype: torch.dtype) -> bool:
-    """With scales per row, `torch._scaled_mm` has bfloat16 for its only result on every GPU."""
-    return dtype == torch.bfloat16 and inputs % _MULTIPLE == outputs % _MULTIPLE == 0
+def least_scaled_mm_rows(
+    weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> int:
+    """Return from how many rows on `torch._scaled_mm` multiplies by this weight; `NEVER`, if not.
+
+    Which products it has depends on the GPU, on the libraries' versions, and on all three sizes.
+    torch 2.11 with CUDA 13.0 has all on an H100; others have none there of 9,216 inputs with 256
+    rows or fewer, and on an RTX 5000 Blackwell none at all (https://github.com/pytorch/ao/issues/4582
+    and pytorch/issues/192707). So it is asked, before there is anything to serve, and never while a
+    graph is captured: each pair of sizes once.
+    """
+    outputs, inputs = weight.shape
+    # With scales per row, bfloat16 is its only result on every GPU.
+    if dtype != torch.bfloat16 or inputs % _MULTIPLE or outputs % _MULTIPLE:
+        return NEVER
+    key = inputs, outputs, weight.device
+    if key not in _least_rows:
+        _least_rows[key] = _try_scaled_mm(weight, weight_scale)
+    return _least_rows[key]
+
+
+def _try_scaled_mm(weight: torch.Tensor, weight_scale: torch.Tensor) -> int:
+    """Try the most rows first: below a number that is refused, nothing is left to torch."""
+    outputs, inputs = weight.shape
+    least = NEVER
+    for num_rows in reversed(_TRIED_ROWS):
+        x = torch.zeros(num_rows, inputs, dtype=torch.uint8, device=weight.device)
+        x_scale = torch.ones(num_rows, device=weight.device)
+        try:
+            _scaled_mm(x.view(weight.dtype), x_scale, weight, weight_scale, torch.bfloat16)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            logger.info(
+                "torch._scaled_mm refuses e4m3 of %d inputs and %d outputs with %d rows, so that "
+                "nanoserve's own kernel multiplies %s: %s",
+                *(inputs, outputs, num_rows),
+                "any number of them" if least == NEVER else f"up to {least - 1}",
+                str(error).partition("\n")[0],
+            )
+            break
+        least = num_rows
+    return least
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale[:, None],
+        scale_b=weight_scale[None, :],
+        out_dtype=dtype,
+        use_fast_accum=False,  # else an H100 adds with 14 bits
+    )
 
 
 def _check(

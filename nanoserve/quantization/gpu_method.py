@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nanoserve.checks import require
 from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product, pack_groups
-from nanoserve.kernels.quantized_linear import scaled_product
+from nanoserve.kernels.quantized_linear import least_scaled_mm_rows, scaled_product
 from nanoserve.kernels.quantized_rows import quantize_rows
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -100,7 +100,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and _is_row_scaled(matrix):
             if matrix.is_e4m3 and self._activations is None:
-                return _RowScaled(matrix, tp)
+                return _RowScaled(matrix, self._dtype, tp)
             if not matrix.is_e4m3 and self._activations == "int8":
                 return _GroupScaled(matrix, tp)
         require(
@@ -151,11 +151,12 @@ class _Floats(nn.Module):
 class _RowScaled(nn.Module):
     """e4m3 by e4m3: activations with a scale for a row, which all ranks' inputs decide."""
 
-    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__()
         codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
+        self.scaled_mm_from = least_scaled_mm_rows(self.codes, self.scale, dtype)
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,7 +166,9 @@ class _RowScaled(nn.Module):
             largest = rows.abs().amax(dim=1).float()
             self._tp.group.largest(largest)
         codes, scale = quantize_rows(rows, self.codes.dtype, largest)
-        product = scaled_product(codes, scale, self.codes, self.scale, x.dtype)
+        product = scaled_product(
+            *(codes, scale, self.codes, self.scale, x.dtype), scaled_mm_from=self.scaled_mm_from
+        )
         return product.view(*x.shape[:-1], len(self.scale))
 
 

@@ -83,6 +83,15 @@ class HeadProposer:
         self._head, self._runner = head, runner
         # A row of a step's hidden states, and how many tokens the sequence had when it was known.
         self._known: dict[Sequence, tuple[torch.Tensor, int, int]] = {}
+        self._compile()
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Run the head once, so that no kernel of its sizes is compiled while serving."""
+        context, size = self._runner.context, self._runner.model_config.hidden_size
+        with self._runner.device.guard():
+            state = torch.zeros(1, size, dtype=context.dtype, device=context.device)
+            self._head(state, state)
 
     def begin(self, seq: Sequence) -> None:
         pass

@@ -22,20 +22,15 @@ from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.executor import Executor, ForwardInputs
+from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.worker.compile_kernels import compile_kernels
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import graph_sizes
-from nanoserve.worker.dummy_rows import pack_dummy_step
-from nanoserve.worker.gpu_memory import (
-    GPUMemory,
-    measure_graphs,
-    measure_step,
-    run_worst_case,
-)
+from nanoserve.worker.gpu_memory import GPUMemory, measure_graphs, measure_step, run_worst_case
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
 from nanoserve.worker.load_model import MemoryBeside
@@ -206,18 +201,7 @@ class CudaDevice:
         run_worst_case(executor, self.buffers.new_batch(), self.config)
 
     def _compile(self, executor: Executor) -> None:
-        """Run the kernels' variants that the worst case has not run, none of them while serving.
-
-        These are of decode steps as graphs record them, in contexts up to the longest.
-        """
-        batch = self.buffers.new_batch()
-        for num_rows in (1, self.config.max_num_seqs):
-            self.wait_until_read(batch)
-            lengths = np.ones(num_rows, dtype=np.int32)
-            pack_dummy_step(
-                batch, lengths, self.config.block_size, max_context_len=executor.max_model_len
-            )
-            executor.forward(batch, ForwardInputs())
+        compile_kernels(executor, self.buffers, self.config)
 
     def _capture(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
         """Return the programs of steps with up to `sizes` rows, captured; of no sizes none."""

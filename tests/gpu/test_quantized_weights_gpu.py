@@ -3,17 +3,25 @@
 pytest -m gpu tests/gpu/test_quantized_weights_gpu.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.kernels import quantized_linear
 from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
 from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
+from nanoserve.layers.context import LayerContext
+from nanoserve.layers.linear import RowParallelLinear
+from nanoserve.quantization.gpu_method import QuantizedLinearMethod
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_fp8
+from nanoserve.quantization.schemes import Scheme
+from nanoserve.worker.cuda import Cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +54,45 @@ def test_products_of_codes(
             tolerance = max(tolerance, 1e-3)
         error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
         assert (error <= tolerance).all(), (num_rows, error.max())
+
+
+@needs_e4m3
+@pytest.mark.parametrize("has_scaled_mm", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(9216, 3072), (12288, 4096), (1024, 3072)])
+def test_layers_of_e4m3_in_a_graph(
+    inputs: int, outputs: int, has_scaled_mm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model's sizes, of which cuBLAS refuses some: whatever it takes, all are right."""
+    torch.manual_seed(0)
+
+    def refuses(*args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(quantized_linear, "_least_rows", {})
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not has_scaled_mm:
+        monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    method = QuantizedLinearMethod(Scheme(8, is_fp8=True), device, torch.bfloat16)
+    context = LayerContext(dtype=torch.bfloat16, device=device, linear_method=method)
+    layer = RowParallelLinear(inputs, outputs, context)
+    method.fill(layer, "weight", quantize_fp8(torch.randn(outputs, inputs, device=device)))
+    layer.process_after_loading()
+    form = layer.form
+    if not has_scaled_mm:
+        assert form.scaled_mm_from == quantized_linear.NEVER
+    print(f"torch._scaled_mm of {inputs} inputs: from {form.scaled_mm_from} rows on")
+    cuda = Cuda(device)
+    for num_rows in (1, 16, 17, 127, 128, 256, 257, 300, 513, 2048):
+        x = torch.randn(num_rows, inputs, device=device).bfloat16()
+        replay, found = cuda.capture(lambda x=x: layer(x), cuda.graph_pool())
+        x.copy_(torch.randn_like(x))
+        replay()
+        codes, scale = quantize_rows(x, torch.float8_e4m3fn)
+        wanted = (codes.double() @ form.codes.double().T) * scale.double()[:, None]
+        wanted *= form.scale.double()
+        error = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert (error <= 8e-3).all(), (num_rows, error.max())
+    cuda.close()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (1032, 333)])

@@ -1,6 +1,6 @@
 """Products of quantised weights in Triton against float64; without a GPU in the interpreter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,29 +201,116 @@ def test_no_rows() -> None:
     assert grouped_product(torch.empty(0, 64, device=DEVICE), grouped).shape == (0, 8)
 
 
+class ScaledMM:
+    """Stands in for `torch._scaled_mm`, which a CPU has too, and refuses some of its products."""
+
+    def __init__(self, refuses: Callable[[int, int], bool] = lambda rows, inputs: False) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._refuses, self._scaled_mm = refuses, torch._scaled_mm
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        # What CUDA's wants: a in rows, b in columns, a float32 scale for each, contiguous.
+        (rows, inputs), outputs = a.shape, b.shape[1]
+        assert a.stride() == (inputs, 1) and b.stride() == (1, inputs)
+        assert options["scale_a"].shape == (rows, 1) and options["scale_b"].shape == (1, outputs)
+        assert options["scale_a"].is_contiguous() and options["scale_b"].is_contiguous()
+        assert options["use_fast_accum"] is False
+        self.calls.append((rows, inputs))
+        if self._refuses(rows, inputs):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLt\n...")
+        return self._scaled_mm(a, b, **options)
+
+
+def linear_of_e4m3(
+    inputs: int, outputs: int, scaled_mm: ScaledMM, monkeypatch: pytest.MonkeyPatch
+) -> RowParallelLinear:
+    """Loaded anew, whatever was tried before."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(quantized_linear, "_least_rows", {})
+    method = QuantizedLinearMethod(Scheme(8, is_fp8=True), DEVICE, torch.bfloat16)
+    context = LayerContext(dtype=torch.bfloat16, linear_method=method)
+    layer = RowParallelLinear(inputs, outputs, context)
+    return filled(layer, method, torch.randn(outputs, inputs, device=DEVICE))
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (64, 40), (40, 48)])
 def test_e4m3_in_bfloat16_is_torchs_product(
     inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch takes the sizes; a CPU of torch has the operation, too."""
-    x, x_scale = quantize_rows(torch.randn(5, inputs, device=DEVICE), torch.float8_e4m3fn)
-    weight, scale = quantize_rows(torch.randn(outputs, inputs, device=DEVICE), torch.float8_e4m3fn)
-    asked: list[dict[str, Any]] = []
-    scaled_mm = torch._scaled_mm
+    """Where torch takes the sizes, and with so many rows that it is faster."""
+    scaled_mm = ScaledMM()
+    monkeypatch.setattr(quantized_linear, "_TRIED_ROWS", (5, 6))
+    layer = linear_of_e4m3(inputs, outputs, scaled_mm, monkeypatch)
+    scaled_mm.calls.clear()
+    for rows in (5, 4):
+        x = torch.randn(rows, inputs, device=DEVICE).bfloat16()
+        found = layer(x)
+        assert found.dtype == torch.bfloat16
+        codes, x_scale = quantize_rows(x, torch.float8_e4m3fn)
+        assert_near(found, exact(codes, x_scale, layer.form.codes, layer.form.scale), 1e-2)
+    assert scaled_mm.calls == [(5, inputs)] * (inputs + outputs == 112)
 
-    def record(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-        # What CUDA's wants: a in rows, b in columns, a float32 scale for each, contiguous.
-        assert a.stride() == (inputs, 1) and b.stride() == (1, inputs)
-        assert options["scale_a"].shape == (5, 1) and options["scale_b"].shape == (1, outputs)
-        assert options["scale_a"].is_contiguous() and options["scale_b"].is_contiguous()
-        asked.append(options)
-        return scaled_mm(a, b, **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", record)
-    found = scaled_product(x, x_scale, weight, scale, torch.bfloat16)
-    assert found.dtype == torch.bfloat16
-    assert_near(found, exact(x, x_scale, weight, scale), 1e-2)
-    assert [options["use_fast_accum"] for options in asked] == [False] * (inputs + outputs == 112)
+@pytest.mark.parametrize(
+    ("refuses", "least"),
+    [
+        (lambda rows, inputs: inputs >= 96 and rows <= 8, 9),  # as on Hopper, but for the numbers
+        (lambda rows, inputs: True, quantized_linear.NEVER),
+        (lambda rows, inputs: rows == 1, 3),
+        (lambda rows, inputs: rows % 2 == 1, quantized_linear.NEVER),
+    ],
+    ids=["many inputs with few rows", "all", "one row", "odd numbers of rows"],
+)
+def test_what_torch_refuses_is_multiplied_here(
+    refuses: Callable[[int, int], bool],
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is asked while loading, and never again: a refusal would spoil a graph's capture."""
+    caplog.set_level("INFO", logger="nanoserve")
+    monkeypatch.setattr(quantized_linear, "_TRIED_ROWS", (1, 3, 8, 9, 10, 11))
+    scaled_mm = ScaledMM(refuses)
+    layer = linear_of_e4m3(96, 32, scaled_mm, monkeypatch)
+    assert layer.form.scaled_mm_from == least
+    (told,) = caplog.messages
+    own = "any number" if least == quantized_linear.NEVER else f"up to {least - 1}"
+    assert f"96 inputs and 32 outputs with {scaled_mm.calls[-1][0]} rows" in told
+    assert f"multiplies {own}" in told and told.endswith("NOT_SUPPORTED when calling cublasLt")
+    for rows in (1, 3, 8, 9):
+        scaled_mm.calls.clear()
+        x = torch.randn(rows, 96, device=DEVICE).bfloat16()
+        found = layer(x)
+        codes, x_scale = quantize_rows(x, torch.float8_e4m3fn)
+        assert_near(found, exact(codes, x_scale, layer.form.codes, layer.form.scale), 1e-2)
+        assert scaled_mm.calls == [(rows, 96)] * (rows >= least)
+
+
+def test_each_pair_of_sizes_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_mm = ScaledMM()
+    layer = linear_of_e4m3(96, 32, scaled_mm, monkeypatch)
+    tried = [(rows, 96) for rows in reversed(quantized_linear._TRIED_ROWS)]
+    assert {(129, 96), (256, 96), (257, 96)} < set(tried)
+    assert layer.form.scaled_mm_from == 129 and scaled_mm.calls == tried
+    form = layer.form
+    rows_of = quantized_linear.least_scaled_mm_rows
+    assert rows_of(form.codes, form.scale, torch.bfloat16) == 129
+    assert scaled_mm.calls == tried
+    # Other results than bfloat16 are not even asked for.
+    assert rows_of(form.codes, form.scale, torch.float16) == quantized_linear.NEVER
+    assert rows_of(form.codes[:16].contiguous(), form.scale[:16], torch.bfloat16) == 129
+    assert len(scaled_mm.calls) == 2 * len(tried)
+
+
+def test_out_of_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_no_memory(*args: Any, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "_scaled_mm", has_no_memory)
+    monkeypatch.setattr(quantized_linear, "_least_rows", {})
+    weight, scale = quantize_rows(torch.randn(32, 96, device=DEVICE), torch.float8_e4m3fn)
+    with pytest.raises(torch.OutOfMemoryError):
+        quantized_linear.least_scaled_mm_rows(weight, scale, torch.bfloat16)
 
 
 # ---------------------------------------------------------------- groups

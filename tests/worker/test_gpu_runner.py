@@ -506,6 +506,7 @@ def test_the_worst_case_has_the_logits_of_draft_tokens(
         return sample(sampler, logits, slots, *rest)
 
     monkeypatch.setattr(FusedSampler, "sample", recorded)
+    monkeypatch.setattr(CudaDevice, "_compile", lambda device, executor: None)
     options = {"max_num_seqs": 4, "max_num_batched_tokens": budget, "speculative_config": DRAFTS}
     make_runner(checkpoint, FakeCuda(), enforce_eager=True, **options)
     slots = [row % 4 for row in range(outputs)]

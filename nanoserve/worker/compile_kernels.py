@@ -1,0 +1,129 @@
+"""Run every variant of the Triton kernels that a configuration can reach, before it serves.
+
+Triton compiles a kernel anew for each combination of its constants, in one to two seconds in which
+all requests would wait. It keeps on disk what it has compiled: that time is spent once on a
+machine, and later starts only run some small steps. The variants depend on
+
+    tokens of a step    the tiles of quantised products, and whether their inputs are shared out
+    tokens of a row     attention over chunks; with graphs of draft tokens, over few tokens too
+    how a row is drawn  from logits in the model's dtype, or in float32 once stages have changed
+                        them; with a filter or without; with a grammar's mask or without
+
+Nothing else that changes from step to step is a constant of a kernel. The step of the worst case,
+which is run before, has the largest tiles.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate, TokenMask
+from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cuda_buffers import CudaBuffers
+from nanoserve.worker.dummy_rows import pack_dummy_step
+
+logger = logging.getLogger(__name__)
+
+# Tokens. With these, with one and in the worst case, quantised products have each of their tiles,
+# and of each tile the most and the fewest programs that share the inputs.
+_QUANTIZED_SIZES = (17, 128, 129)
+_GRAMMAR_PACKAGES = ("llguidance", "xgrammar")
+_PLAIN, _FILTERED = SamplingParams(temperature=0), SamplingParams(top_p=0.9)
+_KINDS = (
+    _PLAIN,
+    _FILTERED,
+    SamplingParams(temperature=0, repetition_penalty=1.1),
+    SamplingParams(top_p=0.9, repetition_penalty=1.1),
+)
+
+
+@torch.inference_mode()
+def compile_kernels(executor: Executor, buffers: CudaBuffers, config: EngineConfig) -> None:
+    """Run `dummy_steps` in the longest contexts, then the sampler of each kind. All ranks do."""
+    start = time.perf_counter()
+    batch = buffers.new_batch()
+    for lengths in dummy_steps(config, executor.max_model_len):
+        buffers.wait_until_read(batch)
+        pack_dummy_step(
+            batch,
+            lengths,
+            config.block_size,
+            num_sampled=min(int(lengths.sum()), most_outputs(config)),
+            max_context_len=executor.max_model_len,
+        )
+        handle = executor.forward(batch, ForwardInputs())
+    if handle.logits is not None:  # or else another rank samples
+        _run_sampler(handle.logits, handle.tensors, config)
+    logger.info("the kernels' variants have run in %.1f s", time.perf_counter() - start)
+
+
+def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray]:
+    """Yield the numbers of new tokens of each row, ascending, of steps that run every variant.
+
+    The last one has the most rows.
+    """
+    budget, rows = config.max_num_batched_tokens, config.max_num_seqs
+    drafts = config.speculative_config
+    has_few = drafts is not None and not drafts.enforce_eager
+    most_few = drafts.num_speculative_tokens + 1 if has_few else 1
+    # 1) A row of a chunk; rows of few tokens have a kernel for each power of two.
+    few = [2**n for n in range(1, (most_few - 1).bit_length() + 1)]
+    for length in (most_few + 1, *few):
+        yield np.array([min(length, budget, max_model_len)], dtype=np.int32)
+    # 2) Steps of so many tokens, in rows of one token, if there may be so many.
+    sizes = {1, rows, *(_QUANTIZED_SIZES if config.quantization is not None else ())}
+    for size in sorted(min(size, budget, rows * max_model_len) for size in sizes):
+        used = min(size, rows)
+        lengths = np.full(used, size // used, dtype=np.int32)
+        lengths[used - size % used :] += 1
+        yield lengths
+
+
+def most_outputs(config: EngineConfig) -> int:
+    """Return the most rows of logits of a step: a row for each token that may be sampled."""
+    drafts = config.speculative_config
+    of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
+    return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)
+
+
+def has_grammars(config: EngineConfig) -> bool:
+    """Return whether requests may bring grammars, and with them token masks."""
+    is_installed = any(find_spec(name) is not None for name in _GRAMMAR_PACKAGES)
+    is_asked_for = config.structured_outputs_config is not None
+    return not config.skip_tokenizer_init and (is_installed or is_asked_for)
+
+
+def _run_sampler(logits: torch.Tensor, tensors: BatchTensors, config: EngineConfig) -> None:
+    """Draw from two rows of a step in every way: of more rows no kernel has another variant."""
+    logits = logits[:2]
+    slots = np.arange(len(logits))
+    sampler = FusedSampler(len(slots), logits.shape[1], logits.device)
+
+    def sample(first: SamplingParams, last: SamplingParams, masks: dict[int, TokenMask]) -> None:
+        for slot, params in ((0, first), (len(slots) - 1, last)):
+            sampler.set_slot(SlotUpdate(slot, params, seed=0))
+        sampler.sample(logits, slots, slots, tensors, token_masks=masks)
+
+    for params in _KINDS:
+        sample(params, params, {})
+    if has_grammars(config):
+        # A filtered row itself has its mask as a stage; it may be beside one that has not.
+        for last in (_PLAIN, _FILTERED):
+            sample(_PLAIN, last, {0: _Anything()})
+
+
+class _Anything:
+    """A mask that allows every token."""
+
+    def first_illegal(self, token_ids: list[int]) -> int | None:
+        return None
+
+    def fill(self, index: int, mask: np.ndarray) -> None:
+        mask[:] = -1
