@@ -862,10 +862,10 @@ def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> No
     common = {"tensor_parallel_size": 2, "num_kv_blocks": 8, "max_num_seqs": 2}
     for drafts, kinds in ((DRAFTS, [DecodeProgram]), (IN_GRAPHS, [DecodeProgram, DraftProgram])):
         config = EngineConfig(str(checkpoint), speculative_config=drafts, **common)
-        options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
-        theirs = EngineConfig(**options)
+        config = config.for_device("cuda")
+        theirs = EngineConfig(**json.loads(json.dumps(options_of_workers(config))))
         assert theirs.speculative_config == config.speculative_config
-        for own in (config.for_device("cuda"), theirs):
+        for own in (config, theirs):
             device = CudaDevice(own, FakeCuda(), is_capturable=True)
             layout = BatchLayout(64, 2, 8)
             forward, last_token = lambda *step: torch.zeros(1), torch.zeros(3, dtype=torch.int32)
