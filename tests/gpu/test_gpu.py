@@ -33,7 +33,7 @@ from nanoserve.attention.flash import FlashAttention, FlashAttention3
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.executor import ForwardInputs, SampleInputs
 from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
@@ -799,7 +799,10 @@ def test_a_decode_step_is_launched_without_waiting(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the model nor the sampler, nor the copies in and out."""
+    """Neither the model nor the sampler, nor the copies in and out.
+
+    Rows of all kinds, and steps with prompts: tests/gpu/test_waiting_gpu.py.
+    """
     options = {"async_scheduling": async_scheduling, "num_kv_blocks": 500}
     with open_float32(checkpoint, device="cuda", **options, **graphs) as llm:
         params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
@@ -815,9 +818,9 @@ def test_a_decode_step_is_launched_without_waiting(
             with no_waiting():
                 return forward(batch, inputs)
 
-        def watched_sample(handle: Handle) -> None:
+        def watched_sample(handle: Handle, inputs: SampleInputs) -> None:
             with no_waiting():
-                sample(handle)
+                sample(handle, inputs)
 
         monkeypatch.setattr(executor, "forward", watched_forward)
         monkeypatch.setattr(executor, "sample", watched_sample)

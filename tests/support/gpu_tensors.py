@@ -1,8 +1,8 @@
 """A late GPU whose tensors are not the host's: what is copied between the two, and who waits.
 
 Its tensors say `device="cuda"`, and hold a tensor of the CPU on which its queue works. So what runs
-is what runs on a GPU: pinned memory, copies, and what torch copies unasked, such as the index or the
-number in `x[index] = 1.0`.
+is what runs on a GPU: pinned memory, copies, and what torch copies unasked, such as the number in
+`x[index] = 1.0`.
 """
 
 from collections import Counter
