@@ -74,13 +74,15 @@ def penalise(logits: torch.Tensor, rows: Rows) -> None:
     With 1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 takes 1.5 from what was said three
     times, presence 0.5 takes 0.5 from it.
     """
-    counted = [(state.params, state.counts) for state in rows.states]
-    ids = [counts.ids for _, counts in counted]
-    per_row = np.array([[getattr(p, name) for p, _ in counted] for name in _PENALTIES], np.float32)
-    per_pair = per_row.repeat([len(row_ids) for row_ids in ids], axis=1)
-    counts = np.concatenate([counts.counts for _, counts in counted])
-    pairs, on_device = _pairs(logits, rows, ids, counts, *per_pair)
-    counts, repetition, frequency, presence = on_device
+    params, ids = [state.params for state in rows.states], [s.counts.ids for s in rows.states]
+    per_row = np.array([[getattr(p, name) for p in params] for name in _PENALTIES], np.float32)
+    pairs, (counts, repetition, frequency, presence) = _pairs(
+        logits,
+        rows,
+        ids,
+        np.concatenate([state.counts.counts for state in rows.states]),
+        *per_row.repeat([len(row_ids) for row_ids in ids], axis=1),
+    )
     values = logits[pairs]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts
