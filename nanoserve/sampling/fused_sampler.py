@@ -9,7 +9,7 @@ import torch
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
-from nanoserve.sampling.host_copies import to_device
+from nanoserve.sampling.host_copies import copy_into, to_device
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling.settings import Program, last_of
@@ -78,8 +78,7 @@ class FusedSampler(Sampler):
         again.
         """
         if self._is_stale:
-            (settings,) = to_device(self._on_device.device, self._host.numpy())
-            self._on_device.copy_(settings)
+            copy_into(self._on_device, self._host.numpy())
             self._is_stale = False
 
     def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
