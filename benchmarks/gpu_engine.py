@@ -1,4 +1,4 @@
-"""Stages of gpu_day.py that run the engine in this process: `smoke`, `bench` and `tp`.
+"""Stages of gpu_day.py that run engines in this process: `smoke`, `bench`, `tp` and others.
 
 Weights are random and made on the device: that takes a second, and changes no time.
 """
@@ -34,17 +34,33 @@ _QUESTIONS = [
     "What is preemption?",
     "Who are you?",
 ]
-_VARIANTS: dict[str, dict[str, Any]] = {
+Variants = dict[str, dict[str, Any]]
+# The default comes first and last: what is between differs by more than those two, or by nothing.
+_VARIANTS: Variants = {
     "default": {},
     "sampling in graphs": {"capture_sampling": True},
-    "int8 weights": {"quantization": "int8"},
-    "int4 weights": {"quantization": "int4", "quantization_group_size": 128},
-    "fp8 weights": {"quantization": "fp8"},
+    "16384 tokens a step": {"max_num_batched_tokens": 16384},
+    "16384, sampling in graphs": {"max_num_batched_tokens": 16384, "capture_sampling": True},
+    "default again": {},
+}
+_OTHER_VARIANTS: Variants = {
+    "default": {},
     "no step ahead": {"async_scheduling": False},
     "2048 tokens a step": {"max_num_batched_tokens": 2048},
-    "max_model_len 2048": {"max_model_len": 2048},
     "no graphs": {"enforce_eager": True},
 }
+_KV_VARIANTS: Variants = {
+    "default": {},
+    "int8 KV cache": {"kv_cache_dtype": "int8"},
+    "fp8 KV cache": {"kv_cache_dtype": "fp8"},
+}
+_SCHEMES: Variants = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4", "quantization_group_size": 128},
+    "fp8": {"quantization": "fp8"},
+}
+_STEP_ROWS = (64, 16, 1)
 
 
 # ---------------------------------------------------------------- smoke
@@ -83,9 +99,10 @@ def _same_answers(job: Job, expected: list[list[int]], options: dict[str, Any]) 
 # ---------------------------------------------------------------- bench
 
 
-def open_engine(job: Job, **options: Any) -> LLM:
-    """Qwen3-0.6B's shape, or a tiny one, with random weights."""
-    (job.scratch / "config.json").write_text(json.dumps(SHAPES[shape_name(job)]))
+def open_engine(job: Job, shape: str | None = None, **options: Any) -> LLM:
+    """Qwen3-0.6B's shape or the one that is named, or a tiny one, with random weights."""
+    named = shape_name(job) if job.is_tiny or shape is None else shape
+    (job.scratch / "config.json").write_text(json.dumps(SHAPES[named]))
     common = {"device": job.device, "load_format": "dummy", "skip_tokenizer_init": True}
     common |= {"num_kv_blocks": 500} if job.is_tiny else {}
     dtype = "float32" if job.is_tiny else "bfloat16"
@@ -98,21 +115,58 @@ def shape_name(job: Job) -> str:
 
 def bench(job: Job) -> Measurements:
     """nano-vllm's workload; what is not the default has one run, as long as there is time."""
+    yield from _runs(job, _VARIANTS)
+
+
+def options(job: Job) -> Measurements:
+    """The same, of options that are known to cost time."""
+    yield from _runs(job, _OTHER_VARIANTS)
+
+
+def fewer_bits(job: Job) -> Measurements:
+    """The same with a KV cache of 8 bits; decode steps of an 8B model whose weights have fewer.
+
+    0.6B is too small for fewer bits of weights: its steps wait for launches, not for bytes.
+    """
+    yield from _runs(job, {name: v for name, v in _KV_VARIANTS.items() if _is_possible(job, v)})
+    for name, scheme in _SCHEMES.items():
+        if _is_possible(job, scheme):
+            yield f"8B, {name}", partial(_decode_steps, job, scheme)
+
+
+def _is_possible(job: Job, options: dict[str, Any]) -> bool:
+    """Products of e4m3 need a GPU of compute capability 8.9."""
+    has_fp8 = job.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    return has_fp8 or "fp8" not in options.values()
+
+
+def _decode_steps(job: Job, scheme: dict[str, Any]) -> dict[str, Any]:
+    """Microseconds of a step by its rows, and the bytes that weights take."""
+    from gpu_profile import step_time
+
+    start, before = time.perf_counter(), _allocated(job)
+    pool = {} if job.is_tiny else {"num_kv_blocks": 5000}
+    with open_engine(job, "qwen3-8b", max_num_seqs=64, **pool, **scheme) as llm:
+        result: dict[str, Any] = {"start s": time.perf_counter() - start}
+        result["GB"] = (_allocated(job) - before) / 1e9
+        rows = (4, 1) if job.is_tiny else _STEP_ROWS
+        return result | {f"{n} rows us": step_time(job, llm.engine, n) for n in rows}
+
+
+def _allocated(job: Job) -> int:
+    return 0 if job.device == "cpu" else torch.cuda.memory_allocated()
+
+
+def _runs(job: Job, variants: Variants) -> Measurements:
     limits = _Limits(job)
     longest = 0.0
-    for number, (name, options) in enumerate(_variants(job).items()):
+    for name, chosen in variants.items():
         if job.left < 1.3 * longest:
             yield name, lambda left=job.left: {"left out": f"{left:.0f} s are left"}
             continue
         start = time.monotonic()
-        yield name, partial(_run_variant, job, limits, options, is_first=number == 0)
+        yield name, partial(_run_variant, job, limits, chosen, is_default=not chosen)
         longest = max(longest, time.monotonic() - start)
-
-
-def _variants(job: Job) -> dict[str, dict[str, Any]]:
-    """Products of e4m3 need a GPU of compute capability 8.9."""
-    has_fp8 = job.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    return {name: options for name, options in _VARIANTS.items() if has_fp8 or "fp8" not in name}
 
 
 class _Limits:
@@ -151,14 +205,15 @@ class _Limits:
 
 
 def _run_variant(
-    job: Job, limits: _Limits, options: dict[str, Any], is_first: bool
+    job: Job, limits: _Limits, options: dict[str, Any], is_default: bool
 ) -> dict[str, Any]:
     start = time.perf_counter()
     with open_engine(job, **options) as llm:
         started = time.perf_counter() - start
         warm_up = SamplingParams(max_tokens=4, temperature=0.6, ignore_eos=True)
         llm.generate(limits.prompts[:4], warm_up, use_tqdm=False)
-        seconds = [_timed(llm, limits, number) for number in (1, 2)[: 2 if is_first else 1]]
+        idle = _IdleTime(job, llm)
+        seconds = [_timed(llm, limits, number) for number in (1, 2)[: 2 if is_default else 1]]
         num_tokens, best = sum(limits.output_lens), min(seconds)
         result = {
             "seconds": seconds,
@@ -168,10 +223,49 @@ def _run_variant(
             "KV blocks": llm.engine.executor.num_kv_blocks,
             "preemptions": llm.stats.num_preemptions,
             "steps": llm.stats.num_steps,
+            "idle s": idle.seconds() / len(seconds),
         }
-        if is_first:
+        if is_default:
             result["single stream tok/s"] = _single_stream(job, llm)
     return result
+
+
+class _IdleTime:
+    """How long the GPU had nothing to do between one step's end and the next one's begin.
+
+    An event lies on the stream before what a step launches and one behind it. While a step is
+    launched kernel by kernel the GPU may also wait for the host; that is not in this number.
+    """
+
+    def __init__(self, job: Job, llm: LLM) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if job.device != "cuda":
+            return
+        executor: Any = llm.engine.executor
+        forward, sample = executor.forward, executor.sample
+
+        def timed_forward(*args: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events.append((begin, end))
+            begin.record()
+            return forward(*args)
+
+        def timed_sample(*args: Any) -> None:
+            sample(*args)
+            self._events[-1][1].record()
+
+        executor.forward, executor.sample = timed_forward, timed_sample
+
+    def seconds(self) -> float:
+        """Of all steps since this was made; waits for the GPU."""
+        if self._events:
+            torch.cuda.synchronize()
+        gaps = [
+            last[1].elapsed_time(next_[0])
+            for last, next_ in zip(self._events, self._events[1:], strict=False)
+        ]
+        # Between two runs there is one long gap: nothing was asked for.
+        return sum(gap for gap in gaps if gap < 100) / 1e3
 
 
 def _timed(llm: LLM, limits: _Limits, number: int) -> float:

@@ -1,7 +1,8 @@
 """The stage `profile` of gpu_day.py: what a step launches, and how long the GPU has nothing to do.
 
-Every kind of step is run in turn, with a step ahead, and so with sampling in graphs: first timed,
-then under torch.profiler, which slows the host down but not what the kernels take.
+Every kind of step is run with a step ahead, without and with sampling in graphs: first timed, then
+under torch.profiler, which slows the host down but not what the kernels take. At 64 rows, one of
+them may have a penalty or want logprobs: that must not change the step of the others.
 """
 
 import re
@@ -25,9 +26,13 @@ _MIXED_ROWS = 64
 _NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
 _TIMED, _PROFILED = 20, 5  # steps
 _WAYS = {
-    "in turn": {"async_scheduling": False},
     "one step ahead": {"async_scheduling": True},
     "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
+}
+# What one row of a step may ask for beside the others, which are plain.
+_ONE_ROW: dict[str, dict[str, Any]] = {
+    "one penalty": {"repetition_penalty": 1.1},
+    "one with logprobs": {"logprobs": 5},
 }
 _KINDS = {
     "attention": r"attention|merge_|flash",
@@ -43,24 +48,61 @@ def profile(job: Job) -> Measurements:
         with open_engine(job, max_model_len=4096, **options) as llm:
             for n in rows:
                 yield f"{n} rows, {told}", partial(_profile, job, llm.engine, n, 0)
+            for name, special in _ONE_ROW.items():
+                n = 4 if job.is_tiny else _MIXED_ROWS
+                yield f"{n} rows, {name}, {told}", partial(_profile, job, llm.engine, n, 0, special)
             new_prompt = 50 if job.is_tiny else _NEW_PROMPT
             n = 4 if job.is_tiny else _MIXED_ROWS
             yield f"mixed, {told}", partial(_profile, job, llm.engine, n, new_prompt)
 
 
-def _profile(job: Job, engine: GuardedEngine, num_rows: int, new_prompt: int) -> dict[str, Any]:
-    """Decode steps of so many rows; with `new_prompt`, each gets one of so many tokens beside."""
-    params = SamplingParams(
-        max_tokens=None,
-        temperature=0.6,
-        ignore_eos=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+def _profile(
+    job: Job,
+    engine: GuardedEngine,
+    num_rows: int,
+    new_prompt: int,
+    special: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Decode steps of so many rows; with `new_prompt`, each gets one of so many tokens beside.
+
+    `special` are sampling parameters of one of the rows.
+    """
+    step = _start(job, engine, num_rows, new_prompt, special)
+    result = _timed(job, step) | _profiled(job, engine, step)
+    _abort_all(engine)
+    if "busy us" in result:
+        result["busy share"] = result["busy us"] / result["wall us"]
+    return result
+
+
+def step_time(job: Job, engine: GuardedEngine, num_rows: int) -> float:
+    """Microseconds of a decode step of so many rows: a median."""
+    step = _start(job, engine, num_rows, 0, None)
+    microseconds = _timed(job, step)["wall us"]
+    _abort_all(engine)
+    return microseconds
+
+
+def _start(
+    job: Job,
+    engine: GuardedEngine,
+    num_rows: int,
+    new_prompt: int,
+    special: dict[str, Any] | None,
+) -> Callable[[], None]:
+    """A function that runs one step; all rows decode."""
     vocab_size, names = engine.model_config.vocab_size, count()
 
     def add(num_tokens: int) -> None:
         i = next(names)
         prompt = [(i * i + 3 * i + new_prompt + j) % vocab_size for j in range(num_tokens)]
+        params = SamplingParams(
+            max_tokens=None,
+            temperature=0.6,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **(special or {} if i == num_rows - 1 else {}),
+        )
         engine.add_request(f"profile-{i}", prompt, params)
 
     def step() -> None:
@@ -71,14 +113,14 @@ def _profile(job: Job, engine: GuardedEngine, num_rows: int, new_prompt: int) ->
     for _ in range(num_rows):
         add(20 if job.is_tiny else _CONTEXT)
     _until_all_decode(engine, num_rows)
-    result = _timed(job, step) | _profiled(job, engine, step)
+    return step
+
+
+def _abort_all(engine: GuardedEngine) -> None:
     for request_id in list(engine.output_processor.requests):
         engine.abort_request(request_id)
     while engine.has_unfinished_requests():
         engine.step()
-    if "busy us" in result:
-        result["busy share"] = result["busy us"] / result["wall us"]
-    return result
 
 
 def _until_all_decode(engine: GuardedEngine, num_rows: int) -> None:

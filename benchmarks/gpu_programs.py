@@ -1,4 +1,4 @@
-"""Stages of gpu_day.py that run other programs: `tests`, `guesses`, `peers` and `sanitize`."""
+"""Stages of gpu_day.py that run other programs: `tests`, `drafts`, `peers` and `sanitize`."""
 
 import os
 import re
@@ -26,24 +26,32 @@ _SANITIZED = (
 # ---------------------------------------------------------------- tests
 
 
+# Files whose tests run whole engines of small models: a process each, side by side.
+_FILES = {
+    "draft tokens": "tests/gpu/test_guessing_gpu.py",
+    "structured output": "tests/gpu/test_guided_gpu.py",
+    "sleep": "tests/gpu/test_sleep_gpu.py",
+    "quantized KV cache": "tests/gpu/test_quantized_kv_gpu.py",
+    "quantized weights": "tests/gpu/test_quantized_weights_gpu.py",
+}
+
+
 def tests(job: Job) -> Measurements:
-    """Both halves at the same time; each is told when it has ended."""
+    """All of `pytest -m gpu` but tensor parallelism; what has never run is reported first."""
     num_processes = str(max(1, min(_COMPILERS, (os.cpu_count() or 1) - 2)))
-    halves = {
-        "engine tests": ("-n", "0", "-k", _ENGINES),
-        "kernel tests": ("-n", num_processes, "--dist", "worksteal", "-k", f"not {_ENGINES}"),
-    }
-    running = {
-        name: _start_tests(job, name, _GPU_TESTS, *options) for name, options in halves.items()
-    }
-    for name in reversed(halves):
-        yield name, partial(_told_tests, running[name], job.scratch / f"{name}.xml")
+    options: dict[str, tuple[str, ...]] = {name: (file, "-n", "0") for name, file in _FILES.items()}
+    options["engine tests"] = (_GPU_TESTS, "-n", "0", "-k", _ENGINES)
+    workers = ("-n", num_processes, "--dist", "worksteal")
+    options["kernel tests"] = (_GPU_TESTS, *workers, "-k", f"not {_ENGINES}")
+    running = {name: _start_tests(job, name, *chosen) for name, chosen in options.items()}
+    for name, program in running.items():
+        yield name, partial(_test_counts, program, job.scratch / f"{name}.xml")
 
 
 def tensor_parallel_tests(job: Job) -> Measurements:
     name = "tests of two ranks"
     program = _start_tests(job, name, "tests/worker/test_tensor_parallel.py", "-n", "0")
-    yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
+    yield name, partial(_test_counts, program, job.scratch / f"{name}.xml")
 
 
 def _start_tests(job: Job, name: str, file: str, *options: str) -> Program:
@@ -52,7 +60,7 @@ def _start_tests(job: Job, name: str, file: str, *options: str) -> Program:
     return Program([*command, f"--junitxml={job.scratch / name}.xml"], job, name)
 
 
-def _told_tests(program: Program, report: Path) -> dict[str, Any]:
+def _test_counts(program: Program, report: Path) -> dict[str, Any]:
     rc, said = program.wait()
     if not report.is_file():
         raise RuntimeError(f"pytest has left no report: exit status {rc}, {said[-200:]!r}")
@@ -73,42 +81,27 @@ def _told_tests(program: Program, report: Path) -> dict[str, Any]:
     return result
 
 
-# ---------------------------------------------------------------- guesses
+# ---------------------------------------------------------------- drafts
 
 
-# Of what has never run on one either.
-_OTHER_TESTS = {
-    "tests of formats": ["tests/gpu/test_guided_gpu.py"],
-    "tests of sleep": ["tests/gpu/test_sleep_gpu.py"],
-    "tests of fewer bits": [
-        "tests/gpu/test_quantized_kv_gpu.py",
-        "tests/gpu/test_quantized_weights_gpu.py",
-    ],
-}
-
-
-def guesses(job: Job) -> Measurements:
-    """Whether answers are the same, and what guessing brings, without graphs and with them."""
-    name = "tests of guesses"
-    program = _start_tests(job, name, "tests/gpu/test_guessing_gpu.py", "-n", "0")
-    yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
-    for name, more in (("kernel by kernel", ()), ("graphs", ("--graphs",))):
-        if not (job.is_tiny and more):  # there are none without a GPU
-            yield name, partial(_gains, job, name, *more)
-    for name, files in _OTHER_TESTS.items():
-        program = _start_tests(job, name, files[0], "-n", "0", *files[1:])
-        yield name, partial(_told_tests, program, job.scratch / f"{name}.xml")
+def drafts(job: Job) -> Measurements:
+    """What speculative decoding gains, without CUDA graphs of its steps and with them."""
+    ways: dict[str, tuple[str, ...]] = {"kernel by kernel": ()}
+    if not job.is_tiny:  # there are no graphs without a GPU
+        ways = {"graphs, 7 draft tokens": ("--graphs", "--guesses", "7")}
+    for name, options in ways.items():
+        yield name, partial(_gains, job, name, *options)
 
 
 def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:
-    """Over not guessing, by text and sequences."""
+    """Ratios over an engine without draft tokens, by text and number of sequences."""
     command = python("benchmarks/speculation.py", "--device", job.device, *more)
     command += ["--rounds", "1", "--texts", "copy,random"]
     if job.is_tiny:
         command += ["--streams", "1", "--prompt", "20", "--tokens", "30"]
     else:
         command += ["--shape", "qwen3-0.6b", "--streams", "1,16"]
-    _, said = Program(command, job, name).wait(0.5)
+    _, said = Program(command, job, name).wait()
     found = re.findall(r"^\| (\w+) \| (\d+) \| .* \*\*([\d.]+)\*\*", said, re.M)
     if not found:
         raise RuntimeError(f"no cell was measured: {said[-200:]!r}")

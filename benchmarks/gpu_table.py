@@ -110,10 +110,13 @@ def _tests(result: Result) -> Iterator[str]:
 def _bench(result: Result) -> Iterator[str]:
     yield f"nano-vllm's workload ({_AIMS['bench']})"
     for name, found in result.items():
+        if "seconds" not in found:
+            yield "  ".join([f"  {name:20}", *_flat(found)])
+            continue
         seconds = ", ".join(f"{s:.2f}" for s in found["seconds"])
         line = f"  {name:20} {found['tok/s']:7.0f} tok/s  {seconds} s  "
         line += f"{found['of roofline']:4.0%} of the roofline  start {found['start s']:.1f} s  "
-        line += f"{found['KV blocks']} blocks"
+        line += f"{found['KV blocks']} blocks  idle {found['idle s']:.2f} s"
         if "single stream tok/s" in found:
             line += f"  single stream {found['single stream tok/s']:.0f} tok/s"
         yield line
@@ -177,13 +180,10 @@ def _by_shape(rows: list[Result], told: Callable[[Result], str]) -> Iterator[str
         yield from _wrapped(f"  {shape}", cells)
 
 
-def _guesses(result: Result) -> Iterator[str]:
-    tests = {name: found for name, found in result.items() if "rc" in found}
-    yield from _tests(tests)
+def _drafts(result: Result) -> Iterator[str]:
     for name, gains in result.items():
-        if name not in tests:
-            cells = [f"{cell} {gain:.2f}" for cell, gain in gains.items()]
-            yield from _wrapped(f"guessing over not guessing, {name}", cells)
+        cells = [f"{cell} {gain:.2f}" for cell, gain in gains.items()]
+        yield from _wrapped(f"with draft tokens over without, {name}", cells)
 
 
 def _peers(result: Result) -> Iterator[str]:
@@ -244,9 +244,11 @@ _SECTIONS: dict[str, Callable[[Result], Iterator[str]]] = {
     "smoke": _one_line("smoke"),
     "tests": _tests,
     "bench": _bench,
+    "options": _bench,
+    "fewer_bits": _bench,
     "profile": _profile,
     "kernels": _kernels,
-    "guesses": _guesses,
+    "drafts": _drafts,
     "tp": _one_line("one rank"),
     "peers": _peers,
     "fa3": _fa3,

@@ -24,7 +24,8 @@ from nanoserve.worker.device import device_kind, make_executor
 logger = logging.getLogger(__name__)
 
 # Raises `ValueError` for what a feature cannot do with this model, before any weight is read, and
-# returns what adds the feature to an engine.
+# returns what adds the feature to an engine. That may have a method `memory`, which returns what a
+# second model takes of the same GPU.
 PrepareFeature = Callable[[EngineConfig, ModelConfig], Callable[[GuardedEngine], None]]
 
 # Features by the option that switches them on. Extensions are called in this order: a pipeline
@@ -59,7 +60,9 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     ]
     if config.load_format != "dummy":
         checkpoint.fetch_weights()
-    make = partial(make_executor, model_config=model_config, path=checkpoint.folder)
+    # What a feature brings along, such as a draft model, has to fit beside the model's KV cache.
+    beside = [feature.memory for feature in features if hasattr(feature, "memory")]
+    make = partial(make_executor, model_config=model_config, path=checkpoint.folder, beside=beside)
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
     for add_to in features:
         add_to(engine)

@@ -135,7 +135,8 @@ class EngineConfig:
     capture_sampling: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
-    pipeline_parallel_size: int = 1  # stages of some layers each, of so many ranks each
+    # Stages of some layers each, of so many ranks each. On a GPU they run without CUDA graphs.
+    pipeline_parallel_size: int = 1
     # Who starts the ranks: "mp" this machine, "ray" a Ray cluster. None: "mp".
     distributed_executor_backend: str | None = None
     distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
@@ -234,12 +235,13 @@ class EngineConfig:
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
         ahead = ahead and self.pipeline_parallel_size == 1
-        keeps_all = self.disable_hybrid_kv_cache_manager
+        keeps_all, drafts = self.disable_hybrid_kv_cache_manager, self.speculative_config
         return replace(
             self,
             device=kind,
             max_num_batched_tokens=budget,
             async_scheduling=ahead,
+            speculative_config=None if drafts is None else drafts.for_device(kind),
             disable_hybrid_kv_cache_manager=kind == "cuda" if keeps_all is None else keeps_all,
         )
 

@@ -9,7 +9,7 @@ from nanoserve.kernels.paged_attention import paged_attention
 
 class TritonAttention(AttentionBackend):
     """The keys of rows of up to `longest_cut` tokens are cut into shares, as those of decode rows
-    are, if no row of a step has more. With more than one that has not run on a GPU yet.
+    are, if no row of a step has more.
     """
 
     capturable = True

@@ -12,5 +12,8 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """
     gc.collect()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch is not None and torch.cuda.is_initialized():
+        from nanoserve.worker.cuda import Cuda
+
+        # Under its lock: another thread's engine may be recording a graph.
+        Cuda(torch.device("cuda", torch.cuda.current_device())).release_unused()

@@ -6,7 +6,7 @@ token id), bit for bit, so a seeded request gives the same tokens with either. T
 once and nothing of their size is written. One program takes a part of one row's vocabulary, since
 the few rows of a step alone would leave most of a GPU idle; a second kernel picks the best part.
 Rows with a top-k, top-p or min-p filter bring its border, see `filter_logits.py`. Rows with a
-grammar bring a mask of what it allows, a bit for each token (not run on a GPU yet).
+grammar bring a mask of what it allows, a bit for each token.
 """
 
 import numpy as np

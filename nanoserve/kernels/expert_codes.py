@@ -1,34 +1,31 @@
 """The weights of a mixture's experts in 8 bits."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class ExpertCodes:
+class ExpertCodes(nn.Module):
     """codes: int8 [experts, outputs, inputs]; scale: float32 [experts, outputs].
 
     `nanoserve.kernels.experts.fused_experts` takes them as they are. The plain formula,
     `nanoserve.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
-    becomes floats when it is used.
+    becomes floats when it is used. Both are buffers: they move when the model does.
     """
 
-    codes: Tensor
-    scale: Tensor
-
-    def __post_init__(self) -> None:
-        codes, scale = self.codes, self.scale
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        super().__init__()
         kinds, shapes = (codes.dtype, scale.dtype), (codes.shape[:-1], scale.shape)
         if kinds != (torch.int8, torch.float32) or codes.dim() != 3 or shapes[0] != shapes[1]:
             raise ValueError(
                 f"codes must be int8 [experts, outputs, inputs], scale float32 for each output, "
                 f"not {codes.dtype} {list(codes.shape)}, {scale.dtype} {list(scale.shape)}"
             )
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
 
     def __len__(self) -> int:
         return len(self.codes)

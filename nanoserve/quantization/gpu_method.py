@@ -1,7 +1,6 @@
 """The `LinearMethod` of quantised weights on a GPU."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from nanoserve.checks import require
 from nanoserve.kernels.expert_codes import ExpertCodes
-from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
+from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import scaled_product
 from nanoserve.kernels.quantized_rows import quantize_rows
 from nanoserve.layers.context import LayerContext
@@ -89,11 +88,10 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer.form(x)
 
-    def _form(
-        self, layer: nn.Module, weight: Weight
-    ) -> "_RowScaled | _GroupScaled | _Grouped | partial[Tensor]":
+    def _form(self, layer: nn.Module, weight: Weight) -> nn.Module:
+        """Return what `apply` calls. Its tensors are buffers: they move when the model does."""
         if not isinstance(weight, QuantizedMatrix):
-            return partial(F.linear, weight=weight.to(self._device, self._dtype))
+            return _Floats(weight.to(self._device, self._dtype))
         weight = _on(weight, self._device)
         try:
             matrix, order = weight.in_runs()
@@ -139,15 +137,28 @@ def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
     return matrix.bits == 8 and matrix.offset is None and matrix.scale.shape[1] == 1
 
 
-class _RowScaled:
+class _Floats(nn.Module):
+    """A weight that the checkpoint has in no codes."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class _RowScaled(nn.Module):
     """e4m3 by e4m3: activations with a scale for a row, which all ranks' inputs decide."""
 
     def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
-        self.codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
-        self.scale = matrix.scale[:, 0].contiguous()
+        super().__init__()
+        codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
         self._tp = tp
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         largest = None
         if self._tp.size > 1:
@@ -158,7 +169,7 @@ class _RowScaled:
         return product.view(*x.shape[:-1], len(self.scale))
 
 
-class _GroupScaled:
+class _GroupScaled(nn.Module):
     """int8 by int8: activations with a scale for every 32 inputs of a row.
 
     Groups are those of the whole row. Where ranks cut them, a rank's inputs and codes get zeros in
@@ -166,16 +177,18 @@ class _GroupScaled:
     """
 
     def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+        super().__init__()
         inputs = matrix.shape[1]
         first = tp.rank * inputs
         self._tp, self._inputs = tp, tp.size * inputs
         self._cuts_groups = tp.size > 1 and inputs % GROUP_SIZE != 0
         self._front = first % GROUP_SIZE
         self._first_group = first // GROUP_SIZE
-        self.codes = F.pad(matrix.codes, (self._front, 0)).contiguous()
-        self.scale = matrix.scale[:, 0].contiguous()
+        codes = F.pad(matrix.codes, (self._front, 0)).contiguous()
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x.reshape(-1, x.shape[-1]), (self._front, 0)).contiguous()
         largest = self._largest_of_groups(rows) if self._cuts_groups else None
         codes, scale = quantize_rows(rows, torch.int8, largest, GROUP_SIZE)
@@ -194,13 +207,20 @@ class _GroupScaled:
         return mine.contiguous()
 
 
-class _Grouped:
+class _Grouped(nn.Module):
     """Activations in floats. `order`: how inputs are to be ordered for the groups (GPTQ)."""
 
     def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
-        self.weight, self.order = pack_groups(*matrix.operands()), order
+        super().__init__()
+        for name, tensor in pack_groups(*matrix.operands())._asdict().items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.register_buffer("order", order, persistent=False)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> GroupedWeight:
+        return GroupedWeight(self.codes, self.scale, self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         rows = (rows if self.order is None else rows[:, self.order]).contiguous()
-        return grouped_product(rows, self.weight).view(*x.shape[:-1], len(self.weight.codes))
+        return grouped_product(rows, self.weight).view(*x.shape[:-1], len(self.codes))

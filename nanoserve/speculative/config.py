@@ -1,7 +1,7 @@
 """`speculative_config={...}`, under vLLM's names."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoserve.checks import check_bool, check_choice, check_int, check_names, check_number, require
@@ -21,6 +21,9 @@ METHODS: Registry[Callable[..., Any]] = Registry(
 _WITH_MODEL = ("draft_model", "hidden_head")
 _WITHOUT_MODEL = ("ngram", "suffix")
 _MOST_DRAFT_TOKENS = 32  # of a row
+# By device, unless a number is given. A GPU's attention has tiles for 1, 2, 4, 8 and 16 queries of
+# a row: 8 draft tokens and the token before them would leave half of a tile for 16 empty.
+_DRAFT_TOKENS = {"cpu": 8, "cuda": 7}
 _SMALLEST = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 1,
@@ -37,14 +40,15 @@ class SpeculativeConfig:
         output; "suffix" follows the longest such match, in finished requests too, by frequency;
         "draft_model" runs a smaller model of the same vocabulary, which draws with the same
         noise; "hidden_head" runs a small network that goes on from the model's hidden states.
-    num_speculative_tokens: at most so many draft tokens a row, up to 32.
+    num_speculative_tokens: at most so many draft tokens a row, up to 32. None: 8 on a CPU and 7 on
+        a GPU.
     adaptive: as many draft tokens as pay, by the time that steps take and by how many of them are
         accepted; False is always as many as can be had.
     model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
     revision, dtype, quantization: of "draft_model", its own.
     enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
         records CUDA graphs of them, and cuts their keys into shares, as those of other decode steps
-        are; that has not run on a GPU yet.
+        are.
     prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
         first. If only one of them is given, it is both.
     suffix_decoding_max_tree_depth: how long a match is followed back.
@@ -57,7 +61,7 @@ class SpeculativeConfig:
     """
 
     method: str
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int | None = None
     adaptive: bool = True
     model: str | None = None
     revision: str | None = None
@@ -94,7 +98,8 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS.names())
-        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFT_TOKENS)
+        if self.num_speculative_tokens is not None:
+            check_int("num_speculative_tokens", self.num_speculative_tokens, 1, _MOST_DRAFT_TOKENS)
         check_bool("adaptive", self.adaptive)
         check_bool("enforce_eager", self.enforce_eager)
         if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # else it is one of the user's own
@@ -111,6 +116,12 @@ class SpeculativeConfig:
             check_number(name, getattr(self, name), 0, most)
         low, high = self.lookup
         require(low <= high, f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}")
+
+    def for_device(self, kind: str) -> "SpeculativeConfig":
+        """Return these options for a "cpu" or a "cuda", with the number of draft tokens."""
+        if self.num_speculative_tokens is not None:
+            return self
+        return replace(self, num_speculative_tokens=_DRAFT_TOKENS[kind])
 
     @property
     def lookup(self) -> tuple[int, int]:

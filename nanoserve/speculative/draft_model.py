@@ -13,8 +13,8 @@ are shared it shares them, too, as far as it has filled them itself.
 A draft token becomes the draft's next input without a wait: a step ahead, which a runner can.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
@@ -30,15 +30,14 @@ from nanoserve.models.registry import supported_architectures
 from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted
-from nanoserve.worker.device import make_runner
+from nanoserve.worker.device import make_context, make_runner
+from nanoserve.worker.load_model import MemoryBeside, memory_beside
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
 
 
-def prepare_draft_model(
-    config: EngineConfig, target: ModelConfig
-) -> "Callable[[Executor, Scheduler], DraftModelProposer]":
+def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftModel":
     """Return what makes the proposer. Raises `ValueError` if the draft model cannot be read, or has
     another vocabulary.
     """
@@ -58,6 +57,7 @@ def prepare_draft_model(
         async_scheduling=True,  # a draft token is an input before it is known here
         trace=None,
         capture_sampling=False,
+        disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
     )
     checkpoint = Checkpoint.open(options.model, own, options.revision)
     draft = checkpoint.model_config(own, supported_architectures())
@@ -68,19 +68,32 @@ def prepare_draft_model(
     )
     if own.load_format != "dummy":
         checkpoint.fetch_weights()
+    return DraftModel(own, draft, checkpoint.folder)
 
-    def make(executor: Executor, scheduler: Scheduler) -> DraftModelProposer:
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Makes the proposer, when the target has its pool; tells before what it will take of a GPU."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    path: Path
+
+    def __call__(self, executor: Executor, scheduler: Scheduler) -> "DraftModelProposer":
+        longest = min(executor.max_model_len, self.model_config.max_position_embeddings)
         sized = replace(
-            own,
+            self.config,
             num_kv_blocks=executor.num_kv_blocks,
             kv_cache_memory_bytes=None,
-            disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
-            max_model_len=min(executor.max_model_len, draft.max_position_embeddings),
+            max_model_len=longest,
         )
-        runner = make_runner(sized, draft, checkpoint.folder, ParallelContext())
+        runner = make_runner(sized, self.model_config, self.path, ParallelContext())
         return DraftModelProposer(runner, scheduler)
 
-    return make
+    def memory(self) -> MemoryBeside:
+        """Return the bytes of its weights, and of a block of its KV cache."""
+        context, _ = make_context(self.config, self.model_config, ParallelContext())
+        return memory_beside(self.config, self.model_config, context)
 
 
 class DraftModelProposer:

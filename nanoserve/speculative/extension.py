@@ -9,7 +9,6 @@ With async scheduling, a sequence with draft tokens under way is left out of the
 is one that had better wait for its pending token to draft what comes after it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.goodput import Goodput, Record
 from nanoserve.speculative.proposer import MakeProposer
+from nanoserve.worker.load_model import NOTHING_BESIDE, MemoryBeside
 
 if TYPE_CHECKING:
     from nanoserve.checkpoint.model_config import ModelConfig
@@ -222,13 +222,25 @@ class Speculation(Extension):
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
 
 
-def prepare_speculation(
-    config: "EngineConfig", model_config: "ModelConfig"
-) -> "Callable[[GuardedEngine], None]":
+@dataclass(frozen=True)
+class AddSpeculation:
+    """Adds `Speculation` to an engine. `make_proposer` may have a method `memory`, too."""
+
+    make_proposer: MakeProposer
+
+    def __call__(self, engine: "GuardedEngine") -> None:
+        engine.add_extension(Speculation(engine, self.make_proposer))
+
+    def memory(self) -> MemoryBeside:
+        """Return what a draft model takes of a GPU."""
+        has_model = hasattr(self.make_proposer, "memory")
+        return self.make_proposer.memory() if has_model else NOTHING_BESIDE
+
+
+def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> AddSpeculation:
     """Return what adds `Speculation` to an engine, with the proposer that `config` names.
 
     Raises `ValueError` for a draft model or head that does not go with the model, before any
     weight is read.
     """
-    make_proposer = METHODS.get(config.speculative_config.method)(config, model_config)
-    return lambda engine: engine.add_extension(Speculation(engine, make_proposer))
+    return AddSpeculation(METHODS.get(config.speculative_config.method)(config, model_config))

@@ -8,7 +8,7 @@ the settings, the penalties and the noise that the target will have there.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,14 @@ def prepare_hidden_head(
     return make
 
 
+class DraftRows(NamedTuple):
+    """What a sampler reads of a step's batch on the device, int32 [num_rows] each."""
+
+    output_rows: torch.Tensor
+    output_slots: torch.Tensor
+    positions: torch.Tensor  # of the tokens before
+
+
 class HeadProposer:
     """A proposer that runs a head on hidden states."""
 
@@ -94,22 +102,38 @@ class HeadProposer:
         able = [seq for seq, _ in wanted if self._num_tokens(seq) == len(seq.token_ids)]
         if not able:
             return [[] for _ in wanted]
-        runner, num_drafts = self._runner, max(count for _, count in wanted)
+        device, num_drafts = self._runner.device, max(count for _, count in wanted)
+        with device.guard():
+            # What the host knows travels once, from memory that a copy is not waited for, and the
+            # draft tokens come back once: none of them waits in between.
+            memory = device.host_memory(4 * 4 * len(able)).view(np.int32)
+            drafts = self._draft(able, num_drafts, memory)
+            found = device.wait(device.fetch(drafts.flatten()))
+        rows = {seq: found[i * num_drafts : (i + 1) * num_drafts] for i, seq in enumerate(able)}
+        return [rows.get(seq, [])[:count] for seq, count in wanted]
+
+    def _draft(self, able: list[Sequence], num_drafts: int, memory: np.ndarray) -> torch.Tensor:
+        """Return draft tokens [len(able), num_drafts], which the device may not have chosen yet.
+
+        memory: int32 [4 * len(able)], from which the rows are copied to the device.
+        """
+        runner, num_rows = self._runner, len(able)
         slots = np.array([seq.slot for seq in able])
         positions = np.array([len(seq.token_ids) for seq in able])
+        last = np.array([seq.token_ids[-1] for seq in able])
+        state = torch.stack([self._known[seq][0][self._known[seq][1]] for seq in able])
+        memory[:] = np.concatenate((slots, positions - 1, np.arange(num_rows), last))
+        on_device = torch.from_numpy(memory).to(state.device, non_blocking=True)
+        row_slots, row_positions, output_rows, token_ids = on_device.split(num_rows)
         drafts: list[torch.Tensor] = []
-        with runner.device.guard():
-            state = torch.stack([self._known[seq][0][self._known[seq][1]] for seq in able])
-            last = [seq.token_ids[-1] for seq in able]
-            token_ids = torch.tensor(last, dtype=torch.int32, device=state.device)
-            for number in range(num_drafts):
-                state, hidden = self._head(state, runner.model.model.embed(token_ids))
-                logits = runner.model.compute_logits(hidden)
-                sampled = runner.sampler.sample(logits, slots, positions + number)
-                drafts.append(sampled.token_ids.clamp(min=0))  # none (-1) may be a draft, too
-                token_ids = drafts[-1].int()
-            rows = dict(zip(able, torch.stack(drafts, dim=1).tolist(), strict=True))
-        return [rows.get(seq, [])[:count] for seq, count in wanted]
+        for number in range(num_drafts):
+            state, hidden = self._head(state, runner.model.model.embed(token_ids))
+            logits = runner.model.compute_logits(hidden)
+            rows = DraftRows(output_rows, row_slots, row_positions + number)
+            sampled = runner.sampler.sample(logits, slots, positions + number, rows)
+            drafts.append(sampled.token_ids.clamp(min=0))  # none (-1) may be a draft, too
+            token_ids = drafts[-1].int()
+        return torch.stack(drafts, dim=1)
 
     def _num_tokens(self, seq: Sequence) -> int:
         return self._known[seq][2] if seq in self._known else -1

@@ -10,7 +10,7 @@ what a step reads late was written by those before it, and what it writes late i
 anything of those behind it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,9 +31,15 @@ from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import graph_sizes
 from nanoserve.worker.dummy_rows import pack_dummy_step
-from nanoserve.worker.gpu_memory import GPUMemory, measure_graphs, measure_step, run_worst_case
+from nanoserve.worker.gpu_memory import (
+    GPUMemory,
+    measure_graphs,
+    measure_step,
+    run_worst_case,
+)
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
+from nanoserve.worker.load_model import MemoryBeside
 
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
 
@@ -48,14 +54,21 @@ class Fetched(NamedTuple):
 class CudaDevice:
     """One NVIDIA GPU. `is_capturable` is whether the attention backend can be part of a graph.
 
-    Raises `ValueError` for graphs that are asked for and cannot be.
+    `beside` tell what second models will take of its memory. Raises `ValueError` for graphs that
+    are asked for and cannot be.
     """
 
     sampler_class = FusedSampler
 
-    def __init__(self, config: EngineConfig, cuda: Cuda, is_capturable: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        cuda: Cuda,
+        is_capturable: bool,
+        beside: Sequence[Callable[[], MemoryBeside]] = (),
+    ) -> None:
         check_graphs(config, is_capturable)
-        self.config, self.cuda = config, cuda
+        self.config, self.cuda, self._beside = config, cuda, beside
         # What a stage of a pipeline receives and sends has not been part of a graph yet.
         is_whole = config.pipeline_parallel_size == 1
         has_graphs = is_capturable and is_whole and not config.enforce_eager
@@ -169,7 +182,13 @@ class CudaDevice:
         del executor, run_step
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
-        memory = GPUMemory(total, free, step.weights, step.activations, graphs, step.libraries)
+        beside = [memory() for memory in self._beside]
+        second = MemoryBeside(
+            sum(memory.weights for memory in beside), sum(memory.block_bytes for memory in beside)
+        )
+        memory = GPUMemory(
+            total, free, step.weights, step.activations, graphs, step.libraries, second
+        )
         return memory.num_kv_blocks(self.config, model_config, block_bytes)
 
     def warm_up(self, executor: Executor) -> None:

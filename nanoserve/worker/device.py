@@ -1,6 +1,7 @@
 """What runs where: the device, its attention backend, its kernels and its runner."""
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,33 +18,44 @@ from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.models.registry import weight_bytes
 from nanoserve.worker.cpu_device import CpuDevice
+from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads, threads
 
 logger = logging.getLogger(__name__)
 
 
-def make_executor(config: EngineConfig, model_config: ModelConfig, path: Path) -> Executor:
+def make_executor(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    beside: Sequence[Callable[[], MemoryBeside]] = (),
+) -> Executor:
     """What runs the steps of an engine: one runner, or one for each rank.
 
-    Raises `ValueError` if there are not so many devices, if the attention backend cannot run on
-    them, or if the model cannot be shared by so many ranks, before any weight is read.
+    beside: tell what second models take of rank 0's memory, if it is a GPU's. Raises `ValueError`
+    if there are not so many devices, if the attention backend cannot run on them, or if the model
+    cannot be shared by so many ranks, before any weight is read.
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if num_ranks == 1:
-        return make_runner(config, model_config, path, ParallelContext())
+        return make_runner(config, model_config, path, ParallelContext(), beside)
     if config.pipeline_parallel_size > 1:
         from nanoserve.worker.pipeline import PipelineExecutor as Ranks
     else:
         from nanoserve.worker.tensor_parallel import TensorParallelExecutor as Ranks
 
     device = choose_device(config, 0, num_ranks)
-    make = partial(make_runner, config, model_config, path)
+    make = partial(make_runner, config, model_config, path, beside=beside)
     return Ranks(config, model_config, path, device, make)
 
 
 def make_runner(
-    config: EngineConfig, model_config: ModelConfig, path: Path, parallel: ParallelContext
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Path,
+    parallel: ParallelContext,
+    beside: Sequence[Callable[[], MemoryBeside]] = (),
 ) -> ModelRunner:
     """Return the runner of one rank."""
     context, host = make_context(config, model_config, parallel)
@@ -52,7 +64,7 @@ def make_runner(
     from nanoserve.worker.cuda import Cuda
     from nanoserve.worker.cuda_device import CudaDevice
 
-    device = CudaDevice(config, Cuda(context.device), context.attention.capturable)
+    device = CudaDevice(config, Cuda(context.device), context.attention.capturable, beside)
     return ModelRunner.load(config, model_config, path, context, device)
 
 

@@ -10,7 +10,8 @@ What is put there sees the context as far as its position, which is there, and n
 becomes of it; its K and V go to the dummy block. So no kernel has to know. A row whose context is
 not that long cannot be filled, and its step is launched kernel by kernel.
 
-All of that follows from the batch, so ranks that share it come to the same graph. Not run on a GPU.
+All of that follows from the batch, so ranks that share it come to the same graph. Several ranks
+have not run on a GPU.
 """
 
 import numpy as np

@@ -68,6 +68,6 @@ def pack_dummy_step(
         max_context_len=max(header.max_context_len, max_context_len),
     )
     batch.output_rows[:num_sampled] = np.arange(header.num_tokens - num_sampled, header.num_tokens)
-    batch.output_slots[:num_sampled] = np.arange(num_sampled)
+    batch.output_slots[:num_sampled] = np.arange(num_sampled) % len(num_new_tokens)
     batch.layout.views(batch.memory, np.int32)["header"][:] = header
     return header

@@ -17,6 +17,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.kv_cache import blocks_wanted
+from nanoserve.worker.load_model import NOTHING_BESIDE, MemoryBeside
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class GPUMemory:
     activations: int  # what a step of the worst case takes on top
     graphs: int
     libraries: int = 0  # of CUDA, beside torch's memory; `free` is without them already
+    beside: MemoryBeside = NOTHING_BESIDE  # of a model that is not there yet
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
@@ -45,14 +47,10 @@ class GPUMemory:
         so it does if nothing is left. `ValueError` with the numbers and what to lower.
         """
         share = int(self.total * config.gpu_memory_utilization)
-        taken = self.weights + self.activations + self.graphs + self.libraries
-        told = (
-            f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
-            f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} and "
-            f"max_num_seqs={config.max_num_seqs} {_gib(self.activations)}, CUDA graphs "
-            f"{_gib(self.graphs)}, CUDA's libraries {_gib(self.libraries)}"
-        )
+        still_wanted = self.activations + self.graphs + self._of_second_model
+        taken = self.weights + still_wanted + self.libraries
+        told = self._told(config, share)
+        block_bytes += self.beside.block_bytes
         if share - taken < 2 * block_bytes:
             raise ValueError(
                 f"no memory is left for KV blocks: {told}. Raise the first, or lower the next two"
@@ -61,7 +59,7 @@ class GPUMemory:
         wanted = max(blocks_wanted(config, model_config), _PLENTY)
         most = min(wanted, (2**31 - 1) // config.block_size - 1)  # slots are numbered in 32 bits
         num_blocks = min((share - taken) // block_bytes - 1, most)
-        missing = (num_blocks + 1) * block_bytes + self.activations + self.graphs - self.free
+        missing = (num_blocks + 1) * block_bytes + still_wanted - self.free
         if missing > 0:
             raise ValueError(
                 f"{_gib(missing)} are missing: {told}, so {num_blocks} KV blocks would fit, but "
@@ -70,6 +68,29 @@ class GPUMemory:
             )
         return num_blocks
 
+    @property
+    def _of_second_model(self) -> int:
+        """Bytes without its KV cache. It is the smaller one: graphs take it no more than the first.
+
+        Its steps run between the first model's, in the same memory.
+        """
+        return self.beside.weights + self.graphs if self.beside.weights else 0
+
+    def _told(self, config: EngineConfig, share: int) -> str:
+        drafts, second = config.speculative_config, ""
+        rows = f"max_num_seqs={config.max_num_seqs}"
+        if drafts is not None:
+            rows += f" with {drafts.num_speculative_tokens} draft tokens each"
+        if self._of_second_model:
+            second = f", a draft model's weights and graphs {_gib(self._of_second_model)}"
+        return (
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
+            f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} and "
+            f"{rows} {_gib(self.activations)}, CUDA graphs "
+            f"{_gib(self.graphs)}, CUDA's libraries {_gib(self.libraries)}{second}"
+        )
+
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
@@ -77,18 +98,21 @@ def _gib(num_bytes: int) -> str:
 
 @torch.inference_mode()
 def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
-    """Run a step of `max_num_batched_tokens`, with `max_num_seqs` rows of logits and sampler.
+    """Run a step of `max_num_batched_tokens`, with as many rows of logits as a step may have.
 
-    The sampler is a plain one: it has none of the user's processors, which may keep a state.
+    That is one for each sequence, and one for each of its draft tokens. The sampler is a plain one:
+    it has none of the user's processors, which may keep a state.
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
     tokens = min(config.max_num_batched_tokens, rows * longest)
+    drafts = config.speculative_config
+    outputs = rows if drafts is None else min(tokens, rows * (drafts.num_speculative_tokens + 1))
     used = rows
     if tokens == rows > 1 and longest > 1:
         used -= 1  # for a row of two: attention over chunks must not be compiled while serving
     num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
     num_new_tokens[: tokens % used] += 1
-    pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=rows)
+    pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=outputs)
     handle = executor.forward(batch, ForwardInputs())
     logits = handle.logits
     if logits is None:  # another rank samples
@@ -96,7 +120,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     vocab_size, most_logprobs = logits.shape[1], config.max_logprobs
     most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
     sampler = FusedSampler(rows, vocab_size, logits.device)
-    slots = np.arange(rows)
+    slots = batch.output_slots[:outputs].copy()
     # The last is the most that a request can ask for; the others compile their kernels.
     for params in (
         SamplingParams(),
@@ -105,7 +129,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
             top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
         ),
     ):
-        for slot in slots.tolist():
+        for slot in range(rows):
             sampler.set_slot(SlotUpdate(slot, params, seed=slot))
         sampler.sample(logits, slots, slots, handle.tensors)
 

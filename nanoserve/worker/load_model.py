@@ -4,6 +4,7 @@ import logging
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -86,6 +87,29 @@ def kept_bytes(model: nn.Module) -> int:
     """
     bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
     return sum(bits) // 8
+
+
+class MemoryBeside(NamedTuple):
+    """Bytes that a second model takes on the same GPU, such as a draft model.
+
+    block_bytes: of a block of its KV cache, which has as many as the first model's.
+    """
+
+    weights: int = 0
+    block_bytes: int = 0
+
+
+NOTHING_BESIDE = MemoryBeside()
+
+
+def memory_beside(
+    config: EngineConfig, model_config: ModelConfig, context: LayerContext
+) -> MemoryBeside:
+    """Return what a model will take, before it takes any memory."""
+    meta = replace(context, device=torch.device("meta"), num_positions=1)
+    model = model_class(model_config.architecture)(model_config, meta)
+    block_bytes = KVCacheLayout.of(config, model_config, context).block_bytes
+    return MemoryBeside(kept_bytes(model), block_bytes)
 
 
 def allocate_pool(

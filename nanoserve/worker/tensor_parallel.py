@@ -252,11 +252,13 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def options_of_workers(config: EngineConfig) -> dict[str, Any]:
     """Return the options of the other ranks, which JSON can carry.
 
-    Sampling is for rank 0, and so are proposers. Graphs of steps with draft tokens are for all.
+    Sampling is for rank 0, and so are proposers. But how many draft tokens a row may have is for
+    all: they record graphs of such steps, and take part in the logits of the largest.
     """
     drafts = config.speculative_config
-    if drafts is not None and drafts.enforce_eager:
-        drafts = None
+    # A draft model decides which blocks windows keep; other methods may be rank 0's alone.
+    if drafts is not None and drafts.method != "draft_model":
+        drafts = replace(drafts, method="ngram", model=None)
     own = {"logits_processors": (), "scheduler_cls": None, "speculative_config": drafts}
     return asdict(replace(config, **own))
 

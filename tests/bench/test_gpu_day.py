@@ -47,7 +47,8 @@ def test_a_stage_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_the_stages_run_on_a_cpu(tmp_path: Path, by_size: Callable[..., Any]) -> None:
     some = ["facts", "bench", "tp", "sweep"]
     # What is left out even then runs whole programs, which have tests of their own.
-    most = ["facts", "smoke", "bench", "profile", "kernels", "guesses", "tp", "sweep"]
+    most = ["facts", "smoke", "tests", "bench", "profile", "drafts", "fewer_bits"]
+    most += ["kernels", "tp", "sweep"]
     stages = by_size(some, some, most)
     out = tmp_path / "day"
     day = run("--out", str(out), "--device", "cpu", "--stages", ",".join(reversed(stages)))
@@ -59,12 +60,15 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, by_size: Callable[..., Any]) ->
     result = {record["stage"]: record["result"] for record in records}
     assert result["facts"]["copy GB/s"] > 0
     assert len(result["bench"]["default"]["seconds"]) == 2
-    if "guesses" in stages:  # graphs are for a GPU; the tests are only collected
-        programs = {"tests of guesses", "tests of formats", "tests of sleep", "tests of fewer bits"}
-        assert result["guesses"].keys() == programs | {"kernel by kernel"}
-        assert result["guesses"]["tests of guesses"]["collected"] == 18
-        assert all(result["guesses"][name]["collected"] > 5 for name in programs)
-        assert result["guesses"]["kernel by kernel"].keys() == {"copy 1", "random 1"}
+    if "tests" in stages:  # they are only collected
+        assert len(result["tests"]) == 7
+        assert all(found["collected"] > 5 for found in result["tests"].values())
+        assert result["tests"]["draft tokens"]["collected"] == 20
+        # graphs are for a GPU
+        assert result["drafts"].keys() == {"kernel by kernel"}
+        assert result["drafts"]["kernel by kernel"].keys() == {"copy 1", "random 1"}
+        assert {"int8 KV cache", "8B, bfloat16", "8B, int4"} < result["fewer_bits"].keys()
+        assert result["fewer_bits"]["8B, int4"]["1 rows us"] > 0
     assert result["tp"]["an engine over it"] == "same answers"
     assert result["sweep"]["tiny: ragged"]["best"][0]["us"] > 0
     assert day.stdout.rstrip().endswith("\n".join(table(records)))
@@ -157,6 +161,7 @@ def results() -> dict[str, dict[str, Any]]:
     step = {"wall us": 5000.0, "busy us": 3500.0, "busy share": 0.7, "largest gap us": 900.0}
     step |= {"launches per layer": 9.1, "shares": {"attention": 0.6, "products": 0.4}}
     variant = {"seconds": [7.0, 6.9], "tok/s": 19_500.0, "of roofline": 0.61, "start s": 5.0}
+    variant["idle s"] = 0.1
     beside = {"ours us": 350.0, "theirs us": 340.0, "ours of peak": 0.98, "theirs of peak": 1.0}
     beside |= {"theirs over ours": 0.97, "same": True, "largest difference": 0.01}
     point = {"us": 350.0, "of a copy": 0.99, "tile_n": 64}
@@ -168,7 +173,9 @@ def results() -> dict[str, dict[str, Any]]:
         "profile": {f"{n} rows": step for n in range(10)} | {"0 rows": {"wall us": 1.0}},
         "kernels": {f"decode {n}": RATE for n in range(20)}
         | {f"product {n}": {"16": RATE | {"TFLOP/s": 1.0}} for n in range(5)},
-        "guesses": {"tests of guesses": tests, "graphs": {"copy 1": 2.5, "random 16": 0.99}},
+        "drafts": {"graphs": {"copy 1": 2.5, "random 16": 0.99}},
+        "fewer_bits": {"default": variant | {"KV blocks": 40_000}, "8B, int4": {"1 rows us": 9.0}},
+        "options": {"no graphs": variant | {"KV blocks": 40_000}},
         "tp": {"all-reduce": "right"},
         "peers": {"in turns": {"unit": "tok/s", "nanoserve": [9.0], "failed": ["b FAILED: c"]}},
         "fa3": {f"decode {n}": beside for n in range(10)},

@@ -14,14 +14,18 @@ from typing import Any
 
 import pytest
 from proposers import speculation_of
+from safetensors.torch import load_file
 from tiny_checkpoints import GEMMA3, make_checkpoint, make_qwen3
 from transformers import Gemma3ForCausalLM, MistralForCausalLM
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.draft_model import DraftModelProposer
+from nanoserve.speculative.draft_model import DraftModelProposer, prepare_draft_model
+from nanoserve.worker.load_model import MemoryBeside
 
 VOCAB_SIZE = 512
 FIRST_SEED = 7  # a life in which a sequence is preempted, which only some are
@@ -229,6 +233,21 @@ def test_a_planted_bug_makes_it_wrong(
 ) -> None:
     plant(monkeypatch)
     assert any(life(path, seed)["wrong"] for seed in range(FIRST_SEED, 50))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_it_tells_what_it_will_take_before_it_is_read(
+    path: Path, tmp_path: Path, quantization: str | None
+) -> None:
+    make_qwen3(tmp_path, vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=32)
+    chosen = {"method": "draft_model", "model": str(tmp_path), "quantization": quantization}
+    config = EngineConfig(str(path), speculative_config=chosen, block_size=8).for_device("cpu")
+    make = prepare_draft_model(config, ModelConfig.from_checkpoint(path))
+    weights = load_file(tmp_path / "model.safetensors")
+    numbers = sum(weight.numel() for weight in weights.values())
+    of_linears = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
+    expected = 4 * numbers - (3 * of_linears if quantization else 0)
+    assert make.memory() == MemoryBeside(expected, block_bytes=2 * 2 * 32 * 4 * 8)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:

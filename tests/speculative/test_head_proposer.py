@@ -1,13 +1,15 @@
 """A head on the target's hidden states, in an engine."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.speculative.head_proposer import HeadProposer
+from nanoserve.engine.executor import SlotUpdate
+from nanoserve.speculative.extension import Speculation
+from nanoserve.speculative.head_proposer import DraftRows, HeadProposer
 from nanoserve.speculative.hidden_head import HiddenHead
 
 HIDDEN_SIZE = 192  # of the bundled model
@@ -63,6 +65,47 @@ def test_its_answers_are_those_without_it(head: Path) -> None:
         assert llm.stats.num_draft_tokens > 60
     for a, b in zip(found, expected, strict=True):
         assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+
+
+class Sequence(NamedTuple):
+    slot: int
+    token_ids: tuple[int, ...]
+
+
+def test_a_gpu_finds_slots_and_positions_of_drafts_where_it_finds_a_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each draft token has the noise of its own position, and its own request's settings."""
+    pytest.importorskip("triton")
+    from nanoserve.sampling.fused_sampler import FusedSampler
+
+    sample, found = FusedSampler.sample, []
+
+    def compared(self: FusedSampler, logits: Any, slots: Any, positions: Any, rows: Any) -> Any:
+        ours = sample(self, logits, slots, positions, rows)
+        if isinstance(rows, DraftRows):
+            theirs = sample(self, logits, slots, positions)
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+            found.append(len(slots))
+        return ours
+
+    state, slots, lengths = torch.randn(3, HIDDEN_SIZE), [2, 0, 3], [7, 4, 11]
+    sequences = [
+        Sequence(slot, tuple([1] * length)) for slot, length in zip(slots, lengths, strict=True)
+    ]
+    monkeypatch.setattr(FusedSampler, "sample", compared)
+    with engine("tiny-qwen3", max_num_seqs=4, num_kv_blocks=8) as llm:
+        runner = llm.engine.executor
+        sampler = FusedSampler(4, llm.engine.model_config.vocab_size, torch.device("cpu"))
+        for slot in range(4):
+            params = SamplingParams(temperature=0.5 * slot, top_p=1 - 0.1 * (slot == 2))
+            sampler.set_slot(SlotUpdate(slot, params, seed=slot))
+        monkeypatch.setattr(runner, "sampler", sampler)
+        (speculation,) = (e for e in llm.engine.extensions if isinstance(e, Speculation))
+        for row, seq in enumerate(sequences):
+            speculation.proposer._known[seq] = (state, row, len(seq.token_ids))
+        drafts = speculation.proposer.propose([(seq, 3) for seq in sequences])
+    assert found == [3] * 3 and [len(own) for own in drafts] == [3] * 3
 
 
 @pytest.mark.parametrize(

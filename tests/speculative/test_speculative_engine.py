@@ -235,3 +235,14 @@ def test_a_step_without_rows_calls_no_proposer() -> None:
         )
         extensions.append(Speculation(engine, lambda *_: Untouched()))
         assert not scheduler.schedule().rows
+
+
+def test_a_gpu_drafts_as_many_as_fill_a_tile_unless_a_number_is_given() -> None:
+    for given, on_cpu, on_gpu in ((None, 8, 7), (8, 8, 8), (3, 3, 3)):
+        drafts = {"method": "ngram", "num_speculative_tokens": given}
+        config = EngineConfig("m", speculative_config=drafts)
+        for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+            chosen = config.for_device(kind)
+            again = chosen.for_device("cpu" if kind == "cuda" else "cuda")
+            for each in (chosen, again):  # once for all
+                assert each.speculative_config.num_speculative_tokens == expected

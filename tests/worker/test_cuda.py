@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import nanoserve.worker.cuda
+from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
 from nanoserve.worker.cuda import Cuda
 
 GPU = torch.device("cuda", 0)
@@ -35,6 +37,9 @@ class Recorder:
         monkeypatch.setattr(nanoserve.worker.cuda, "_FREE_STREAMS", {})
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.synchronize(GPU))
+        for name in ("is_available", "is_initialized"):
+            monkeypatch.setattr(torch.cuda, name, lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def make_stream(self, device: torch.device) -> object:
         self.streams.append(object())
@@ -85,7 +90,12 @@ def test_streams_are_used_again(recorder: Recorder) -> None:
     assert recorder.recorded_on == [a, b, a, c]
 
 
-@pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture])
+def clean_up(cuda: Cuda) -> None:
+    """What vLLM's scripts call between two engines."""
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("wait", [Cuda.synchronize, Cuda.release_unused, Cuda.capture, clean_up])
 def test_while_one_engine_records_no_other_thread_waits_for_the_device(
     recorder: Recorder, wait: Any
 ) -> None:
@@ -110,3 +120,15 @@ def test_while_one_engine_records_no_other_thread_waits_for_the_device(
     Cuda(GPU).capture(forward, pool=None)
     other.join(60)
     assert not other.is_alive() and recorder.waits_while_recording == 0
+
+
+def test_nobody_else_waits_for_the_device_or_empties_its_cache() -> None:
+    """Not without the lock, which is in one file; a benchmark has no engine beside it."""
+    package = Path(nanoserve.worker.cuda.__file__).parents[1]
+    calls = ("torch.cuda.synchronize(", "torch.cuda.empty_cache(")
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(call in path.read_text(encoding="utf-8") for call in calls)
+    }
+    assert found == {"worker/cuda.py", "bench/hardware.py"}

@@ -183,5 +183,5 @@ def test_a_step_of_dummies_counts_itself() -> None:
         table_width=1, num_outputs=4, num_sampled=4,
     )  # fmt: skip
     assert batch.output_rows[:4].tolist() == [2, 3, 4, 5]
-    assert batch.output_slots[:4].tolist() == [0, 1, 2, 3]
+    assert batch.output_slots[:4].tolist() == [0, 1, 2, 0]  # of rows that there are
     assert batch.slot_mapping[0, :6].tolist() == [0, 0, 0, 1, 2, 3]

@@ -34,9 +34,12 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
@@ -45,6 +48,7 @@ from nanoserve.worker.draft_program import DraftProgram, fill_rows
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.graph_programs import DecodeProgram
 from nanoserve.worker.kv_cache import kv_block_bytes
+from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sampling_program import SamplingProgram
 from nanoserve.worker.tensor_parallel import options_of_workers
@@ -487,6 +491,52 @@ def test_the_worst_case_is_a_full_batch(checkpoint: Path) -> None:
     assert first.max_query_len == 8
 
 
+@pytest.mark.parametrize(("budget", "outputs"), [(30, 16), (10, 10)])
+def test_the_worst_case_has_the_logits_of_draft_tokens(
+    checkpoint: Path, budget: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more row of logits for each; and a sampler may copy all of them, in float32."""
+    found: list[tuple[int, list[int], list[int]]] = []
+    sample = FusedSampler.sample
+
+    def recorded(sampler: FusedSampler, logits: Any, slots: Any, *rest: Any) -> Any:
+        tensors = rest[-1]
+        on_device = tensors.output_slots[: len(logits)].tolist()
+        found.append((len(logits), slots.tolist(), on_device))
+        return sample(sampler, logits, slots, *rest)
+
+    monkeypatch.setattr(FusedSampler, "sample", recorded)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": budget, "speculative_config": DRAFTS}
+    make_runner(checkpoint, FakeCuda(), enforce_eager=True, **options)
+    slots = [row % 4 for row in range(outputs)]
+    assert found == [(outputs, slots, slots)] * 3
+
+
+def test_a_draft_method_of_rank_0_is_not_looked_for_by_the_others(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS, "_entries", METHODS.entries())
+        METHODS.register("echo", "toy_drafts:prepare_echo")
+        drafts = {"method": "echo", "num_speculative_tokens": 5, "enforce_eager": False}
+        config = EngineConfig(str(checkpoint), speculative_config=drafts, tensor_parallel_size=2)
+        options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
+    theirs = EngineConfig(**options).speculative_config
+    assert (theirs.num_speculative_tokens, theirs.enforce_eager) == (5, False)
+
+
+def test_ranks_keep_the_same_blocks_beside_a_draft_model(tmp_path: Path) -> None:
+    """It needs what is behind a window, also where no graph of its rows is recorded."""
+    make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=9)
+    model_config = ModelConfig.from_checkpoint(tmp_path)
+    drafts = {"method": "draft_model", "model": "any"}
+    options = {"speculative_config": drafts, "tensor_parallel_size": 2}
+    config = EngineConfig(str(tmp_path), **options, disable_hybrid_kv_cache_manager=False)
+    theirs = EngineConfig(**json.loads(json.dumps(options_of_workers(config))))
+    groups = [kv_cache_groups(each, model_config) for each in (config, theirs)]
+    assert groups[0] == groups[1] and groups[0][0].window is None
+
+
 @pytest.mark.small(max_num_seqs=[1, 2])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
 def test_attention_over_chunks_is_compiled_before_it_serves(
@@ -587,7 +637,9 @@ def test_too_little_memory_is_told_with_its_numbers_and_what_to_lower(
     with pytest.raises(ValueError, match=numbers) as error:
         num_kv_blocks(MEMORY, model_config, gpu_memory_utilization=0.25)
     assert "max_num_batched_tokens=8192" in str(error.value)
-    assert "max_num_seqs=256" in str(error.value)
+    assert "max_num_seqs=256 1.00 GiB" in str(error.value)
+    with pytest.raises(ValueError, match=r"max_num_seqs=256 with 3 draft tokens each 1\.00 GiB"):
+        num_kv_blocks(MEMORY, model_config, gpu_memory_utilization=0.25, speculative_config=DRAFTS)
 
 
 def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: ModelConfig) -> None:
@@ -595,6 +647,56 @@ def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: Model
     assert num_kv_blocks(memory, model_config) == 2**20  # plenty
     blocks = num_kv_blocks(memory, model_config, block_size=65536, max_num_seqs=2048)
     assert blocks * 65536 < 2**31
+
+
+def test_a_second_model_takes_its_weights_graphs_and_blocks(model_config: ModelConfig) -> None:
+    """Of 4 GiB for blocks, half a GiB is its weights, and 1 GiB its graphs; and its blocks are as
+    many."""
+    memory = replace(MEMORY, beside=MemoryBeside(weights=GIB // 2, block_bytes=2048))
+    share = {"gpu_memory_utilization": 0.5}
+    assert num_kv_blocks(memory, model_config, **share) == 5 * GIB // 2 // (8192 + 2048) - 1
+    with pytest.raises(ValueError, match=r"a draft model's weights and graphs 1\.50 GiB"):
+        num_kv_blocks(memory, model_config, gpu_memory_utilization=0.25)
+    with pytest.raises(ValueError, match=r"1\.00 GiB are missing"):
+        num_kv_blocks(replace(memory, free=5 * GIB), model_config, **share)
+
+
+def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, no_worst_case: None
+) -> None:
+    """Its pool has as many blocks as the target's, which would leave it the last tenth."""
+    took = {"pool_bytes": 40 * 2**20, "graph_bytes": 2**20}
+    cuda = FakeCuda(total=GIB, free=GIB, **took)
+    drafts = {"method": "draft_model", "model": str(checkpoint), "adaptive": False}
+    options = {"max_num_seqs": 2, "speculative_config": drafts, "skip_tokenizer_init": True}
+
+    def make_target(
+        config: EngineConfig, model_config: ModelConfig, path: Path, beside: Any
+    ) -> ModelRunner:
+        device = CudaDevice(config.for_device("cuda"), cuda, True, beside)
+        return ModelRunner.load(config, model_config, path, LayerContext(), device)
+
+    def make_draft(config: EngineConfig, model_config: ModelConfig, path: Path, _: Any) -> Any:
+        (target,) = targets
+        cuda.free -= (target.num_kv_blocks + 1) * target.kv_cache_layout.block_bytes
+        device = CudaDevice(config.for_device("cuda"), cuda, is_capturable=True)
+        drafts = ModelRunner.load(config, model_config, path, LayerContext(), device)
+        cuda.free -= (drafts.num_kv_blocks + 1) * drafts.kv_cache_layout.block_bytes
+        return drafts
+
+    targets: list[ModelRunner] = []
+    monkeypatch.setattr(
+        "nanoserve.build.make_executor",
+        lambda *args, **named: targets.append(make_target(*args, **named)) or targets[0],
+    )
+    monkeypatch.setattr("nanoserve.speculative.draft_model.make_runner", make_draft)
+    with LLM(checkpoint, device="cpu", **options) as llm:
+        proposer = llm.engine.extensions[0].proposer
+        assert proposer._runner.num_kv_blocks == llm.engine.executor.num_kv_blocks
+        assert 0 <= cuda.free - GIB // 10 < 8 * 2**20  # its weights, which take nothing here
+        (output,) = run(llm.engine, [([1, 2, 3], GREEDY)])
+        assert len(output.outputs[0].token_ids) == 12
+        assert llm.stats.num_accepted_tokens == llm.stats.num_draft_tokens > 0  # the same model
 
 
 def test_an_explicit_pool_is_not_profiled(checkpoint: Path) -> None:
@@ -754,13 +856,13 @@ def test_graphs_of_draft_rows_are_refused_where_they_cannot_be(
 
 
 def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> None:
-    """The others are told of draft tokens if graphs are to be recorded of them, else of nothing."""
+    """The others know how many draft tokens there are, whose logits they take part in."""
     common = {"tensor_parallel_size": 2, "num_kv_blocks": 8, "max_num_seqs": 2}
     for drafts, kinds in ((DRAFTS, [DecodeProgram]), (IN_GRAPHS, [DecodeProgram, DraftProgram])):
         config = EngineConfig(str(checkpoint), speculative_config=drafts, **common)
         options = json.loads(json.dumps(options_of_workers(config.for_device("cuda"))))
         theirs = EngineConfig(**options)
-        assert theirs.speculative_config == (config.speculative_config if kinds[1:] else None)
+        assert theirs.speculative_config == config.speculative_config
         for own in (config.for_device("cuda"), theirs):
             device = CudaDevice(own, FakeCuda(), is_capturable=True)
             layout = BatchLayout(64, 2, 8)

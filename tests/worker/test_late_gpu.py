@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from count_replays import choices, count_replays
-from late_cuda import LateCuda
+from late_cuda import LateCuda, LateEvent
 from late_engine import OPTIONS, make_engine
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
@@ -16,6 +17,8 @@ from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.speculative.extension import Speculation
+from nanoserve.speculative.head_proposer import HeadProposer
+from nanoserve.speculative.hidden_head import HiddenHead
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -192,3 +195,51 @@ def test_however_late_a_gpu_is_graphs_of_draft_rows_give_the_tokens_of_a_cpu(
         assert answers(engine, asked) == expected
         assert len(replayed) > 5 and engine.stats.num_accepted_tokens > 10
         engine.close()
+
+
+class CountingHead(HeadProposer):
+    """Counts what each proposal brings to the device, and how often it waits for it."""
+
+    def __init__(self, head: HiddenHead, runner: ModelRunner, monkeypatch: Any) -> None:
+        super().__init__(head, runner)
+        self.copies: list[int] = []
+        self.waits: list[int] = []
+        self._monkeypatch = monkeypatch
+
+    def propose(self, wanted: Any) -> list[list[int]]:
+        copies: list[str] = []
+        waits: list[None] = []
+        with self._monkeypatch.context() as patch:
+            for name in ("from_numpy", "tensor", "as_tensor"):
+                make = getattr(torch, name)
+                patch.setattr(
+                    torch, name, lambda *a, make=make, **k: copies.append("") or make(*a, **k)
+                )
+            wait = LateEvent.synchronize
+            patch.setattr(LateEvent, "synchronize", lambda event: waits.append(None) or wait(event))
+            drafts = super().propose(wanted)
+        if any(drafts):
+            self.copies.append(len(copies))
+            self.waits.append(len(waits))
+        return drafts
+
+
+@pytest.mark.small(num_drafts=[3])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_however_late_a_gpu_is_a_heads_draft_tokens_do_not_wait_for_each_other(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """However many there are: the rows travel once, and all draft tokens come back at once."""
+    asked = [(prompt, KINDS[i % 3]) for i, (prompt, _) in enumerate(ASKED[:2])]
+    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "adaptive": False}
+    options = {"num_kv_blocks": 60, "speculative_config": drafts}
+    with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **OPTIONS) as reference:
+        expected = answers(reference.engine, asked)
+    engine = make_engine(checkpoint, LateCuda(), monkeypatch, async_scheduling=True, **options)
+    head = HiddenHead.untrained(engine.model_config.hidden_size, 16)
+    proposer = CountingHead(head, engine.executor, monkeypatch)
+    engine.add_extension(Speculation(engine, lambda executor, scheduler: proposer))
+    assert answers(engine, asked) == expected
+    assert set(proposer.copies) == set(proposer.waits) == {1} and len(proposer.waits) > 5
+    assert engine.stats.num_draft_tokens > 5 * num_drafts
+    engine.close()

@@ -5,7 +5,9 @@ codes stand for as its weights.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,53 @@ def test_a_tied_head_has_codes_and_the_embedding_has_not(tmp_path: Path) -> None
         assert model.model.embed_tokens.weight.dtype == torch.float32
         layer = model.model.layers[0]
         assert all(p.dtype == torch.float32 and p.dim() == 1 for p in layer.parameters())
+
+
+def tensors_of(found: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield what a module reaches: its parameters and buffers, and whatever it has otherwise."""
+    if id(found) in seen:
+        return
+    seen.add(id(found))
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, partial):
+        yield from tensors_of([found.func, found.args, found.keywords], seen)
+    elif isinstance(found, (dict, list, tuple)):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from tensors_of(each, seen)
+    elif type(found).__module__.startswith("nanoserve") or isinstance(found, torch.nn.Module):
+        yield from tensors_of(vars(found), seen)
+
+
+MOVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"quantization": "int8"},
+    "int8 by int8": {"quantization": "int8", "quantization_activations": "int8"},
+    "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
+    "fp8 by floats": {"quantization": "fp8"} | FLOATS,
+    "gptq, act order": {"quantization": "gptq"},
+    "experts": {"quantization": "int8"},
+}
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_weights_in_fewer_bits_move_when_their_model_does(tmp_path: Path, kind: str) -> None:
+    """To sleep, a model goes to the host's memory: a GPU keeps nothing of it."""
+    if kind in CASES:
+        write, config = CASES[kind]
+        make_quantized(tmp_path, write, config, **ONE_LAYER)
+    elif kind == "experts":
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        make_checkpoint(Qwen3MoeForCausalLM, tmp_path, **SIZES | moe)
+    else:
+        make_qwen3(tmp_path, **SIZES)
+    with LLM(tmp_path, **COMMON | {"attention_backend": "triton"} | MOVED[kind]) as llm:
+        model = llm.engine.executor.model
+        before = [*tensors_of(model, set())]
+        num_codes = sum(tensor.numel() for tensor in before if tensor.itemsize == 1)
+        assert (num_codes > 12_000) is (kind != "plain")
+        model.to("meta")
+        after = [*tensors_of(model, set())]
+        assert [(t.shape, t.dtype) for t in after] == [(t.shape, t.dtype) for t in before]
+        assert all(tensor.is_meta for tensor in after)
