@@ -23,9 +23,11 @@ from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from nanoserve.checks import require, shown
+from nanoserve.sampling.rows import tensor_of
 
 if TYPE_CHECKING:
     from nanoserve.sampling.slot_state import SlotState
@@ -240,7 +242,7 @@ class VllmProcessor:
         """logits: [len(rows), vocab_size], which may be overwritten -> what becomes of them."""
         if rows == list(range(len(rows))):
             return _checked(self._processor.apply(logits), logits, self._class)
-        index = torch.tensor(rows, device=logits.device)
+        index = tensor_of(np.array(rows), logits)
         batch = logits.new_zeros(1 + max(rows), logits.shape[1])
         batch[index] = logits
         return _checked(self._processor.apply(batch), batch, self._class)[index]
@@ -253,9 +255,9 @@ class VllmProcessor:
         A filter by probabilities expects them as they are drawn from. The temperature comes after
         us, so what was changed is multiplied by it, and what was not stays the same to the bit.
         """
-        is_greedy = torch.tensor([s.params.is_greedy for s in states], device=logits.device)
+        is_greedy = tensor_of(np.array([s.params.is_greedy for s in states]), logits)
         given = [1.0 if s.params.is_greedy else s.params.temperature for s in states]
-        temperature = torch.tensor(given, device=logits.device).unsqueeze(1)
+        temperature = tensor_of(np.array(given, dtype=np.float32), logits).unsqueeze(1)
         before = logits / temperature
         after = self._apply(before.clone(), rows)
         is_kept = (after == before) | is_greedy.unsqueeze(1)

@@ -9,6 +9,7 @@ import torch
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
 from nanoserve.kernels.filter_logits import filter_borders
+from nanoserve.sampling.host_copies import copy_into, to_device
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling.settings import Program, last_of
@@ -74,20 +75,18 @@ class FusedSampler(Sampler):
         """Bring them there, if one has changed since.
 
         Without waiting, and from memory of its own: the copy may run when `_host` has changed
-        again. torch keeps pinned memory until the copies from it are over.
+        again.
         """
         if self._is_stale:
-            self._on_device.copy_(self._staged(self._host), non_blocking=True)
+            copy_into(self._on_device, self._host.numpy())
             self._is_stale = False
 
     def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
         self.update_settings()
         tensors = rows.tensors
         if tensors is None:  # some of a step's rows
-            row_slots, row_positions = (
-                torch.from_numpy(array.astype(np.int32)).to(logits.device)
-                for array in (rows.slots, rows.positions)
-            )
+            arrays = (array.astype(np.int32) for array in (rows.slots, rows.positions))
+            row_slots, row_positions = to_device(logits.device, *arrays)
         else:
             row_slots = tensors.output_slots[: len(logits)]
             row_positions = tensors.positions[tensors.output_rows[: len(logits)]] + 1
@@ -111,12 +110,5 @@ class FusedSampler(Sampler):
             rows.fail(masked[number], error_of_none())
         mask_rows = np.full(len(rows.slots), -1, dtype=np.int32)
         mask_rows[masked] = np.arange(len(masked))
-        return self._to_device(words), self._to_device(mask_rows)
-
-    def _staged(self, host: torch.Tensor) -> torch.Tensor:
-        """Memory that a GPU can read without being waited for."""
-        return host.pin_memory() if self._on_device.device.type == "cuda" else host
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        host = self._staged(torch.from_numpy(array))
-        return host.to(self._on_device.device, non_blocking=True)
+        masks, of_rows = to_device(self._on_device.device, words, mask_rows)
+        return masks, of_rows

@@ -6,25 +6,30 @@ import numpy as np
 import torch
 
 from nanoserve.outputs import TokenLogprobs
+from nanoserve.sampling.host_copies import to_host
 from nanoserve.sampling.rows import tensor_of
 
 
 class LogprobTensors(NamedTuple):
-    """`TokenLogprobs` on the device, where they may not have been computed yet."""
+    """`TokenLogprobs` that may not have been computed yet."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor
 
-    def to_host(self) -> TokenLogprobs:
-        """Waits for them."""
-        return TokenLogprobs(*(tensor.cpu().numpy() for tensor in self))
+    def to_host(self) -> "LogprobTensors":
+        """Start copying them to the host: they are there when the step's tokens are."""
+        return LogprobTensors(*map(to_host, self))
+
+    def numpy(self) -> TokenLogprobs:
+        """Return what `to_host` has brought, once the step's tokens have been waited for."""
+        return TokenLogprobs(*(tensor.numpy() for tensor in self))
 
     def keep(
         self, places: list[tuple[int, int] | None]
     ) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
-        """Wait for them, and return those entries that have a place, with their places."""
-        logprobs = self.to_host()
+        """Return those entries that have a place, with their places; as `numpy`."""
+        logprobs = self.numpy()
         kept = [entry for entry, place in enumerate(places) if place is not None]
         if len(kept) < len(places):
             logprobs = logprobs.take(kept)
@@ -50,7 +55,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
 def logprobs_of_rows(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray, k: int
 ) -> LogprobTensors:
-    """At those `rows` of a step that asked for them.
+    """Return them at those `rows` of a step that asked for them, on their way to the host.
 
     logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], what was chosen. If the
     model's logits are not finite, a row has no log-probabilities. Then it gets no token either,
@@ -60,13 +65,4 @@ def logprobs_of_rows(
     chosen = token_ids[index]
     gathered = gather_logprobs(logits[index], chosen.clamp(min=0), k)
     token_ids[index] = chosen.masked_fill(gathered.logprobs[:, 0].isnan(), -1)
-    return gathered
-
-
-def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    """The rows of several slices, one after the other."""
-    return TokenLogprobs(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )
+    return gathered.to_host()

@@ -9,6 +9,8 @@ multiply-xorshift finaliser, because 64-bit integer products cost a CPU five tim
 import numpy as np
 import torch
 
+from nanoserve.sampling.host_copies import to_device
+
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
 _LAST_SHIFT = 16
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over all bits
@@ -49,7 +51,8 @@ class Noise:
 
     def subtract_log_exponential(self, logits: torch.Tensor, keys: np.ndarray) -> None:
         """In place, from float32 logits [num_rows, vocab_size]; keys: [num_rows], of `row_keys`."""
-        row_keys = torch.from_numpy(keys).to(logits.device).unsqueeze(1)
+        (on_device,) = to_device(logits.device, keys)
+        row_keys = on_device.unsqueeze(1)
         num_rows, vocab_size = logits.shape
         width = max(1, self._at_once // num_rows)
         for start in range(0, vocab_size, width):

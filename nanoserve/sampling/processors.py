@@ -27,11 +27,12 @@ them in place:
                     logits[row, state.output_token_ids[-1]] = -torch.inf
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from nanoserve.sampling.host_copies import to_device
 from nanoserve.sampling.rows import Rows, tensor_of
 from nanoserve.sampling.slot_state import SlotState
 
@@ -39,14 +40,14 @@ BatchProcessor = Callable[[torch.Tensor, list[SlotState]], None]
 
 
 def keep_allowed(logits: torch.Tensor, rows: Rows) -> None:
-    pairs = _pairs(logits, rows, [state.allowed for state in rows.states])
+    pairs, _ = _pairs(logits, rows, [state.allowed for state in rows.states])
     kept = logits[pairs]
-    logits[tensor_of(rows.places, logits)] = -torch.inf
+    logits.index_fill_(0, tensor_of(rows.places, logits), -torch.inf)
     logits[pairs] = kept
 
 
 def forbid_bad_words(logits: torch.Tensor, rows: Rows) -> None:
-    logits[_pairs(logits, rows, [state.forbidden() for state in rows.states])] = -torch.inf
+    _forbid(logits, rows, [state.forbidden() for state in rows.states])
 
 
 def hold_back_stops(logits: torch.Tensor, rows: Rows) -> None:
@@ -58,12 +59,13 @@ def hold_back_stops(logits: torch.Tensor, rows: Rows) -> None:
         for state in rows.states
     ]
     if any(map(len, held_back)):
-        logits[_pairs(logits, rows, held_back)] = -torch.inf
+        _forbid(logits, rows, held_back)
 
 
 def add_bias(logits: torch.Tensor, rows: Rows) -> None:
-    pairs = _pairs(logits, rows, [state.bias_ids for state in rows.states])
-    logits[pairs] += _tensor(logits, [state.bias for state in rows.states])
+    ids, bias = zip(*((state.bias_ids, state.bias) for state in rows.states), strict=True)
+    pairs, (added,) = _pairs(logits, rows, ids, np.concatenate(bias))
+    logits[pairs] += added
 
 
 def penalise(logits: torch.Tensor, rows: Rows) -> None:
@@ -72,22 +74,19 @@ def penalise(logits: torch.Tensor, rows: Rows) -> None:
     With 1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 takes 1.5 from what was said three
     times, presence 0.5 takes 0.5 from it.
     """
-    counted = [(state.params, state.counts) for state in rows.states]
-
-    def settings(name: str) -> torch.Tensor:
-        per_row = [
-            np.full(len(counts.ids), getattr(params, name), dtype=np.float32)
-            for params, counts in counted
-        ]
-        return _tensor(logits, per_row)
-
-    pairs = _pairs(logits, rows, [counts.ids for _, counts in counted])
-    counts = _tensor(logits, [counts.counts for _, counts in counted])
-    repetition = settings("repetition_penalty")
+    params, ids = [state.params for state in rows.states], [s.counts.ids for s in rows.states]
+    per_row = np.array([[getattr(p, name) for p in params] for name in _PENALTIES], np.float32)
+    pairs, (counts, repetition, frequency, presence) = _pairs(
+        logits,
+        rows,
+        ids,
+        np.concatenate([state.counts.counts for state in rows.states]),
+        *per_row.repeat([len(row_ids) for row_ids in ids], axis=1),
+    )
     values = logits[pairs]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= settings("frequency_penalty") * counts
-    values -= settings("presence_penalty") * (counts > 0)
+    values -= frequency * counts
+    values -= presence * (counts > 0)
     logits[pairs] = values
 
 
@@ -117,16 +116,22 @@ def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits
 
 
+def _forbid(logits: torch.Tensor, rows: Rows, ids: list[np.ndarray]) -> None:
+    pairs, _ = _pairs(logits, rows, ids)
+    logits[pairs] = logits.new_full((), -torch.inf)  # a number would be copied from the host
+
+
 def _pairs(
-    logits: torch.Tensor, rows: Rows, ids: list[np.ndarray]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an index of `logits`: each row with each of its token ids."""
+    logits: torch.Tensor, rows: Rows, ids: Sequence[np.ndarray], *others: np.ndarray
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """Return an index of `logits`, each row with each of its token ids; and what goes with it.
+
+    others: [num_pairs] each, brought to the device by the same copy.
+    """
     places = np.repeat(rows.places, [len(row_ids) for row_ids in ids])
-    return torch.from_numpy(places).to(logits.device), _tensor(logits, ids)
+    place, token_id, *rest = to_device(logits.device, places, np.concatenate(ids), *others)
+    return (place, token_id), rest
 
 
-def _tensor(logits: torch.Tensor, arrays: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(logits.device)
-
-
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 _NO_IDS = np.zeros(0, dtype=np.int64)

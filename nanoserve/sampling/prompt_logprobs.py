@@ -7,7 +7,7 @@ import torch
 
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.sampling.logprobs import LogprobTensors, concatenate, gather_logprobs
+from nanoserve.sampling.logprobs import LogprobTensors, gather_logprobs
 
 
 class PromptLogprobs:
@@ -26,7 +26,7 @@ class PromptLogprobs:
         next_ids: torch.Tensor,
         slots: np.ndarray,
         compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
-    ) -> list[LogprobTensors]:
+    ) -> LogprobTensors | None:
         """In slices of as many rows as decoding ever has: those bound the memory of the logits."""
         k, size = int(self._num_logprobs[slots].max()), self._rows_at_once
         parts = []
@@ -34,7 +34,9 @@ class PromptLogprobs:
             logits = compute_logits(rows)
             if logits is not None:  # this is rank 0
                 parts.append(gather_logprobs(logits, ids, k))
-        return parts
+        if not parts:
+            return None
+        return LogprobTensors(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
-    def collect(self, made: list[LogprobTensors]) -> TokenLogprobs:
-        return concatenate([part.to_host() for part in made])
+    def collect(self, made: LogprobTensors) -> TokenLogprobs:
+        return made.numpy()

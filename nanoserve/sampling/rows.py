@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from nanoserve.engine.executor import TokenMask
+from nanoserve.sampling.host_copies import to_device
 
 if TYPE_CHECKING:
     from nanoserve.sampling.slot_state import SlotState
@@ -78,4 +79,6 @@ def rows_of(matrix: torch.Tensor, rows: np.ndarray) -> Iterator[torch.Tensor]:
 
 
 def tensor_of(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(array.copy()).to(like.device)
+    """Return a copy of an array beside another tensor; a GPU makes it without being waited for."""
+    (tensor,) = to_device(like.device, array.copy())
+    return tensor

@@ -16,6 +16,7 @@ import torch
 
 from nanoserve.engine.executor import SlotUpdate, TokenMask
 from nanoserve.sampling.greedy import best_tokens
+from nanoserve.sampling.host_copies import to_device
 from nanoserve.sampling.rows import Rows, rows_of, tensor_of
 from nanoserve.sampling.settings import SETTINGS, Program, last_of, settings_of
 from nanoserve.sampling.stages import apply_stages, make_stages
@@ -126,10 +127,12 @@ class Sampler:
         token_ids = torch.empty(len(rows.slots), dtype=torch.int64, device=logits.device)
         is_direct = rows.settings["program"] <= int(self.direct)
         direct, others = np.flatnonzero(is_direct), np.flatnonzero(~is_direct)
+        direct_index, index = to_device(logits.device, direct, others)
         if len(direct):
-            index, part = tensor_of(direct, logits), rows.take(direct)
-            token_ids[index] = self._choose(logits[index], part, last_of(part.settings["program"]))
-        index, part = tensor_of(others, logits), rows.take(others)
+            part = rows.take(direct)
+            chosen = self._choose(logits[direct_index], part, last_of(part.settings["program"]))
+            token_ids[direct_index] = chosen
+        part = rows.take(others)
         own = logits[index].float()
         part = part._replace(states=self._states_of(part.slots, draft_tokens))
         apply_stages(self._changes, own, part)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanoserve.engine.executor import TokenMask
+from nanoserve.sampling.host_copies import to_device
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.settings import Program
 
@@ -58,7 +59,8 @@ def fill_masks(
 def bits_of(words: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
     """bool [num_rows, vocab_size]: which tokens each mask allows, beside the logits."""
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    return torch.from_numpy(bits.view(bool)).to(logits.device)
+    (allowed,) = to_device(logits.device, bits.view(bool))
+    return allowed
 
 
 def are_empty(words: np.ndarray, vocab_size: int) -> np.ndarray:

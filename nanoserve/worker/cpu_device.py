@@ -130,7 +130,7 @@ class Device(Protocol):
         """Start bringing sampled ids [num_rows] to the host."""
 
     def wait(self, fetched: Any) -> list[int]:
-        """Wait until they are there."""
+        """Wait until they are there, and all that was copied to the host before `fetch`."""
 
     def finish(self) -> None:
         """Wait for everything that was launched."""

@@ -2,7 +2,8 @@
 
 A step's integers are packed into page-locked memory and copied to one fixed buffer on the device.
 Decode steps replay a captured graph that reads this buffer; LM head and sampling follow it, and
-are launched while the graph still runs. The sampled ids are the only thing copied back.
+are launched while the graph still runs. The sampled ids are the only thing copied back, but for
+log-probabilities where a request asks for them.
 
 Everything is launched on one stream, so steps follow each other there without being waited for:
 what a step reads late was written by those before it, and what it writes late is written before

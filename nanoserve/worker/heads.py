@@ -34,10 +34,12 @@ class Head(Protocol):
         """hidden: [num_outputs, hidden_size]; next_ids: the token that follows each; slots: whose.
 
         Every rank must call `compute_logits` for the same rows; it gives None on all but rank 0.
+        Copies to the host start here (`nanoserve.sampling.host_copies.to_host`), in front of what
+        is launched for the next step.
         """
 
     def collect(self, made: Any) -> Any:
-        """What `__call__` has returned, brought to the host: here it may wait."""
+        """What `__call__` has returned, on the host. Copies that it has started are over."""
 
 
 # All ranks must have the same, in the same order.

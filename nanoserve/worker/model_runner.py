@@ -217,8 +217,9 @@ class ModelRunner:
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a step's tokens, and say which of them each row gets."""
-        of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
         token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
+        # What heads and log-probabilities copied to the host was launched before, so it is there.
+        of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
         if sampled is None:
             return StepResult([], of_heads=of_heads)
         # 1) By output: its token, or why it has none.

@@ -799,7 +799,10 @@ def test_a_decode_step_is_launched_without_waiting(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the model nor the sampler, nor the copies in and out."""
+    """Neither the model nor the sampler, nor the copies in and out.
+
+    Rows of all kinds, and steps with prompts: tests/gpu/test_waiting_gpu.py.
+    """
     options = {"async_scheduling": async_scheduling, "num_kv_blocks": 500}
     with open_float32(checkpoint, device="cuda", **options, **graphs) as llm:
         params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)

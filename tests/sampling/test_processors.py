@@ -376,7 +376,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
     slots = np.arange(2)
     sampled = sampler.sample(logits, slots, slots)
     assert sampled.token_ids.tolist() == [7, 7]
-    rows = sampled.logprobs.to_host()
+    rows = sampled.logprobs.numpy()
     raw = logits.double().numpy()
     expected = raw - np.log(np.exp(raw).sum(axis=1, keepdims=True))
     best = np.argsort(-expected, axis=1)[:, :3]

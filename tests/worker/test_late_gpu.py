@@ -9,23 +9,17 @@ import pytest
 import torch
 from count_replays import choices, count_replays
 from late_cuda import LateCuda, LateEvent
+from late_engine import OPTIONS, make_engine
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
-import nanoserve.sampling.fused_sampler as fused_sampler
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
-from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
-from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
 from nanoserve.speculative.extension import Speculation
 from nanoserve.speculative.head_proposer import HeadProposer
 from nanoserve.speculative.hidden_head import HiddenHead
 from nanoserve.tokenizer import Tokenizer
-from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -41,8 +35,6 @@ ASKED = [
     ([(7 * j + i % 3) % 300 for j in range(1 + 11 * i % 40)], KINDS[i % len(KINDS)])
     for i in range(12)
 ]
-OPTIONS = {"max_num_seqs": 5, "num_kv_blocks": 9, "max_model_len": 100}
-OPTIONS |= {"max_num_batched_tokens": 30}
 
 
 Requests = list[tuple[list[int], SamplingParams]]
@@ -66,38 +58,6 @@ def asked(by_size: Callable[..., Requests]) -> Requests:
 def expected(checkpoint: Path, asked: Requests) -> list[list[int]]:
     with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **OPTIONS) as llm:
         return answers(llm.engine, asked)
-
-
-def make_engine(
-    path: Path, cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> GuardedEngine:
-    """Late from its first step on. What it packs goes over what lay there."""
-    attention = TorchAttention()
-    attention.attend = cuda.kernel(attention.attend, lambda layer, q, *rest: q)
-    for name, dtype in (("choose_tokens", torch.int64), ("filter_borders", torch.float32)):
-        kernel = cuda.kernel(
-            getattr(fused_sampler, name),
-            lambda logits, *rest, dtype=dtype: torch.empty(len(logits), dtype=dtype),
-        )
-        monkeypatch.setattr(fused_sampler, name, kernel)
-    to_host = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
-    config = EngineConfig(str(path), **OPTIONS | options)
-    model_config = ModelConfig.from_checkpoint(path)
-    device = CudaDevice(config, cuda, is_capturable=True)
-    context = LayerContext(attention=attention)
-    runner = ModelRunner.load(config, model_config, path, context, device)
-    next_batch = runner.next_batch
-
-    def overwritten_batch() -> Batch:
-        batch = next_batch()
-        step, batch.memory[:] = batch.step, 0x7F
-        batch.step = step
-        return batch
-
-    runner.next_batch = overwritten_batch
-    cuda.is_late = True
-    return GuardedEngine(config, model_config, runner, tokenizer=None)
 
 
 @pytest.mark.small(ahead=[True], graphs=[{"capture_sampling": True}])  # of some steps
