@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_job import Job, Measurements, Program, python
+from gpu_job import ROOT, Job, Measurements, Program, python
 
 _GPU_TESTS = "tests/gpu/test_gpu.py"
 # Tests that run whole engines, and measure memory, need a process for themselves; all others
@@ -26,20 +26,21 @@ _SANITIZED = (
 # ---------------------------------------------------------------- tests
 
 
-# Files whose tests run whole engines of small models: a process each, side by side.
-_FILES = {
-    "draft tokens": "tests/gpu/test_guessing_gpu.py",
-    "structured output": "tests/gpu/test_guided_gpu.py",
-    "sleep": "tests/gpu/test_sleep_gpu.py",
-    "quantized KV cache": "tests/gpu/test_quantized_kv_gpu.py",
-    "quantized weights": "tests/gpu/test_quantized_weights_gpu.py",
-}
+def _engine_files() -> dict[str, str]:
+    """Return the files whose tests run whole engines of small models, by what they test."""
+    files = sorted((ROOT / "tests/gpu").glob("test_*_gpu.py"))
+    return {
+        file.stem.removeprefix("test_").removesuffix("_gpu"): str(file.relative_to(ROOT))
+        for file in files
+    }
 
 
 def tests(job: Job) -> Measurements:
-    """All of `pytest -m gpu` but tensor parallelism; what has never run is reported first."""
+    """All of `pytest -m gpu` but tensor parallelism, in processes side by side."""
     num_processes = str(max(1, min(_COMPILERS, (os.cpu_count() or 1) - 2)))
-    options: dict[str, tuple[str, ...]] = {name: (file, "-n", "0") for name, file in _FILES.items()}
+    options: dict[str, tuple[str, ...]] = {
+        name: (file, "-n", "0") for name, file in _engine_files().items()
+    }
     options["engine tests"] = (_GPU_TESTS, "-n", "0", "-k", _ENGINES)
     workers = ("-n", num_processes, "--dist", "worksteal")
     options["kernel tests"] = (_GPU_TESTS, *workers, "-k", f"not {_ENGINES}")

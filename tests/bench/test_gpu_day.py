@@ -61,9 +61,9 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path, by_size: Callable[..., Any]) ->
     assert result["facts"]["copy GB/s"] > 0
     assert len(result["bench"]["default"]["seconds"]) == 2
     if "tests" in stages:  # they are only collected
-        assert len(result["tests"]) == 7
-        assert all(found["collected"] > 5 for found in result["tests"].values())
-        assert result["tests"]["draft tokens"]["collected"] == 20
+        files = sorted((ROOT / "tests/gpu").glob("test_*_gpu.py"))
+        assert len(result["tests"]) == len(files) + 2  # one has two processes
+        assert all(found["collected"] > 4 for found in result["tests"].values())
         assert result["drafts"].keys() == {"7 draft tokens"}
         assert result["drafts"]["7 draft tokens"].keys() == {"copy 1", "random 1"}
         assert {"int8 KV cache", "8B, bfloat16", "8B, int4"} < result["fewer_bits"].keys()
