@@ -134,6 +134,8 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
     if q.dtype not in _TRITON_DTYPES:
         raise ValueError(f"q is {q.dtype}: not supported")
+    if not batch.scale > 0:  # the kernels look for the largest score before it is scaled
+        raise ValueError(f"scale={batch.scale} must be positive")
     if batch.sliding_window is not None and batch.sliding_window < 1:
         raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
     if batch.soft_cap is not None and not batch.soft_cap > 0:

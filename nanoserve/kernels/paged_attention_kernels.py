@@ -168,14 +168,17 @@ def online_softmax_step(
 
     visible: which query sees which key; None if each sees all.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
     if soft_cap is not None:
-        scores = _soft_capped(scores, soft_cap)
+        scores = _soft_capped(scores * scale, soft_cap)
+        scale = 1.0
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # The scale is positive, so the largest score is the largest before it, too. Scaled here, it
+    # costs nothing: a product and a difference are one instruction.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     rescale = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
+    weights = tl.exp2(scores * scale - new_max[:, None])
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=DOT_PRECISION)
     return acc, new_max, row_sum

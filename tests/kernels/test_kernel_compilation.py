@@ -17,7 +17,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
 
 import compile_kernels
 from compile_kernels import CASES, SHARED_KIB
-from sass import bytes_loaded, count_instructions, disassembler
+from sass import bytes_loaded, count_instructions, disassembler, number_of
 
 SCRIPT = compile_kernels.__file__
 # With --soak: every case for one GPU, the usual ones for the others. `compile_kernels.py 80`
@@ -202,6 +202,23 @@ def test_keys_and_values_come_16_bytes_at_a_time_and_go_to_the_tensor_cores(
 
 
 @pytest.mark.size("full")
+def test_scores_are_scaled_in_the_instruction_that_takes_the_maximum_off(
+    disassembled: Records,
+) -> None:
+    """What is multiplied for itself are the sums so far: 128 x 128 of them, by 256 threads."""
+    (code,) = (
+        record["instructions"]
+        for record in disassembled
+        if re.search(r"attention bfloat16 head_dim=128 heads=8:1 prefill", record["case"])
+    )
+    loops = [loop for loop in code["innermost"] if number_of(loop, "HGMMA")]
+    assert len(loops) == 2  # without masks, and with
+    for loop in loops:
+        assert number_of(loop, "MUFU") >= 32, loop  # a power of 2 for each of 128 x 64 scores
+        assert 64 <= number_of(loop, "FMUL") < 64 + 32, loop
+
+
+@pytest.mark.size("full")
 @pytest.mark.parametrize("kind", TENSOR_CORES)
 def test_codes_come_many_at_a_time_too(disassembled: Records, kind: str) -> None:
     """8 or 16 bytes; what else is loaded are 4 bytes of a table or a scale."""
@@ -283,6 +300,8 @@ def test_loops_are_found_in_the_machine_code() -> None:
         /*0070*/                   NOP ;
 """
     counted = count_instructions(sass)
+    assert counted["innermost"] == [counted["loops"]]
+    assert number_of(counted["all"], "LDG") == 3 and number_of(counted["all"], "LDGSTS") == 1
     assert sum(counted["all"].values()) == 7 and counted["loops"]["EXIT"] == 0
     assert bytes_loaded(counted["loops"]) == {16: 32, 2: 2}
     assert bytes_loaded(counted["all"]) == {16: 32, 2: 2, 4: 4}
