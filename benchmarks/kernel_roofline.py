@@ -142,7 +142,7 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
         patch.object(JITFunction, "run", run),
         patch.object(GridExecutor, "__call__", run),
         patch.object(paged_attention, "_num_multiprocessors", lambda device: num_sms),
-        patch.object(dependent_launch, "_current_capability", lambda: 90),
+        patch.object(dependent_launch, "current_capability", lambda: 90),
     ):
         yield
 

@@ -34,7 +34,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from nanoserve.kernels.paged_attention_kernels import online_softmax_step
-from nanoserve.kernels.quantized_kv import as_floats
+from nanoserve.kernels.quantized_kv import as_operand, load_scales
 
 _ROWS = tl.constexpr(256)  # whose lengths are looked at in one go
 _PARTS = tl.constexpr(16)  # that are merged in one go
@@ -77,6 +77,8 @@ def decode_attention_kernel(
     TILE_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    V_IN_ROWS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     HEADS: tl.constexpr = BLOCK_M // QUERIES
@@ -135,16 +137,31 @@ def decode_attention_kernel(
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
             kv_offsets = slot[:, None] + d[None, :]
             k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
-            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            k = as_operand(k, DOT_DTYPE, HAS_E4M3, False)
             v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
-            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = as_operand(v, DOT_DTYPE, HAS_E4M3, V_IN_ROWS)
+            k_scales, log_v_scales = None, None
+            if k_scales_ptr is not None:
+                k_scales = load_scales(k_scales_ptr, slot, is_seen, HEAD_DIM, False)
+                log_v_scales = load_scales(v_scales_ptr, slot, is_seen, HEAD_DIM, True)
             visible = is_seen[None, :]
             if QUERIES > 1:
                 visible &= key[None, :] <= position[:, None]
                 if sliding_window is not None:
                     visible &= key[None, :] > position[:, None] - sliding_window
             acc, row_max, row_sum = online_softmax_step(
-                q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
+                q,
+                k,
+                v,
+                k_scales,
+                log_v_scales,
+                visible,
+                acc,
+                row_max,
+                row_sum,
+                scale,
+                soft_cap,
+                DOT_PRECISION,
             )
 
         # 3) The result, or a part of it; and on to the next row.

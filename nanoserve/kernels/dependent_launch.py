@@ -15,10 +15,11 @@ import triton
 
 def has_dependent_launch() -> bool:
     """Whether the GPU that kernels are launched on can do it: from Hopper on."""
-    return not triton.knobs.runtime.interpret and _current_capability() >= 90
+    return not triton.knobs.runtime.interpret and current_capability() >= 90
 
 
-def _current_capability() -> int:
+def current_capability() -> int:
+    """Of the GPU that kernels are launched on: 90 of Hopper."""
     return _capability(triton.runtime.driver.active.get_current_device())
 
 

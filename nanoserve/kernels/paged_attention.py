@@ -16,7 +16,7 @@ import triton.language as tl
 from nanoserve.kernels.decode_attention_kernels import decode_attention_kernel, merge_parts_kernel
 from nanoserve.kernels.dependent_launch import has_dependent_launch
 from nanoserve.kernels.paged_attention_kernels import chunk_attention_kernel
-from nanoserve.kernels.quantized_kv import check_cache
+from nanoserve.kernels.quantized_kv import check_cache, has_e4m3, has_warp_products
 from nanoserve.kernels.tile_config import (
     SHARED_MEMORY_WITHOUT_GPU,
     TileConfig,
@@ -134,6 +134,8 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
     if q.dtype not in _TRITON_DTYPES:
         raise ValueError(f"q is {q.dtype}: not supported")
+    if not batch.scale > 0:  # the kernels look for the largest score before it is scaled
+        raise ValueError(f"scale={batch.scale} must be positive")
     if batch.sliding_window is not None and batch.sliding_window < 1:
         raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
     if batch.soft_cap is not None and not batch.soft_cap > 0:
@@ -232,7 +234,7 @@ def _decode(
         GROUP=batch.group,
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
-        **_dot(q.dtype),
+        **_dot(batch, config),
         **shape,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -289,7 +291,7 @@ def _attend_chunks(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE_N=config.tile_n,
-        **_dot(q.dtype),
+        **_dot(batch, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -300,9 +302,17 @@ def _padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _dot(dtype: torch.dtype) -> dict[str, object]:
+def _dot(batch: _Batch, config: TileConfig) -> dict[str, object]:
     """In what products are computed; the interpreter misreads bfloat16 in them."""
+    dtype, has_codes = batch.q.dtype, batch.scales[0] is not None
+    dot_dtype = _TRITON_DTYPES[dtype]
+    if triton.knobs.runtime.interpret:
+        dot_dtype = tl.float32
+    elif has_codes and dtype == torch.bfloat16:
+        dot_dtype = tl.float16  # which codes become in fewer instructions, and as exactly
     return {
-        "DOT_DTYPE": tl.float32 if triton.knobs.runtime.interpret else _TRITON_DTYPES[dtype],
+        "DOT_DTYPE": dot_dtype,
         "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "HAS_E4M3": has_codes and has_e4m3(),
+        "V_IN_ROWS": has_codes and has_warp_products(config.block_m),
     }

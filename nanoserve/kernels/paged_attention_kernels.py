@@ -27,7 +27,7 @@ Rows with a single token, whose work is to read keys and not to compute, are cut
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.quantized_kv import as_floats
+from nanoserve.kernels.quantized_kv import as_operand, load_scales
 
 
 # What changes from step to step is not specialised: values that are 1 or divisible by 16 would
@@ -67,6 +67,8 @@ def chunk_attention_kernel(
     TILE_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
+    V_IN_ROWS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_PADDED
     kv_head = tl.program_id(0) % num_kv_heads
@@ -140,9 +142,13 @@ def chunk_attention_kernel(
             slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
             kv_offsets = slot[:, None] + d[None, :]
             k = tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0)
-            k = as_floats(k, k_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            k = as_operand(k, DOT_DTYPE, HAS_E4M3, False)
             v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
-            v = as_floats(v, v_scales_ptr, slot, is_seen, HEAD_DIM).to(DOT_DTYPE)
+            v = as_operand(v, DOT_DTYPE, HAS_E4M3, V_IN_ROWS)
+            k_scales, log_v_scales = None, None
+            if k_scales_ptr is not None:
+                k_scales = load_scales(k_scales_ptr, slot, is_seen, HEAD_DIM, False)
+                log_v_scales = load_scales(v_scales_ptr, slot, is_seen, HEAD_DIM, True)
 
             visible = None
             if MASKED:
@@ -150,7 +156,18 @@ def chunk_attention_kernel(
                 if sliding_window is not None:
                     visible &= key[None, :] > position[:, None] - sliding_window
             acc, row_max, row_sum = online_softmax_step(
-                q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION
+                q,
+                k,
+                v,
+                k_scales,
+                log_v_scales,
+                visible,
+                acc,
+                row_max,
+                row_sum,
+                scale,
+                soft_cap,
+                DOT_PRECISION,
             )
 
     num_heads = num_kv_heads * GROUP
@@ -162,21 +179,48 @@ def chunk_attention_kernel(
 
 @triton.jit
 def online_softmax_step(
-    q, k, v, visible, acc, row_max, row_sum, scale, soft_cap, DOT_PRECISION: tl.constexpr
+    q,
+    k,
+    v,
+    k_scales,
+    log_v_scales,
+    visible,
+    acc,
+    row_max,
+    row_sum,
+    scale,
+    soft_cap,
+    DOT_PRECISION: tl.constexpr,
 ):
     """Attend from a tile of queries to a tile of keys; returns the new (acc, row_max, row_sum).
 
+    k_scales, log_v_scales: of codes, one for each key; V's as logarithms to base 2. Else None.
     visible: which query sees which key; None if each sees all.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
+    if k_scales is not None:
+        scores *= (k_scales * scale)[None, :]
+        scale = 1.0
     if soft_cap is not None:
-        scores = _soft_capped(scores, soft_cap)
+        scores = _soft_capped(scores * scale, soft_cap)
+        scale = 1.0
+    if log_v_scales is not None:
+        # A code of V weighs exp2(score + log2(v_scale)), with the largest at 1 as weights are:
+        # float16 has room for that, whatever the scales are.
+        scores = scores * scale + log_v_scales[None, :]
+        scale = 1.0
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # The scale is positive, so the largest score is the largest before it, too. Scaled here, it
+    # costs nothing: a product and a difference are one instruction.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     rescale = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
-    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    weights = tl.exp2(scores * scale - new_max[:, None])
+    row_sum *= rescale
+    if log_v_scales is None:
+        row_sum += tl.sum(weights, 1)
+    else:
+        row_sum += tl.sum(weights * tl.exp2(-log_v_scales)[None, :], 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=DOT_PRECISION)
     return acc, new_max, row_sum
 

@@ -2,17 +2,34 @@
 
 A value is its code x the scale of its token and head, float32; the largest magnitude of a head has
 the largest code, 127 of int8 or 448 of e4m3. Bytes of the type uint8 are e4m3, and are put together
-bit by bit: Triton's own type for it needs a GPU of compute capability 8.9 or newer.
+bit by bit: Triton's own type for it needs a GPU of compute capability 8.9 or newer, where attention
+takes them apart by it.
+
+Attention multiplies codes as they are, in float16, which has all of them; a query beyond its 65504
+becomes infinite, and its row NaN. The scales of K are those of the columns of the scores, and the
+scales of V belong to the weights.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.dependent_launch import current_capability
+
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of magnitudes that are not finite start here
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 # Added to a number below 2^22, it leaves no room for a fraction: it rounds, halves to even.
 _ROUNDER = tl.constexpr(1.5 * 2**23)
+# Four codes become four float16. A byte c + 128 below the byte 0x64 is the float16 1024 + 128 + c.
+_UNPACK_INT8 = tl.constexpr("""{
+    .reg .b32 bytes, first, second, offset;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 first, bytes, 0x64646464, 0x4140;
+    prmt.b32 second, bytes, 0x64646464, 0x4342;
+    mov.b32 offset, 0x64806480;
+    sub.f16x2 $0, first, offset;
+    sub.f16x2 $1, second, offset;
+}""")
 
 
 def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -35,6 +52,21 @@ def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: t
         raise ValueError(
             f"codes and scales must be contiguous: {kv_cache.stride()}, {kv_scales.stride()}"
         )
+
+
+def has_e4m3() -> bool:
+    """Whether the GPU that kernels are launched on converts e4m3: from Ada and Hopper on."""
+    return not triton.knobs.runtime.interpret and current_capability() >= 89
+
+
+def has_warp_products(block_m: int) -> bool:
+    """Whether a warp's tensor cores multiply `block_m` rows from registers.
+
+    Those of Hopper and of a B200 multiply 64 rows or more from shared memory.
+    """
+    if triton.knobs.runtime.interpret:
+        return False
+    return block_m < 64 or current_capability() // 10 not in (9, 10, 11)
 
 
 @triton.jit
@@ -80,16 +112,46 @@ def to_e4m3(x):
 
 
 @triton.jit
-def as_floats(values, scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr):
-    """K or V of some slots, [slots, head_dim]; `slot` is where the values of each one begin.
+def load_scales(scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr, IS_LOG: tl.constexpr):
+    """The scales of K's or V's codes in some slots, or their logarithms to base 2.
 
-    If scales_ptr is not None, they are codes, which lie contiguous, so that their heads are
+    `slot` is where the codes of each one begin. They lie contiguous, so that their heads are
     numbered as the scales are.
     """
-    if scales_ptr is not None:
-        scales = tl.load(scales_ptr + slot // HEAD_DIM, mask=is_seen, other=0.0)
-        values = unscaled(values) * scales[:, None]
-    return values
+    scales = tl.load(scales_ptr + slot // HEAD_DIM, mask=is_seen, other=1.0)
+    if IS_LOG:
+        # Smaller ones are taken for 2^-64, so that their reciprocals have a finite sum: a value is
+        # wrong by 10^-16 at most. A maximum would lose NaN.
+        scales = tl.log2(scales)
+        scales = tl.where(scales < -64, -64.0, scales)
+    # A sum over one column is the number itself. Without it every thread would load the scales of
+    # all scores that it has, and the tables for them: a fifth of a tile's instructions.
+    return tl.sum(scales[:, None], 1)
+
+
+@triton.jit
+def as_operand(x, DOT_DTYPE: tl.constexpr, HAS_E4M3: tl.constexpr, IN_ROWS: tl.constexpr):
+    """K or V as loaded, [slots, head_dim], in the dtype of products; codes without their scales.
+
+    HAS_E4M3: conversions in hardware. IN_ROWS: this is V, and each warp multiplies by itself.
+    """
+    if not x.dtype.is_int():
+        return x.to(DOT_DTYPE)
+    elif DOT_DTYPE.is_fp32():
+        return unscaled(x)
+    else:
+        if x.dtype == tl.int8:
+            x = tl.inline_asm_elementwise(_UNPACK_INT8, "=r,=r,r", [x], tl.float16, True, pack=4)
+        elif HAS_E4M3:
+            x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            x = unscaled(x).to(tl.float16)
+        if IN_ROWS:
+            # A warp's products want V transposed. Loads from shared memory do that for 16 bits, but
+            # not for 8, and the compiler would convert what it has loaded there byte by byte, were
+            # it not for an operation that it may not move. This one does nothing.
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float16, False, pack=2)
+        return x
 
 
 @triton.jit

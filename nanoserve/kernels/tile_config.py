@@ -9,6 +9,8 @@ import triton
 SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
 _TWO_DECODES = 142 * 1024  # what two programs take with head_dim 128
 _WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
+# What GPUs have whose tensor cores read operands from there, so that more registers are left.
+_FROM_SHARED_MEMORY = 227 * 1024
 
 
 class TileConfig(NamedTuple):
@@ -55,7 +57,7 @@ def tile_config(
     else:  # as fast as the tensor cores: large tiles use every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
     if has_codes:
-        config = _for_codes(config, full_precision, is_decode)
+        config = _for_codes(config, full_precision, is_decode, shared_memory)
     return config._replace(block_m=max(config.block_m, triton.next_power_of_2(group)))
 
 
@@ -66,7 +68,9 @@ def for_few_tokens(config: TileConfig, block_m: int) -> TileConfig:
     return config._replace(block_m=max(config.block_m, block_m))
 
 
-def _for_codes(config: TileConfig, full_precision: bool, is_decode: bool) -> TileConfig:
+def _for_codes(
+    config: TileConfig, full_precision: bool, is_decode: bool, shared_memory: int
+) -> TileConfig:
     """Not measured yet: chosen so that registers suffice, as ptxas reports them."""
     if full_precision:
         config = config._replace(num_warps=8)
@@ -74,4 +78,6 @@ def _for_codes(config: TileConfig, full_precision: bool, is_decode: bool) -> Til
         return config
     if full_precision:
         return config._replace(block_m=16, tile_n=16)
-    return config._replace(tile_n=32)
+    if shared_memory < _FROM_SHARED_MEMORY:
+        return config._replace(tile_n=32)
+    return config._replace(num_stages=3)

@@ -16,7 +16,7 @@ import torch
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
-from nanoserve.attention.quantized_kv import dequantize, quantize
+from nanoserve.attention.quantized_kv import SMALLEST_SCALE, dequantize, quantize
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm
@@ -26,6 +26,7 @@ from nanoserve.worker.device import _backend
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 KINDS = list(CODE_DTYPES)
+CODE_OF_ONE = {"int8": 1, "fp8": 7 << 3}
 BACKENDS = [name for name in ("torch", "numba", "triton") if name == "torch" or find_spec(name)]
 # At the small size, numba's float32 with int8 only: each pair is compiled for seconds.
 BACKENDS_AND_KINDS = [
@@ -331,6 +332,45 @@ def test_attention(backend: str, kind: str, case: int) -> None:
     # And near to what there would be without codes; V grows to 10 times a normal distribution.
     error = (actual.double() - expected(is_coded=False)).abs().max()
     assert error < {"int8": 0.8, "fp8": 4.0}[kind]
+
+
+@pytest.mark.small(kind=["int8"], factor=[1e-30, 1e30])
+@pytest.mark.parametrize("factor", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scales_of_v_may_be_of_any_size(kind: str, factor: float) -> None:
+    """The Triton kernels add their logarithms to scores, and sum up reciprocals."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    layer = AttentionLayer(4, 2, 16, 0.25)
+    rows = [(1, 300), (1, 70), (5, 40)]  # the first in several parts
+    q, cache, metadata, expected = random_batch(layer, kind, rows, 16)
+    wanted = expected(is_coded=True) * factor
+    cache.scales[1] *= factor
+    actual = _backend("triton")[0].attend(layer, q, cache, metadata).double()
+    # No scale is taken for less than 2^-64.
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=2e-5 * factor + 448 * 2.0**-64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_v_may_be_zero_and_one_token_much_larger_than_others(kind: str) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    layer = AttentionLayer(4, 2, 16, 0.25)
+    rows = [(1, 300), (1, 70), (5, 40)]
+    q, cache, metadata, expected = random_batch(layer, kind, rows, 16)
+    wanted = expected(is_coded=True)
+    cache.values[1, metadata.block_tables[1:2, :5].long()] = 0
+    cache.scales[1, metadata.block_tables[1:2, :5].long()] = SMALLEST_SCALE
+    (first,) = metadata.block_tables[2:, 0].tolist()  # token 0, which the last row's all see
+    cache.values[1, first, :, 0] = 0
+    cache.values[1, first, :, 0, 3] = CODE_OF_ONE[kind]
+    cache.scales[1, first, :, 0] = 1e20
+    actual = _backend("triton")[0].attend(layer, q, cache, metadata).double()
+    torch.testing.assert_close(actual[:1], wanted[:1], rtol=1e-5, atol=2e-5)
+    assert actual[1].eq(0).all()
+    assert actual[2:, :, 3].ge(1e10).all()
+    others = [d for d in range(16) if d != 3]
+    assert actual[2:, :, others].abs().max() < 100  # as there would be without it
 
 
 @pytest.mark.small(backend=["torch", "triton"], kind=["int8"], head_dim=[64])

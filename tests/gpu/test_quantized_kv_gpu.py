@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -95,6 +96,92 @@ def test_attention_is_that_of_torch(
     for backend in ("triton", "torch"):
         found = attend(backend, "cuda", dtype).cpu().float()
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 100])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_code_is_its_number(
+    kind: str, dtype: torch.dtype, head_dim: int, num_new: int
+) -> None:
+    """As V of a token that is all that there is to see: its weight is 1. As K against a query that
+    has one number, where the next token's code is another: the score is what it should be."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes != 128] if kind == "int8" else codes[(codes & 127) != 127]
+    numbers = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float()
+    codes, largest = codes.view(CODE_DTYPES[kind]), 448 if kind == "fp8" else 127
+    num_rows = -(-len(codes) // head_dim)
+    padded = F.pad(codes, (0, num_rows * head_dim - len(codes))).view(num_rows, head_dim)
+    wanted = F.pad(numbers, (0, padded.numel() - len(codes))).view(num_rows, head_dim)
+    # Each row has num_new tokens, whose V are all the same.
+    columns = -(-num_new // 16)
+    values = torch.zeros(2, num_rows * columns + 1, 1, 16, head_dim, dtype=codes.dtype)
+    values[1, 1:] = padded.repeat_interleave(columns, 0)[:, None, None]
+    cache = KVCache(values.cuda(), torch.full(values.shape[:-1], 0.25).cuda())
+    ends = torch.arange(num_rows + 1, dtype=torch.int32) * num_new
+    metadata = AttentionMetadata(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        cu_seqlens_q=ends.cuda(),
+        context_lens=torch.full((num_rows,), num_new, dtype=torch.int32, device="cuda"),
+        block_tables=torch.arange(1, num_rows * columns + 1, dtype=torch.int32, device="cuda").view(
+            num_rows, columns
+        ),
+        num_decode_rows=num_rows if num_new == 1 else 0,
+        max_query_len=num_new,
+        max_context_len=num_new,
+    )
+    layer = AttentionLayer(2, 1, head_dim, 1.0)
+    attention = TritonAttention(longest_cut=8)
+    q = torch.zeros(num_rows * num_new, 2, head_dim, dtype=dtype, device="cuda")
+    found = attention.attend(layer, q, cache, metadata).float().cpu()
+    found = found.view(num_rows, num_new, 2, head_dim)
+    assert wanted.abs().max() == largest and wanted.unique().numel() >= 253 - (kind == "fp8")
+    # 16 bits of bfloat16 have 8 of a mantissa: enough for each of them. Sums of 100 may round.
+    tolerance = 0 if num_new == 1 else 1e-2
+    exact = (wanted / 4)[:, None, None].expand_as(found)
+    torch.testing.assert_close(found, exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_new", [1, 2, 100])
+def test_every_code_of_k_gives_its_score(kind: str, dtype: torch.dtype, num_new: int) -> None:
+    """A query sees all codes as K of as many tokens, and V tells their weights apart: V is one of
+    the first half of the numbers, in order, and 0 of the others."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes != 128] if kind == "int8" else codes[(codes & 127) != 127]
+    numbers = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float()
+    one = {"int8": 1, "fp8": 7 << 3}[kind]
+    num_tokens = len(codes) + num_new
+    values = torch.zeros(2, 1 + -(-num_tokens // 16), 1, 16, 128, dtype=CODE_DTYPES[kind])
+    flat = values.view(2, -1, 128)[:, 16:]  # block after block, from the first on
+    flat[0, : len(codes), 5] = codes.view(CODE_DTYPES[kind])
+    chosen = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))
+    for d, tokens in enumerate(chosen.split(2)):  # each dimension of V sees two of the tokens
+        flat[1, tokens, d] = one
+    cache = KVCache(values.cuda(), torch.ones(values.shape[:-1]).cuda())
+    metadata = AttentionMetadata(
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        cu_seqlens_q=torch.tensor([0, num_new], dtype=torch.int32, device="cuda"),
+        context_lens=torch.tensor([num_tokens], dtype=torch.int32, device="cuda"),
+        block_tables=torch.arange(1, values.shape[1], dtype=torch.int32, device="cuda")[None],
+        num_decode_rows=int(num_new == 1),
+        max_query_len=num_new,
+        max_context_len=num_tokens,
+    )
+    q = torch.zeros(num_new, 1, 128, dtype=dtype, device="cuda")
+    q[:, :, 5] = 1
+    layer = AttentionLayer(1, 1, 128, 1 / 64)
+    attention = TritonAttention(longest_cut=8)
+    found = attention.attend(layer, q, cache, metadata).double().cpu()[:, 0]
+    for row in range(num_new):
+        scores = F.pad(numbers.double() / 64, (0, row + 1))
+        weights = scores.softmax(0)
+        wanted = torch.stack([weights[tokens].sum() for tokens in chosen.split(2)])
+        torch.testing.assert_close(found[row, : len(wanted)], wanted, rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -35,6 +35,7 @@ class Batch:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     num_decode_rows: int
+    scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
 
@@ -46,7 +47,7 @@ class Batch:
                 self.cu_seqlens_q,
                 self.context_lens,
                 self.block_tables,
-                scale=self.q.shape[-1] ** -0.5,
+                scale=self.scale,
                 num_decode_rows=self.num_decode_rows,
                 max_context_len=int(self.context_lens.max()),
                 num_shares=num_shares,
@@ -102,6 +103,7 @@ def make_batch(
         torch.tensor([context for _, context in rows], dtype=torch.int32, device=DEVICE),
         block_tables.to(DEVICE),
         num_decode_rows=sum(query_len == 1 for query_len, _ in rows),
+        scale=head_dim**-0.5,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
     )
@@ -120,7 +122,7 @@ def reference(batch: Batch) -> torch.Tensor:
         offsets = positions % k_cache.shape[2]
         k = k_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
         v = v_cache[blocks, :, offsets].repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[tokens], k) * q.shape[-1] ** -0.5
+        scores = torch.einsum("qhd,khd->hqk", q[tokens], k) * batch.scale
         if batch.soft_cap is not None:
             scores = batch.soft_cap * torch.tanh(scores / batch.soft_cap)
         hidden = (positions > query_positions) | (positions <= query_positions - window)
@@ -458,6 +460,16 @@ def test_large_scores_do_not_overflow() -> None:
     assert (out.double().cpu() - reference(batch)).abs().max() < 1e-2
 
 
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("scale", [1e-30, 0.01, 3.0])
+def test_any_positive_scale(scale: float, soft_cap: float | None) -> None:
+    """The largest score is looked for before it is scaled; hidden ones stay -inf."""
+    batch = make_batch([(1, 70), (9, 40)], soft_cap=soft_cap, sliding_window=37)
+    batch.scale = scale
+    assert_right(batch)
+    assert_right(batch, num_shares=3)
+
+
 @pytest.mark.small(factor=[1, 1e30])
 @pytest.mark.parametrize("factor", [1e-3, 1, 100, 1e30])
 def test_soft_caps_hold_scores_of_any_size(factor: float) -> None:
@@ -480,6 +492,9 @@ def test_soft_caps_hold_scores_of_any_size(factor: float) -> None:
         ({"context_lens": torch.ones(3, dtype=torch.int32)}, "lengths \\[3, 3, 2\\]"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"soft_cap": 0.0}, "soft_cap=0.0"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"scale": -0.25}, "scale=-0.25"),
+        ({"scale": torch.nan}, "scale=nan"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -23,8 +24,8 @@ def disassembler() -> Path | None:
     return path if path.exists() else None
 
 
-def disassemble(cubin: bytes) -> dict[str, Counter[str]]:
-    """How many instructions of each name there are in "all", and in "loops"."""
+def disassemble(cubin: bytes) -> dict[str, Any]:
+    """How many instructions of each name there are, see `count_instructions`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -33,11 +34,14 @@ def disassemble(cubin: bytes) -> dict[str, Counter[str]]:
     return count_instructions(shown.stdout)
 
 
-def count_instructions(sass: str) -> dict[str, Counter[str]]:
-    """A loop is what lies between a label and a branch back to it."""
+def count_instructions(sass: str) -> dict[str, Any]:
+    """Return a counter of "all" and one of what is in "loops", and a list of the "innermost" ones'.
+
+    A loop is what lies between a label and a branch back to it.
+    """
     names: list[str] = []
     labels: dict[str, int] = {}
-    in_loops: set[int] = set()
+    loops: list[range] = []
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(names)
@@ -45,12 +49,21 @@ def count_instructions(sass: str) -> dict[str, Counter[str]]:
             name, operands = instruction.group(2, 3)
             target = re.search(r"\((\.L_x_\d+)\)", operands)
             if name.startswith("BRA") and target and target[1] in labels:
-                in_loops.update(range(labels[target[1]], len(names)))
+                loops.append(range(labels[target[1]], len(names)))
             names.append(name)
+    in_loops = {index for loop in loops for index in loop}
+    loops = [loop for loop in loops if loop]  # behind the end, a branch to itself
+    innermost = [a for a in loops if not any(a != b and b[0] in a and b[-1] in a for b in loops)]
     return {
         "all": Counter(name for name in names if name != "NOP"),
         "loops": Counter(names[index] for index in sorted(in_loops)),
+        "innermost": [Counter(names[index] for index in loop) for loop in innermost],
     }
+
+
+def number_of(instructions: dict[str, int], opcode: str) -> int:
+    """However they are modified."""
+    return sum(n for name, n in instructions.items() if name.split(".")[0] == opcode)
 
 
 def bytes_loaded(instructions: dict[str, int]) -> Counter[int]:
