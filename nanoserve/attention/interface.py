@@ -34,7 +34,9 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
     context_lens: Tensor  # int32 [num_rows]
     block_tables: Tensor  # int32 [num_rows, max_blocks]
-    num_decode_rows: int  # rows with one token; they come first
+    # Rows with one token; they come first. In a graph of mixed steps int32 [1], on the device: the
+    # last rows may then have no tokens, and the last tokens belong to no row.
+    num_decode_rows: int | Tensor
     max_query_len: int
     max_context_len: int
     # What a backend computes in a step's first layer for all the others, by the backend's name.
@@ -62,6 +64,7 @@ class AttentionBackend:
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
+    captures_mixed_steps = False  # and a step of decode rows and chunks, of any numbers of both
 
     def kv_cache_spec(
         self,

@@ -12,7 +12,7 @@ class TritonAttention(AttentionBackend):
     are, if no row of a step has more. With more than one that has not run on a GPU yet.
     """
 
-    capturable = True
+    capturable = captures_mixed_steps = True
 
     def __init__(self, longest_cut: int = 1) -> None:
         self.longest_cut = longest_cut

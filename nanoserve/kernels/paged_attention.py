@@ -42,7 +42,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     *,
     scale: float,
-    num_decode_rows: int,
+    num_decode_rows: int | torch.Tensor,
     max_context_len: int,
     num_shares: int | None = None,
     max_query_len: int | None = None,
@@ -68,11 +68,13 @@ def paged_attention(
     `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
     c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
-    `context_lens` and `cu_seqlens_q` must be older than the kernel that was launched before: from
-    Hopper on they are read while that one still runs.
+    `context_lens`, `cu_seqlens_q` and a tensor `num_decode_rows` must be older than the kernel that
+    was launched before: from Hopper on they are read while that one still runs.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
-    captured in a CUDA graph, a launch stays right as contexts grow.
+    captured in a CUDA graph, a launch stays right as contexts grow. With `num_decode_rows` int32
+    [1] on the device it stays right for every mix of rows: behind the decode rows there may be some
+    without tokens, and `q` may have tokens of no row, of which nothing is written.
     """
     check_cache(kv_cache, kv_scales, q.dtype)
     batch = _Batch(
@@ -81,6 +83,9 @@ def paged_attention(
     )
     _check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if isinstance(num_decode_rows, torch.Tensor):
+        _attend_mixed(batch, out, max_context_len, num_shares, num_decode_rows)
+        return out
     num_others = len(context_lens) - num_decode_rows
     if num_decode_rows > 0:
         rows = batch.rows(0, num_decode_rows)
@@ -95,6 +100,24 @@ def paged_attention(
         else:
             _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
     return out
+
+
+def _attend_mixed(
+    batch: "_Batch",
+    out: torch.Tensor,
+    max_context_len: int,
+    num_shares: int | None,
+    num_decode_rows: torch.Tensor,
+) -> None:
+    """Launch both kernels for all rows: each finds out on the GPU which of them are its own."""
+    if num_decode_rows.dtype != torch.int32 or num_decode_rows.numel() != 1:
+        raise ValueError(
+            f"num_decode_rows must be an int, or int32 [1], not {num_decode_rows.dtype} "
+            f"{list(num_decode_rows.shape)}"
+        )
+    _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, num_decode_rows)
+    num_rows = len(batch.context_lens)
+    _attend_chunks(batch, _config(batch, False), out, 0, num_rows, num_decode_rows)
 
 
 class _Batch(NamedTuple):
@@ -192,8 +215,11 @@ def _decode(
     max_context_len: int,
     num_shares: int | None,
     num_queries: int,
+    num_rows_on_device: torch.Tensor | None = None,
 ) -> None:
-    """Attends for all rows, of one token each, or of up to `num_queries`."""
+    """Attends for all rows, of one token each, or of up to `num_queries`; or for the first of them,
+    as many as `num_rows_on_device` says.
+    """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
     (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
@@ -223,6 +249,7 @@ def _decode(
         *rows,
         block_tables,
         num_rows,
+        num_rows_on_device,
         scale * _LOG2_E,
         sliding_window,
         None if soft_cap is None else soft_cap * _LOG2_E,
@@ -245,6 +272,7 @@ def _decode(
             lse,
             *rows,
             num_rows,
+            num_rows_on_device,
             num_shares,
             sliding_window,
             **shape,
@@ -254,9 +282,16 @@ def _decode(
 
 
 def _attend_chunks(
-    batch: _Batch, config: TileConfig, out: torch.Tensor, first_row: int, num_rows: int
+    batch: _Batch,
+    config: TileConfig,
+    out: torch.Tensor,
+    first_row: int,
+    num_rows: int,
+    num_decode_rows: torch.Tensor | None = None,
 ) -> None:
-    """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
+    """Attends for rows [first_row, first_row + num_rows); those before have one token each, and so
+    have the first `num_decode_rows` of these, for which it does not.
+    """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
     num_tokens, _, head_dim = q.shape
@@ -275,6 +310,7 @@ def _attend_chunks(
         block_tables,
         first_row,
         num_rows,
+        num_decode_rows,
         num_kv_heads,
         scale * _LOG2_E,
         sliding_window,

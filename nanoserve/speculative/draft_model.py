@@ -58,6 +58,7 @@ def prepare_draft_model(
         async_scheduling=True,  # a draft token is an input before it is known here
         trace=None,
         capture_sampling=False,
+        capture_mixed_steps=False,
     )
     checkpoint = Checkpoint.open(options.model, own, options.revision)
     draft = checkpoint.model_config(own, supported_architectures())

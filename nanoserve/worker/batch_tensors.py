@@ -15,6 +15,7 @@ class BatchTensors:
     each group of layers; `block_tables` is flat, as wide as its step.
     """
 
+    header: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -37,17 +38,22 @@ class BatchTensors:
         return self.block_tables[: math.prod(shape)].view(shape)
 
     def attention_metadata(
-        self, header: BatchHeader, block_tables: torch.Tensor
+        self, header: BatchHeader, block_tables: torch.Tensor, is_mixed: bool = False
     ) -> AttentionMetadata:
-        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width]."""
+        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width].
+
+        is_mixed: how many decode rows there are is read on the device, whatever `header` says.
+        """
         rows, tokens = header.num_rows, header.num_tokens
+        field = BatchHeader._fields.index("num_decode_rows")
+        on_device = self.header[field : field + 1]
         first = AttentionMetadata(
             positions=self.positions[:tokens],
             slot_mapping=self.slot_mapping[0, :tokens],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
             context_lens=self.context_lens[:rows],
             block_tables=block_tables[0],
-            num_decode_rows=header.num_decode_rows,
+            num_decode_rows=on_device if is_mixed else header.num_decode_rows,
             max_query_len=header.max_query_len,
             max_context_len=header.max_context_len,
         )

@@ -7,11 +7,12 @@ not fails, whatever it does with it. Memory that a kernel should write holds NaN
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,7 @@ class Batch:
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    num_decode_rows: int
+    num_decode_rows: int | torch.Tensor
     sliding_window: int | None = None
     soft_cap: float | None = None
 
@@ -396,6 +397,67 @@ def test_rows_of_many_tokens_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "_attend_chunks", attend_and_note)
     assert_right(batch, max_query_len=33)  # 64 tokens x 2 heads
     assert chunks == [(1, 1)]
+
+
+def with_room(batch: Batch, num_rows: int, num_tokens: int) -> Batch:
+    """As a graph of so many rows and tokens sees it. What is no row's is NaN, or far outside."""
+    tokens, lacking = len(batch.q), num_rows - len(batch.context_lens)
+    padding = torch.full((num_tokens - tokens, *batch.q.shape[1:]), torch.nan)
+    tables = torch.full((lacking, batch.block_tables.shape[1]), 2**30, dtype=torch.int32)
+    lens = torch.full((lacking,), 2**30, dtype=torch.int32)
+    return replace(
+        batch,
+        q=torch.cat([batch.q, padding.to(batch.q)]),
+        cu_seqlens_q=F.pad(batch.cu_seqlens_q, (0, lacking), value=tokens),
+        context_lens=torch.cat([batch.context_lens, lens.to(DEVICE)]),
+        block_tables=torch.cat([batch.block_tables, tables.to(DEVICE)]),
+        # In the middle of a header, as in a step's buffer.
+        num_decode_rows=torch.tensor([9, batch.num_decode_rows, 9], dtype=torch.int32)[1:2].to(
+            DEVICE
+        ),
+    )
+
+
+@pytest.mark.small(seed=[1, 12, 23, 34])
+@pytest.mark.full(seed=range(0, 44, 2))
+@pytest.mark.parametrize("seed", range(44))
+def test_one_launch_is_right_for_every_mix_of_rows(seed: int) -> None:
+    """The number of decode rows is read on the GPU; rows may have no tokens, and tokens no row."""
+    group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
+    rows = ragged_rows(2000 + seed)
+    rows = [row for row in rows if row[0] > 1] if seed % 6 == 1 else rows
+    batch = make_batch(
+        rows or [(1, 1 + seed)],
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=(16, 24, 16, 64)[seed % 4],
+        block_size=(16, 32, 5, 64, 256)[seed % 5],
+        seed=seed,
+        sliding_window=(None, *WINDOWS)[seed % 12],
+        soft_cap=(None, 2.0)[seed // 2 % 2],
+    )
+    tokens = len(batch.q)
+    padded = with_room(batch, len(rows) + 1 + seed % 4, tokens + seed % 50)
+    out = padded.attend(num_shares=seed % 5 + 1)
+    assert out[tokens:].isnan().all()  # nobody has written there
+    error = (out[:tokens].double().cpu() - reference(batch)).abs().max().item()
+    assert error < TOLERANCE[torch.float32]
+
+
+def test_one_launch_is_right_for_any_number_of_decode_rows() -> None:
+    """Of rows of one token each kernel could compute any: here each computes some of them."""
+    batch = make_batch([(1, 20), (1, 3 * TILE_N), (1, 7), (1, 33)])
+    for num_decode_rows in range(4):
+        batch.num_decode_rows = torch.tensor([num_decode_rows], dtype=torch.int32, device=DEVICE)
+        assert_right(batch)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, dtype=torch.int32), torch.zeros(1)], ids=str)
+def test_a_number_of_decode_rows_on_the_device_is_one_integer(wrong: torch.Tensor) -> None:
+    batch = make_batch([(1, 20), (2, 2)])
+    batch.num_decode_rows = wrong
+    with pytest.raises(ValueError, match=r"num_decode_rows must be an int, or int32 \[1\], not"):
+        batch.attend()
 
 
 @pytest.mark.small(sliding_window=[None, 3])
