@@ -70,6 +70,12 @@ class LateCuda(FakeCuda):
 
         return launched
 
+    def capture(self, *args: Any) -> Any:
+        """As a real one's, which waits, and then runs what it records, now and not later."""
+        self.synchronize()
+        with self.at_once():
+            return super().capture(*args)
+
     def event(self) -> "LateEvent":
         return LateEvent(self)
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from count_replays import choices, count_replays
 from late_cuda import LateCuda
+from mixed_attention import MixedTorchAttention
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
 import nanoserve.sampling.fused_sampler as fused_sampler
+import nanoserve.worker.mixed_program as mixed_program
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
@@ -24,6 +26,7 @@ from nanoserve.layers.context import LayerContext
 from nanoserve.speculative.extension import Speculation
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.mixed_program import MixedProgram
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -70,7 +73,7 @@ def make_engine(
     path: Path, cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> GuardedEngine:
     """Late from its first step on. What it packs goes over what lay there."""
-    attention = TorchAttention()
+    attention = MixedTorchAttention() if options.get("capture_mixed_steps") else TorchAttention()
     attention.attend = cuda.kernel(attention.attend, lambda layer, q, *rest: q)
     for name, dtype in (("choose_tokens", torch.int64), ("filter_borders", torch.float32)):
         kernel = cuda.kernel(
@@ -82,7 +85,7 @@ def make_engine(
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: cuda.run() or to_host(tensor))
     config = EngineConfig(str(path), **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
-    device = CudaDevice(config, cuda, is_capturable=True)
+    device = CudaDevice(config, cuda, True, captures_mixed_steps=attention.captures_mixed_steps)
     context = LayerContext(attention=attention)
     runner = ModelRunner.load(config, model_config, path, context, device)
     next_batch = runner.next_batch
@@ -98,10 +101,14 @@ def make_engine(
     return GuardedEngine(config, model_config, runner, tokenizer=None)
 
 
-@pytest.mark.small(ahead=[True], graphs=[{"capture_sampling": True}])  # of some steps
+MIXED = {"capture_mixed_steps": True}
+ALL = MIXED | {"capture_sampling": True}
+
+
+@pytest.mark.small(ahead=[True], graphs=[ALL])  # of some steps
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
 @pytest.mark.parametrize(
-    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}, MIXED, ALL], ids=str
 )
 def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     checkpoint: Path,
@@ -111,8 +118,11 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     ahead: bool,
     graphs: dict[str, bool],
 ) -> None:
+    monkeypatch.setattr(mixed_program, "_SMALLEST", 4)  # so that there are several sizes up to 30
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
+    mixed = [p for p in engine.executor.device.programs if isinstance(p, MixedProgram)]
+    replayed = [count_replays(p.graphs) for p in mixed]
     pending: list[int] = []
     engine.observers.append(
         lambda plan, batch, result, times: pending.append(batch.header.num_pending)
@@ -121,6 +131,8 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     chosen = count_replays(choices(engine.executor.device)) if choosing else []
     assert answers(engine, asked) == expected
     assert (len(chosen) > len(asked) // 2) is choosing
+    for sizes, program in zip(replayed, mixed, strict=True):  # most of them captured meanwhile
+        assert {8, 16, 30} <= set(sizes) <= program.graphs.outputs.keys() and len(sizes) > 5
     assert any(pending) is ahead and engine.stats.num_preemptions > 0
     # It was late: whole steps lay in the queue, and ahead the most of two.
     num_launched = cuda.num_run + len(cuda.queue)
