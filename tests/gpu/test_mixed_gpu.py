@@ -177,7 +177,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mixed steps in graphs": {},
     "and sampling": {"capture_sampling": True},
     "in turn": {"async_scheduling": False},
-    "a pool for few": {"num_kv_blocks": 60, "max_model_len": 500},
+    "a pool for few": {"num_kv_blocks": 40, "max_model_len": 400},
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "a small budget": {"max_num_batched_tokens": 90},
     "blocks of 256": {"block_size": 256, "num_kv_blocks": 200},
