@@ -37,6 +37,7 @@ _QUESTIONS = [
 _VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "sampling in graphs": {"capture_sampling": True},
+    "mixed steps in graphs": {"capture_mixed_steps": True},
     "int8 weights": {"quantization": "int8"},
     "int4 weights": {"quantization": "int4", "quantization_group_size": 128},
     "fp8 weights": {"quantization": "fp8"},
@@ -57,6 +58,7 @@ def smoke(job: Job) -> Measurements:
         "eager": {"enforce_eager": True},
         "blocks of 256": {"block_size": 256},
         "sampling in graphs": {"capture_sampling": True},
+        "mixed steps in graphs": {"capture_mixed_steps": True},
     }
     expected: list[list[int]] = []
     yield "cpu", lambda: expected.extend(_answers(job, device="cpu")) or len(expected)

@@ -28,6 +28,7 @@ _WAYS = {
     "in turn": {"async_scheduling": False},
     "one step ahead": {"async_scheduling": True},
     "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
+    "mixed steps in graphs": {"async_scheduling": True, "capture_mixed_steps": True},
 }
 _KINDS = {
     "attention": r"attention|merge_|flash",

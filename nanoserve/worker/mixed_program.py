@@ -66,7 +66,7 @@ class MixedProgram:
 
     The largest graph is captured before the first step, so that all others fit into the memory that
     it has left behind; each of these when a step first needs it, which then takes some ten
-    milliseconds more.
+    milliseconds more. Their outputs lie in one place: kept apart, they would fill that memory up.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class MixedProgram:
     ) -> None:
         self.graphs = SizedGraphs(sizes)
         self._cuda, self._buffers, self._computation = cuda, buffers, computation
+        self._hidden: torch.Tensor | None = None  # [sizes[-1], hidden_size]
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
         return header.max_query_len > 1 and header.num_tokens <= self.graphs.sizes[-1]
@@ -100,8 +101,11 @@ class MixedProgram:
             max_query_len=num_tokens,
             max_context_len=self._computation.max_model_len,
         )
-        tables = self._buffers.tables(num_rows)
-        return self._computation.forward(self._buffers.tensors, header, tables, is_mixed=True)
+        step = self._buffers.tensors, header, self._buffers.tables(num_rows)
+        hidden = self._computation.forward(*step, is_mixed=True)
+        if self._hidden is None:  # the largest is first, and runs once before it is recorded
+            self._hidden = torch.empty_like(hidden)
+        return self._hidden[:num_tokens].copy_(hidden)
 
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         size, tensors = self.graphs.size_for(header.num_tokens), self._buffers.tensors

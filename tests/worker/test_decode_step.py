@@ -313,6 +313,6 @@ def test_what_a_graph_of_mixed_steps_records(mixed: ModelRunner, launched: Count
     with Watch() as watch, torch.inference_mode():
         assert program.launch(8192).shape == (8192, 1024)
     launches, attention = split_attention(watch.launches + launched)
-    assert launches == of_the_model()
+    assert launches == of_the_model() + Counter({"aten::copy_": 1})  # to where all leave theirs
     assert attention == MOST_MIXED_ATTENTION * NUM_LAYERS
     assert not watch.copied_in and not watch.copied_out

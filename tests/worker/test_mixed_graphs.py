@@ -436,6 +436,18 @@ def test_the_pool_leaves_room_for_all_of_them(
 
 
 @pytest.mark.usefixtures("no_worst_case")
+def test_their_outputs_lie_in_one_place(checkpoint: Path) -> None:
+    """Kept apart, those of ten sizes would take as much as the activations of the largest."""
+    engine = make_engine(checkpoint, FakeCuda(), num_kv_blocks=90, **LIMITS)
+    run(engine, requests(8, 100))
+    (program,) = (p for p in engine.executor.device.programs if isinstance(p, MixedProgram))
+    outputs = program.graphs.outputs
+    assert outputs.keys() > {150} and all(len(out) == n for n, out in outputs.items())
+    (memory,) = {out.untyped_storage().data_ptr() for out in outputs.values()}
+    assert outputs[150].data_ptr() == memory and len(program.graphs.sizes) == 3
+
+
+@pytest.mark.usefixtures("no_worst_case")
 def test_they_are_captured_anew_after_a_sleep(checkpoint: Path) -> None:
     cuda = FakeCuda()
     engine = make_engine(checkpoint, cuda, num_kv_blocks=40, **LIMITS)
