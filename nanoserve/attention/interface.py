@@ -34,11 +34,12 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
     context_lens: Tensor  # int32 [num_rows]
     block_tables: Tensor  # int32 [num_rows, max_blocks]
-    # Rows with one token; they come first. In a graph of mixed steps int32 [1], on the device: the
-    # last rows may then have no tokens, and the last tokens belong to no row.
-    num_decode_rows: int | Tensor
+    num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
+    # In a graph of mixed steps int32 [2], on the device: all rows, and decode rows. What the other
+    # tensors have behind is padding, and `num_decode_rows` says nothing.
+    row_counts: Tensor | None = None
     # What a backend computes in a step's first layer for all the others, by the backend's name.
     scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)

@@ -29,6 +29,7 @@ class TritonAttention(AttentionBackend):
             metadata.block_tables,
             scale=layer.scale,
             num_decode_rows=metadata.num_decode_rows,
+            row_counts=metadata.row_counts,
             max_context_len=metadata.max_context_len,
             max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,

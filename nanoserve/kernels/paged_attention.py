@@ -42,13 +42,14 @@ def paged_attention(
     block_tables: torch.Tensor,
     *,
     scale: float,
-    num_decode_rows: int | torch.Tensor,
+    num_decode_rows: int,
     max_context_len: int,
     num_shares: int | None = None,
     max_query_len: int | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: torch.Tensor | None = None,
+    row_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from every query token to the keys of its sequence up to itself.
 
@@ -68,13 +69,14 @@ def paged_attention(
     `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled scores
     c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
-    `context_lens`, `cu_seqlens_q` and a tensor `num_decode_rows` must be older than the kernel that
-    was launched before: from Hopper on they are read while that one still runs.
+    `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel that was launched
+    before: from Hopper on they are read while that one still runs.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
-    captured in a CUDA graph, a launch stays right as contexts grow. With `num_decode_rows` int32
-    [1] on the device it stays right for every mix of rows: behind the decode rows there may be some
-    without tokens, and `q` may have tokens of no row, of which nothing is written.
+    captured in a CUDA graph, a launch stays right as contexts grow. With `row_counts`, int32 [2] on
+    the device, it stays right for every mix of rows: they say how many rows there are, and how many
+    of them are decode rows, in the place of the tensors' lengths and of `num_decode_rows`. Each
+    other row has two tokens or more. What lies behind may be anything, and is not computed.
     """
     check_cache(kv_cache, kv_scales, q.dtype)
     batch = _Batch(
@@ -83,8 +85,8 @@ def paged_attention(
     )
     _check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if isinstance(num_decode_rows, torch.Tensor):
-        _attend_mixed(batch, out, max_context_len, num_shares, num_decode_rows)
+    if row_counts is not None:
+        _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
         return out
     num_others = len(context_lens) - num_decode_rows
     if num_decode_rows > 0:
@@ -107,17 +109,17 @@ def _attend_mixed(
     out: torch.Tensor,
     max_context_len: int,
     num_shares: int | None,
-    num_decode_rows: torch.Tensor,
+    row_counts: torch.Tensor,
 ) -> None:
     """Launch both kernels for all rows: each finds out on the GPU which of them are its own."""
-    if num_decode_rows.dtype != torch.int32 or num_decode_rows.numel() != 1:
+    if row_counts.dtype != torch.int32 or row_counts.shape != (2,) or row_counts.stride(0) != 1:
         raise ValueError(
-            f"num_decode_rows must be an int, or int32 [1], not {num_decode_rows.dtype} "
-            f"{list(num_decode_rows.shape)}"
+            f"row_counts must be contiguous int32 [2], all rows and decode rows, not "
+            f"{row_counts.dtype} {list(row_counts.shape)}"
         )
-    _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, num_decode_rows)
-    num_rows = len(batch.context_lens)
-    _attend_chunks(batch, _config(batch, False), out, 0, num_rows, num_decode_rows)
+    _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, row_counts)
+    num_chunks = min(len(batch.context_lens), len(batch.q) // 2)  # of two tokens each, at least
+    _attend_chunks(batch, _config(batch, False), out, 0, num_chunks, row_counts)
 
 
 class _Batch(NamedTuple):
@@ -215,10 +217,10 @@ def _decode(
     max_context_len: int,
     num_shares: int | None,
     num_queries: int,
-    num_rows_on_device: torch.Tensor | None = None,
+    row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for all rows, of one token each, or of up to `num_queries`; or for the first of them,
-    as many as `num_rows_on_device` says.
+    """Attends for all rows, of one token each, or of up to `num_queries`; or for as many of them as
+    `row_counts` says.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
@@ -249,7 +251,7 @@ def _decode(
         *rows,
         block_tables,
         num_rows,
-        num_rows_on_device,
+        row_counts,
         scale * _LOG2_E,
         sliding_window,
         None if soft_cap is None else soft_cap * _LOG2_E,
@@ -272,7 +274,7 @@ def _decode(
             lse,
             *rows,
             num_rows,
-            num_rows_on_device,
+            row_counts,
             num_shares,
             sliding_window,
             **shape,
@@ -287,10 +289,10 @@ def _attend_chunks(
     out: torch.Tensor,
     first_row: int,
     num_rows: int,
-    num_decode_rows: torch.Tensor | None = None,
+    row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for rows [first_row, first_row + num_rows); those before have one token each, and so
-    have the first `num_decode_rows` of these, for which it does not.
+    """Attends for rows [first_row, first_row + num_rows); those before have one token each. With
+    `row_counts`, for those that it says, of which there are no more.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
@@ -310,7 +312,7 @@ def _attend_chunks(
         block_tables,
         first_row,
         num_rows,
-        num_decode_rows,
+        row_counts,
         num_kv_heads,
         scale * _LOG2_E,
         sliding_window,

@@ -42,20 +42,20 @@ class BatchTensors:
     ) -> AttentionMetadata:
         """Return a step as attention sees it; block_tables: [num_groups, num_rows, width].
 
-        is_mixed: how many decode rows there are is read on the device, whatever `header` says.
+        is_mixed: what rows there are is read on the device, and `header` is that of a graph.
         """
         rows, tokens = header.num_rows, header.num_tokens
-        field = BatchHeader._fields.index("num_decode_rows")
-        on_device = self.header[field : field + 1]
+        first_count = BatchHeader._fields.index("num_rows")  # and that of decode rows is next
         first = AttentionMetadata(
             positions=self.positions[:tokens],
             slot_mapping=self.slot_mapping[0, :tokens],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1],
             context_lens=self.context_lens[:rows],
             block_tables=block_tables[0],
-            num_decode_rows=on_device if is_mixed else header.num_decode_rows,
+            num_decode_rows=header.num_decode_rows,
             max_query_len=header.max_query_len,
             max_context_len=header.max_context_len,
+            row_counts=self.header[first_count : first_count + 2] if is_mixed else None,
         )
         for group in range(1, self.num_groups):
             first.add_group(self.slot_mapping[group, :tokens], block_tables[group])

@@ -2,15 +2,14 @@
 
 Launched kernel by kernel, such a step takes a host longer than a GPU computes a small model's. But
 a graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and
-of chunks of any length. So a graph is recorded of a padded number of tokens, and always of
+of chunks of any length. So a graph is recorded of a padded number of tokens, with room for
 `max_num_seqs` rows:
 
     tokens    [ a7 | b3 | c0 c1 c2 c3 | 0 0 ]     8, of which the last two are padding
-    cu_seqlens_q  [0, 1, 2, 6, 6, 6]              five rows, of which the last two have no tokens
 
 Padding stands behind what is there, and belongs to no row: its K and V go to the dummy block, no
-program of attention computes it, and nobody reads what becomes of it. How many rows are decode rows
-is read by attention's kernels from the step's header, on the device.
+program of attention computes it, and nobody reads what becomes of it. How many rows there are, and
+how many of them are decode rows, attention's kernels read from the step's header on the device.
 
 All of that follows from the batch, so ranks that share it come to the same graph. Not run on a GPU.
 """
@@ -48,14 +47,12 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int) -> None:
-    """Fill a step up with tokens that belong to no row, and with rows that have no tokens.
+    """Fill a step up with tokens that belong to no row.
 
     What is there stays where it is, and `batch.header` keeps counting it alone. What is written
     behind it is the same on every rank that shares the batch.
     """
-    rows, tokens = header.num_rows, header.num_tokens
-    batch.cu_seqlens_q[rows + 1 :] = tokens
-    batch.context_lens[rows:] = 0
+    tokens = header.num_tokens
     batch.input_ids[tokens:num_tokens] = 0
     batch.positions[tokens:num_tokens] = 0
     batch.slot_mapping[:, tokens:num_tokens] = np.arange(num_tokens - tokens) % block_size

@@ -85,17 +85,16 @@ def test_one_graph_of_attention_is_right_for_every_mix_of_rows(
             blocks = -(-context // block_size)
             tables[row, :blocks] = torch.randint(1, 3000, (blocks,), device=DEVICE)
         ends = torch.tensor([0, *[n for n, _ in rows]], device=DEVICE).cumsum(0)
-        starts.fill_(tokens)
+        starts.fill_(2**30)
         starts[: len(rows) + 1] = ends
         lens.fill_(2**30)
         lens[: len(rows)] = torch.tensor([context for _, context in rows], device=DEVICE)
-        header[3] = sum(n == 1 for n, _ in rows)
+        header[2], header[3] = len(rows), sum(n == 1 for n, _ in rows)
         return tokens
 
     def launch() -> torch.Tensor:
-        return paged_attention(
-            q, cache, starts, lens, tables, num_decode_rows=header[3:4], **common
-        )
+        step = q, cache, starts, lens, tables
+        return paged_attention(*step, num_decode_rows=0, row_counts=header[2:4], **common)
 
     fill([(2, 2)])
     launch()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -35,9 +34,10 @@ class Batch:
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    num_decode_rows: int | torch.Tensor
+    num_decode_rows: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    row_counts: torch.Tensor | None = None
 
     def attend(self, num_shares: int | None = None, max_query_len: int | None = None) -> Any:
         with poisoned_memory():
@@ -54,6 +54,7 @@ class Batch:
                 max_query_len=max_query_len,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
+                row_counts=self.row_counts,
             )
 
 
@@ -401,20 +402,18 @@ def test_rows_of_many_tokens_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def with_room(batch: Batch, num_rows: int, num_tokens: int) -> Batch:
     """As a graph of so many rows and tokens sees it. What is no row's is NaN, or far outside."""
-    tokens, lacking = len(batch.q), num_rows - len(batch.context_lens)
+    rows, tokens = len(batch.context_lens), len(batch.q)
     padding = torch.full((num_tokens - tokens, *batch.q.shape[1:]), torch.nan)
-    tables = torch.full((lacking, batch.block_tables.shape[1]), 2**30, dtype=torch.int32)
-    lens = torch.full((lacking,), 2**30, dtype=torch.int32)
+    far = torch.full((num_rows - rows, batch.block_tables.shape[1]), 2**30, dtype=torch.int32)
+    counts = torch.tensor([9, rows, batch.num_decode_rows, 9], dtype=torch.int32)
     return replace(
         batch,
         q=torch.cat([batch.q, padding.to(batch.q)]),
-        cu_seqlens_q=F.pad(batch.cu_seqlens_q, (0, lacking), value=tokens),
-        context_lens=torch.cat([batch.context_lens, lens.to(DEVICE)]),
-        block_tables=torch.cat([batch.block_tables, tables.to(DEVICE)]),
-        # In the middle of a header, as in a step's buffer.
-        num_decode_rows=torch.tensor([9, batch.num_decode_rows, 9], dtype=torch.int32)[1:2].to(
-            DEVICE
-        ),
+        cu_seqlens_q=torch.cat([batch.cu_seqlens_q, far[:, 0].to(DEVICE)]),
+        context_lens=torch.cat([batch.context_lens, far[:, 0].to(DEVICE)]),
+        block_tables=torch.cat([batch.block_tables, far.to(DEVICE)]),
+        num_decode_rows=0,
+        row_counts=counts.to(DEVICE)[1:3],  # in the middle of a header, as in a step's buffer
     )
 
 
@@ -422,12 +421,12 @@ def with_room(batch: Batch, num_rows: int, num_tokens: int) -> Batch:
 @pytest.mark.full(seed=range(0, 44, 2))
 @pytest.mark.parametrize("seed", range(44))
 def test_one_launch_is_right_for_every_mix_of_rows(seed: int) -> None:
-    """The number of decode rows is read on the GPU; rows may have no tokens, and tokens no row."""
+    """How many rows there are of both kinds is read on the GPU, and what is behind them is not."""
     group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
-    rows = ragged_rows(2000 + seed)
-    rows = [row for row in rows if row[0] > 1] if seed % 6 == 1 else rows
+    drawn = ragged_rows(2000 + seed)
+    rows = [row for row in drawn if seed % 6 > 1 or (row[0] > 1) == seed % 6]  # or of one kind
     batch = make_batch(
-        rows or [(1, 1 + seed)],
+        rows or drawn,
         num_heads=group * num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=(16, 24, 16, 64)[seed % 4],
@@ -436,27 +435,33 @@ def test_one_launch_is_right_for_every_mix_of_rows(seed: int) -> None:
         sliding_window=(None, *WINDOWS)[seed % 12],
         soft_cap=(None, 2.0)[seed // 2 % 2],
     )
-    tokens = len(batch.q)
-    padded = with_room(batch, len(rows) + 1 + seed % 4, tokens + seed % 50)
+    tokens, num_rows = len(batch.q), len(batch.context_lens)
+    padded = with_room(batch, num_rows + seed % 5, tokens + seed % 50)
     out = padded.attend(num_shares=seed % 5 + 1)
     assert out[tokens:].isnan().all()  # nobody has written there
     error = (out[:tokens].double().cpu() - reference(batch)).abs().max().item()
     assert error < TOLERANCE[torch.float32]
 
 
-def test_one_launch_is_right_for_any_number_of_decode_rows() -> None:
-    """Of rows of one token each kernel could compute any: here each computes some of them."""
-    batch = make_batch([(1, 20), (1, 3 * TILE_N), (1, 7), (1, 33)])
-    for num_decode_rows in range(4):
-        batch.num_decode_rows = torch.tensor([num_decode_rows], dtype=torch.int32, device=DEVICE)
-        assert_right(batch)
+def test_rows_of_two_tokens_fill_the_launch() -> None:
+    """Of several tokens there can be no more rows than these, and no more tiles."""
+    for tokens in (2, 3):
+        batch = make_batch([(2, 2)] * 20 + [(tokens, 30)])
+        padded = with_room(batch, 64, len(batch.q))
+        error = (padded.attend().double().cpu() - reference(batch)).abs().max().item()
+        assert error < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(2, dtype=torch.int32), torch.zeros(1)], ids=str)
-def test_a_number_of_decode_rows_on_the_device_is_one_integer(wrong: torch.Tensor) -> None:
-    batch = make_batch([(1, 20), (2, 2)])
-    batch.num_decode_rows = wrong
-    with pytest.raises(ValueError, match=r"num_decode_rows must be an int, or int32 \[1\], not"):
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(3, dtype=torch.int32), torch.zeros(2), torch.zeros(4, dtype=torch.int32)[::2]],
+    ids=str,
+)
+def test_row_counts_on_the_device_are_two_integers(wrong: torch.Tensor) -> None:
+    batch = replace(make_batch([(1, 20), (2, 2)]), row_counts=wrong)
+    with pytest.raises(
+        ValueError, match=r"row_counts must be contiguous int32 \[2\], all rows and"
+    ):
         batch.attend()
 
 

@@ -53,8 +53,8 @@ def _attention(
     **sees: float,
 ) -> None:
     num_rows, context_len = 2, 64
-    # Where a graph's launch finds it, 12 bytes behind an aligned address.
-    on_device = torch.zeros(10, dtype=torch.int32)[3:4]
+    # Where a graph's launch finds them, 8 bytes behind an aligned address.
+    row_counts = torch.zeros(10, dtype=torch.int32)[2:4] if is_mixed else None
     kv_cache, kv_scales = _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype)
     paged_attention(
         torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
@@ -63,7 +63,8 @@ def _attention(
         torch.zeros(num_rows, dtype=torch.int32),
         torch.zeros(num_rows, 4, dtype=torch.int32),
         scale=head_dim**-0.5,
-        num_decode_rows=on_device if is_mixed else num_rows if query_len == 1 else 0,
+        num_decode_rows=num_rows if query_len == 1 else 0,
+        row_counts=row_counts,
         max_context_len=context_len,
         max_query_len=query_len,
         kv_scales=kv_scales,

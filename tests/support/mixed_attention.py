@@ -1,7 +1,6 @@
 """Torch's attention as a part of graphs of mixed steps, which it could not be of real ones."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,16 +20,16 @@ class MixedTorchAttention(TorchAttention):
     def attend(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: Any, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        if isinstance(metadata.num_decode_rows, int):
+        if metadata.row_counts is None:
             return super().attend(layer, q, kv_cache, metadata)
-        starts = metadata.cu_seqlens_q.tolist()
-        rows, tokens = sum(start < end for start, end in pairwise(starts)), starts[-1]
+        rows, num_decode_rows = metadata.row_counts.tolist()
+        tokens = int(metadata.cu_seqlens_q[rows])
         step = replace(
             metadata,
             cu_seqlens_q=metadata.cu_seqlens_q[: rows + 1],
             context_lens=metadata.context_lens[:rows],
             block_tables=metadata.block_tables[:rows],
-            num_decode_rows=int(metadata.num_decode_rows),
+            num_decode_rows=num_decode_rows,
             max_context_len=int(metadata.context_lens[:rows].max()),
         )
         out = torch.full_like(q, torch.nan)

