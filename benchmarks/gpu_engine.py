@@ -41,6 +41,7 @@ _VARIANTS: Variants = {
     "sampling in graphs": {"capture_sampling": True},
     "16384 tokens a step": {"max_num_batched_tokens": 16384},
     "16384, sampling in graphs": {"max_num_batched_tokens": 16384, "capture_sampling": True},
+    "mixed steps in graphs": {"capture_mixed_steps": True},
     "default again": {},
 }
 _OTHER_VARIANTS: Variants = {
@@ -73,6 +74,7 @@ def smoke(job: Job) -> Measurements:
         "eager": {"enforce_eager": True},
         "blocks of 256": {"block_size": 256},
         "sampling in graphs": {"capture_sampling": True},
+        "mixed steps in graphs": {"capture_mixed_steps": True},
     }
     expected: list[list[int]] = []
     yield "cpu", lambda: expected.extend(_answers(job, device="cpu")) or len(expected)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 _OWN_OPTIONS = {
     *("num_kv_blocks", "prefix_cache_seed", "enable_prompt_tokens_details", "trace", "device"),
     *("num_threads", "priority_aging", "quantization_group_size", "capture_sampling"),
+    "capture_mixed_steps",
     *("distributed_timeout_seconds", "worker_timeout_seconds", "quantization_activations"),
 }
 # What may ask for nothing.

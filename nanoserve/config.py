@@ -133,6 +133,8 @@ class EngineConfig:
     enforce_eager: bool = False
     # LM head and sampling of plain decode steps in graphs too. Off until it has run on a GPU.
     capture_sampling: bool = False
+    # Steps in which prompts are computed in graphs too, at padded numbers of tokens. Off likewise.
+    capture_mixed_steps: bool = False
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
     # Stages of some layers each, of so many ranks each. On a GPU they run without CUDA graphs.
@@ -227,6 +229,11 @@ class EngineConfig:
             f"{self.enforce_eager} records none, and of tensor_parallel_size="
             f"{self.tensor_parallel_size} ranks only the first knows which steps a graph can "
             f"sample, while all take part in its logits",
+        )
+        require(
+            not (self.capture_mixed_steps and self.enforce_eager),
+            "capture_mixed_steps=True records CUDA graphs, and enforce_eager=True none: leave one "
+            "of them out",
         )
 
     def for_device(self, kind: str) -> "EngineConfig":
@@ -340,6 +347,9 @@ def _check_parallel(config: EngineConfig) -> None:
     )
     require(
         not config.capture_sampling, f"{told} samples behind its last stage: no capture_sampling"
+    )
+    require(
+        not config.capture_mixed_steps, f"{told} records no CUDA graphs: no capture_mixed_steps"
     )
     require(
         asked is None or asked.method != "hidden_head",

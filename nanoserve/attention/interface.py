@@ -37,6 +37,9 @@ class AttentionMetadata:
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
+    # In a graph of mixed steps int32 [2], on the device: all rows, and decode rows. What the other
+    # tensors have behind is padding, and `num_decode_rows` says nothing.
+    row_counts: Tensor | None = None
     # What a backend computes in a step's first layer for all the others, by the backend's name.
     scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
@@ -62,6 +65,7 @@ class AttentionBackend:
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
+    captures_mixed_steps = False  # and a step of decode rows and chunks, of any numbers of both
 
     def kv_cache_spec(
         self,

@@ -12,7 +12,7 @@ class TritonAttention(AttentionBackend):
     are, if no row of a step has more.
     """
 
-    capturable = True
+    capturable = captures_mixed_steps = True
 
     def __init__(self, longest_cut: int = 1) -> None:
         self.longest_cut = longest_cut
@@ -29,6 +29,7 @@ class TritonAttention(AttentionBackend):
             metadata.block_tables,
             scale=layer.scale,
             num_decode_rows=metadata.num_decode_rows,
+            row_counts=metadata.row_counts,
             max_context_len=metadata.max_context_len,
             max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,

@@ -57,6 +57,7 @@ def decode_attention_kernel(
     context_lens_ptr,
     block_tables_ptr,
     num_rows,
+    row_counts_ptr,  # int32 [2]: all rows, and the decode rows; None, and it is compiled away
     scale,  # times log2(e)
     # If they are None, all that they take is compiled away. Else they are values, not constants:
     # they only set ranges and masks and a factor, and layers that differ in them share a kernel.
@@ -82,6 +83,8 @@ def decode_attention_kernel(
     IS_DEPENDENT: tl.constexpr,
 ):
     HEADS: tl.constexpr = BLOCK_M // QUERIES
+    if row_counts_ptr is not None:
+        num_rows = tl.load(row_counts_ptr + 1)
     kv_head, share = tl.program_id(0), tl.program_id(1)
     size, num_tiles_in_all = _size_of_shares(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, tl.num_programs(1), sliding_window, TILE_N
@@ -189,6 +192,7 @@ def merge_parts_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     num_rows,
+    row_counts_ptr,
     num_shares,
     sliding_window,
     HEAD_DIM: tl.constexpr,
@@ -202,11 +206,15 @@ def merge_parts_kernel(
     Its parts' mean, weighted by their sums of exponentials.
     """
     # 1) Which row it is.
+    if row_counts_ptr is not None:
+        num_rows = tl.load(row_counts_ptr + 1)
     share, num_heads = tl.program_id(1), tl.num_programs(0) // QUERIES
     token, head = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads
     size, num_tiles_in_all = _size_of_shares(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
     )
+    if row_counts_ptr is not None:  # of no rows at all, shares have no tiles, and 0 divides nothing
+        size = tl.maximum(size, 1)
     border = (share + 1) * size
     row, before = _find_row(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, border, sliding_window, TILE_N

@@ -49,6 +49,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: torch.Tensor | None = None,
+    row_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from every query token to the keys of its sequence up to itself.
 
@@ -68,11 +69,14 @@ def paged_attention(
     A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled
     scores c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
 
-    `context_lens` and `cu_seqlens_q` must be older than the kernel that was launched before: from
-    Hopper on they are read while that one still runs.
+    `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel that was launched
+    before: from Hopper on they are read while that one still runs.
 
     The host looks at no tensor's values, and every program finds its share of the work on the GPU:
-    captured in a CUDA graph, a launch stays right as contexts grow.
+    captured in a CUDA graph, a launch stays right as contexts grow. With `row_counts`, int32 [2] on
+    the device, it stays right for every mix of rows: they say how many rows there are, and how many
+    of them are decode rows, in the place of the tensors' lengths and of `num_decode_rows`. Each
+    other row has two tokens or more. What lies behind may be anything, and is not computed.
     """
     check_cache(kv_cache, kv_scales, q.dtype)
     batch = _Batch(
@@ -81,6 +85,9 @@ def paged_attention(
     )
     _check(batch)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if row_counts is not None:
+        _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
+        return out
     num_others = len(context_lens) - num_decode_rows
     if num_others > 0 and max_query_len is not None:
         num_queries = triton.next_power_of_2(max_query_len)
@@ -95,6 +102,24 @@ def paged_attention(
     if num_others > 0:
         _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
     return out
+
+
+def _attend_mixed(
+    batch: "_Batch",
+    out: torch.Tensor,
+    max_context_len: int,
+    num_shares: int | None,
+    row_counts: torch.Tensor,
+) -> None:
+    """Launch both kernels for all rows: each finds out on the GPU which of them are its own."""
+    if row_counts.dtype != torch.int32 or row_counts.shape != (2,) or row_counts.stride(0) != 1:
+        raise ValueError(
+            f"row_counts must be contiguous int32 [2], all rows and decode rows, not "
+            f"{row_counts.dtype} {list(row_counts.shape)}"
+        )
+    _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, row_counts)
+    num_chunks = min(len(batch.context_lens), len(batch.q) // 2)  # of two tokens each, at least
+    _attend_chunks(batch, _config(batch, False), out, 0, num_chunks, row_counts)
 
 
 class _Batch(NamedTuple):
@@ -194,8 +219,11 @@ def _decode(
     max_context_len: int,
     num_shares: int | None,
     num_queries: int,
+    row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for all rows, of one token each, or of up to `num_queries`."""
+    """Attends for all rows, of one token each, or of up to `num_queries`; or for as many of them as
+    `row_counts` says.
+    """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
     (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
@@ -225,6 +253,7 @@ def _decode(
         *rows,
         block_tables,
         num_rows,
+        row_counts,
         scale * _LOG2_E,
         sliding_window,
         None if soft_cap is None else soft_cap * _LOG2_E,
@@ -247,6 +276,7 @@ def _decode(
             lse,
             *rows,
             num_rows,
+            row_counts,
             num_shares,
             sliding_window,
             **shape,
@@ -256,9 +286,16 @@ def _decode(
 
 
 def _attend_chunks(
-    batch: _Batch, config: TileConfig, out: torch.Tensor, first_row: int, num_rows: int
+    batch: _Batch,
+    config: TileConfig,
+    out: torch.Tensor,
+    first_row: int,
+    num_rows: int,
+    row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for rows [first_row, first_row + num_rows); those before have one token each."""
+    """Attends for rows [first_row, first_row + num_rows); those before have one token each. With
+    `row_counts`, for those that it says, of which there are no more.
+    """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
     num_tokens, _, head_dim = q.shape
@@ -277,6 +314,7 @@ def _attend_chunks(
         block_tables,
         first_row,
         num_rows,
+        row_counts,
         num_kv_heads,
         scale * _LOG2_E,
         sliding_window,

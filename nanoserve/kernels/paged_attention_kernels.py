@@ -46,6 +46,8 @@ def chunk_attention_kernel(
     block_tables_ptr,
     first_row,
     num_rows,
+    # int32 [2], in the place of both: all rows, and those before; None, and it is compiled away.
+    row_counts_ptr,
     num_kv_heads,
     scale,  # times log2(e)
     # If they are None, all that they take is compiled away. Else they are values, not constants:
@@ -73,6 +75,12 @@ def chunk_attention_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_PADDED
     kv_head = tl.program_id(0) % num_kv_heads
     tile = tl.program_id(0) // num_kv_heads
+    if row_counts_ptr is not None:
+        first_row = tl.load(row_counts_ptr + 1)
+        num_rows = tl.load(row_counts_ptr) - first_row
+        # The launch has room for other steps, too: what has no row here looks for none.
+        if tile >= _first_tile(cu_seqlens_q_ptr, first_row + num_rows, first_row, BLOCK_Q):
+            return
     row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
     q_tile = tile - _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q)
     q_start = tl.load(cu_seqlens_q_ptr + row)

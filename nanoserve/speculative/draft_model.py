@@ -57,6 +57,7 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
         async_scheduling=True,  # a draft token is an input before it is known here
         trace=None,
         capture_sampling=False,
+        capture_mixed_steps=False,
         disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
     )
     checkpoint = Checkpoint.open(options.model, own, options.revision)

@@ -1,4 +1,4 @@
-"""What an attention backend that somebody asks for needs of the machine and of the model."""
+"""What an attention backend needs of the machine and of the model, and what graphs need of it."""
 
 import os
 from importlib.util import find_spec
@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checks import require
+from nanoserve.config import EngineConfig
 
 # Ampere: from here on, tensor cores take bfloat16, and copies to shared memory run on their own.
 _FIRST_CAPABILITY = (8, 0)
@@ -52,3 +54,29 @@ def _check_capability(name: str, device: torch.device) -> None:
             f"newer; {torch.cuda.get_device_name(device)} has {found}. It can run "
             f"attention_backend='torch', which is slower"
         )
+
+
+def check_graphs(
+    config: EngineConfig, is_capturable: bool, captures_mixed_steps: bool = False
+) -> None:
+    """Raise `ValueError` for graphs that `config` asks for and that cannot be captured."""
+    require(
+        is_capturable or not config.capture_sampling,
+        f"capture_sampling=True, but attention_backend={config.attention_backend!r} cannot be part "
+        f"of a CUDA graph: choose another, or leave capture_sampling off",
+    )
+    require(
+        captures_mixed_steps or not config.capture_mixed_steps,
+        f"capture_mixed_steps=True, but attention_backend={config.attention_backend!r} cannot be "
+        f"part of a CUDA graph of decode rows and chunks: take 'triton', or leave it off",
+    )
+    drafts, budget = config.speculative_config, config.max_num_batched_tokens
+    if drafts is None or drafts.enforce_eager:
+        return
+    query_len = drafts.num_speculative_tokens + 1
+    require(
+        is_capturable and budget >= query_len,
+        f"speculative_config with enforce_eager=False records rows of {query_len} tokens: "
+        f"attention_backend={config.attention_backend!r} must be one that can be part of a CUDA "
+        f"graph, and max_num_batched_tokens={budget} that large",
+    )

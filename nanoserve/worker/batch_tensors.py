@@ -15,6 +15,7 @@ class BatchTensors:
     each group of layers; `block_tables` is flat, as wide as its step.
     """
 
+    header: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -37,10 +38,14 @@ class BatchTensors:
         return self.block_tables[: math.prod(shape)].view(shape)
 
     def attention_metadata(
-        self, header: BatchHeader, block_tables: torch.Tensor
+        self, header: BatchHeader, block_tables: torch.Tensor, is_mixed: bool = False
     ) -> AttentionMetadata:
-        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width]."""
+        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width].
+
+        is_mixed: what rows there are is read on the device, and `header` is that of a graph.
+        """
         rows, tokens = header.num_rows, header.num_tokens
+        first_count = BatchHeader._fields.index("num_rows")  # and that of decode rows is next
         first = AttentionMetadata(
             positions=self.positions[:tokens],
             slot_mapping=self.slot_mapping[0, :tokens],
@@ -50,6 +55,7 @@ class BatchTensors:
             num_decode_rows=header.num_decode_rows,
             max_query_len=header.max_query_len,
             max_context_len=header.max_context_len,
+            row_counts=self.header[first_count : first_count + 2] if is_mixed else None,
         )
         for group in range(1, self.num_groups):
             first.add_group(self.slot_mapping[group, :tokens], block_tables[group])

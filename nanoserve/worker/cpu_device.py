@@ -44,9 +44,18 @@ class Computation:
     block_size: int
     max_model_len: int
 
-    def forward(self, tensors: BatchTensors, header: BatchHeader, block_tables: Tensor) -> Tensor:
-        """Return the hidden states of a step, [num_tokens, hidden_size]."""
-        metadata = tensors.attention_metadata(header, block_tables)
+    def forward(
+        self,
+        tensors: BatchTensors,
+        header: BatchHeader,
+        block_tables: Tensor,
+        is_mixed: bool = False,
+    ) -> Tensor:
+        """Return the hidden states of a step, [num_tokens, hidden_size].
+
+        is_mixed: see `BatchTensors.attention_metadata`.
+        """
+        metadata = tensors.attention_metadata(header, block_tables, is_mixed)
         return self.model(tensors.input_ids[: header.num_tokens], self.kv_caches, metadata)
 
     def keep(self, token_ids: Tensor, slots: Tensor) -> None:

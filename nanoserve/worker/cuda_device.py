@@ -19,22 +19,29 @@ import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.worker.backend_checks import check_graphs
 from nanoserve.worker.compile_kernels import compile_kernels
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import graph_sizes
-from nanoserve.worker.gpu_memory import GPUMemory, measure_graphs, measure_step, run_worst_case
+from nanoserve.worker.gpu_memory import (
+    GPUMemory,
+    measure_graphs,
+    measure_mixed_graphs,
+    measure_step,
+    run_worst_case,
+)
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
 from nanoserve.worker.load_model import MemoryBeside
+from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes
 
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
 
@@ -47,7 +54,10 @@ class Fetched(NamedTuple):
 
 
 class CudaDevice:
-    """One NVIDIA GPU. `is_capturable` is whether the attention backend can be part of a graph.
+    """One NVIDIA GPU.
+
+    is_capturable, captures_mixed_steps: whether the attention backend can be part of a graph of
+    decode steps, and of one of mixed steps.
 
     `beside` tell what second models will take of its memory. Raises `ValueError` for graphs that
     are asked for and cannot be.
@@ -60,14 +70,17 @@ class CudaDevice:
         config: EngineConfig,
         cuda: Cuda,
         is_capturable: bool,
+        captures_mixed_steps: bool = False,
         beside: Sequence[Callable[[], MemoryBeside]] = (),
     ) -> None:
-        check_graphs(config, is_capturable)
+        check_graphs(config, is_capturable, captures_mixed_steps)
         self.config, self.cuda, self._beside = config, cuda, beside
         # What a stage of a pipeline receives and sends has not been part of a graph yet.
         is_whole = config.pipeline_parallel_size == 1
         has_graphs = is_capturable and is_whole and not config.enforce_eager
         self.graph_sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
+        has_mixed = has_graphs and config.capture_mixed_steps
+        self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if has_mixed else []
         self.programs: list[GraphProgram] = []  # the first that covers a step replays it
         self.buffers: CudaBuffers | None = None
         self._computation: Computation | None = None
@@ -172,6 +185,9 @@ class CudaDevice:
         if self.graph_sizes:
             with torch.inference_mode():
                 graphs = measure_graphs(self.cuda, self.graph_sizes, self._capture)
+        if self.mixed_sizes:
+            with torch.inference_mode():
+                graphs += measure_mixed_graphs(self.cuda, self.mixed_sizes, self._capture_mixed)
         # Of the executor only its weights stay.
         self.drop_programs()
         del executor, run_step
@@ -192,6 +208,7 @@ class CudaDevice:
         self._compile(executor)
         with torch.inference_mode():
             self.programs = self._capture(self.graph_sizes, shows_progress=True)
+            self.programs += self._capture_mixed(self.mixed_sizes[-1:])
 
     @property
     def _has_explicit_pool(self) -> bool:
@@ -212,6 +229,15 @@ class CudaDevice:
         for program in reversed(programs):  # some go on from the graphs of those behind them
             program.capture(shows_progress=shows_progress)
         return programs
+
+    def _capture_mixed(self, sizes: list[int]) -> list[GraphProgram]:
+        """Return the program of mixed steps, with the graphs of `sizes`; of no sizes none."""
+        if not sizes:
+            return []
+        parts = self.cuda, self.buffers, self._computation
+        program = MixedProgram(*parts, self.mixed_sizes)
+        program.capture_sizes(sizes)
+        return [program]
 
 
 def make_programs(
@@ -240,22 +266,3 @@ def make_programs(
 
     sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
     return [*sampling, *rows]
-
-
-def check_graphs(config: EngineConfig, is_capturable: bool) -> None:
-    """Raise `ValueError` for graphs that `config` asks for and that cannot be captured."""
-    require(
-        is_capturable or not config.capture_sampling,
-        f"capture_sampling=True, but attention_backend={config.attention_backend!r} cannot be part "
-        f"of a CUDA graph: choose another, or leave capture_sampling off",
-    )
-    drafts, budget = config.speculative_config, config.max_num_batched_tokens
-    if drafts is None or drafts.enforce_eager:
-        return
-    query_len = drafts.num_speculative_tokens + 1
-    require(
-        is_capturable and budget >= query_len,
-        f"speculative_config with enforce_eager=False records rows of {query_len} tokens: "
-        f"attention_backend={config.attention_backend!r} must be one that can be part of a CUDA "
-        f"graph, and max_num_batched_tokens={budget} that large",
-    )

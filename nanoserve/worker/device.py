@@ -64,7 +64,9 @@ def make_runner(
     from nanoserve.worker.cuda import Cuda
     from nanoserve.worker.cuda_device import CudaDevice
 
-    device = CudaDevice(config, Cuda(context.device), context.attention.capturable, beside)
+    attention = context.attention
+    is_capturable = attention.capturable, attention.captures_mixed_steps
+    device = CudaDevice(config, Cuda(context.device), *is_capturable, beside)
     return ModelRunner.load(config, model_config, path, context, device)
 
 

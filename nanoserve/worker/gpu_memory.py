@@ -174,18 +174,33 @@ def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], 
     the stream that graphs are recorded on.
     """
 
-    def measure(sizes: list[int]) -> tuple[int, int]:
-        """Bytes that graphs of `sizes` take while they are there, and when they are gone."""
-        cuda.release_unused()
-        before, _ = cuda.memory_info()
-        graphs = capture(sizes)
-        with_them, _ = cuda.memory_info()
-        del graphs
-        cuda.release_unused()
-        after, _ = cuda.memory_info()
-        return max(0, before - with_them), max(0, before - after)
-
-    _, for_good = measure(sizes[:1])
-    largest, _ = measure(sizes[-1:])
-    both, _ = measure(sizes[-2:])
+    _, for_good = _bytes_of(cuda, sizes[:1], capture)
+    largest, _ = _bytes_of(cuda, sizes[-1:], capture)
+    both, _ = _bytes_of(cuda, sizes[-2:], capture)
     return for_good + largest + max(0, both - largest) * (len(sizes) - 1)
+
+
+def measure_mixed_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
+    """Return the bytes that the graphs of mixed steps will take, as `measure_graphs` does.
+
+    From hundreds of tokens to thousands, steps are less alike than those of decode rows: what each
+    of the others adds to the largest is the mean of the smallest and the second largest.
+    """
+    largest, _ = _bytes_of(cuda, sizes[-1:], capture)
+    others = sorted({*sizes[:1], *sizes[-2:-1]} - {*sizes[-1:]})
+    if not others:
+        return largest
+    some, _ = _bytes_of(cuda, [*others, sizes[-1]], capture)
+    return largest + max(0, some - largest) * (len(sizes) - 1) // len(others)
+
+
+def _bytes_of(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> tuple[int, int]:
+    """Return the bytes that graphs of `sizes` take while they are there, and when they are gone."""
+    cuda.release_unused()
+    before, _ = cuda.memory_info()
+    graphs = capture(sizes)
+    with_them, _ = cuda.memory_info()
+    del graphs
+    cuda.release_unused()
+    after, _ = cuda.memory_info()
+    return max(0, before - with_them), max(0, before - after)

@@ -7,9 +7,10 @@ kernel by kernel. So options combine: each adds a program, and none has to know 
     decode                  every row has one token
     draft rows              speculative_config={..., "enforce_eager": False} (`draft_program`),
                             also with sampling
+    mixed steps             capture_mixed_steps=True (`mixed_program`)
 
 A step belongs to the batch as it was packed, so a program may bring rows to a common length, or add
-rows and tokens that belong to nobody: a program for steps with prompts could pad its tokens so.
+rows and tokens that belong to nobody.
 """
 
 from typing import Protocol
@@ -33,7 +34,7 @@ class GraphProgram(Protocol):
         """Return whether `replay` computes this step. All ranks must come to the same answer."""
 
     def capture(self, *, shows_progress: bool) -> None:
-        """Record everything, once, before the first `replay`."""
+        """Record what has to be there before the first `replay`, once."""
 
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         """Copy the batch in and launch the step, or more of it: see `StepOutput.token_ids`."""

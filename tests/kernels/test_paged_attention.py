@@ -7,7 +7,7 @@ not fails, whatever it does with it. Memory that a kernel should write holds NaN
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ class Batch:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    row_counts: torch.Tensor | None = None
 
     def attend(self, num_shares: int | None = None, max_query_len: int | None = None) -> Any:
         with poisoned_memory():
@@ -54,6 +55,7 @@ class Batch:
                 max_query_len=max_query_len,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
+                row_counts=self.row_counts,
             )
 
 
@@ -398,6 +400,71 @@ def test_rows_of_many_tokens_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "_attend_chunks", attend_and_note)
     assert_right(batch, max_query_len=33)  # 64 tokens x 2 heads
     assert chunks == [(1, 1)]
+
+
+def with_room(batch: Batch, num_rows: int, num_tokens: int) -> Batch:
+    """As a graph of so many rows and tokens sees it. What is no row's is NaN, or far outside."""
+    rows, tokens = len(batch.context_lens), len(batch.q)
+    padding = torch.full((num_tokens - tokens, *batch.q.shape[1:]), torch.nan)
+    far = torch.full((num_rows - rows, batch.block_tables.shape[1]), 2**30, dtype=torch.int32)
+    counts = torch.tensor([9, rows, batch.num_decode_rows, 9], dtype=torch.int32)
+    return replace(
+        batch,
+        q=torch.cat([batch.q, padding.to(batch.q)]),
+        cu_seqlens_q=torch.cat([batch.cu_seqlens_q, far[:, 0].to(DEVICE)]),
+        context_lens=torch.cat([batch.context_lens, far[:, 0].to(DEVICE)]),
+        block_tables=torch.cat([batch.block_tables, far.to(DEVICE)]),
+        num_decode_rows=0,
+        row_counts=counts.to(DEVICE)[1:3],  # in the middle of a header, as in a step's buffer
+    )
+
+
+@pytest.mark.small(seed=[1, 12, 23, 34])
+@pytest.mark.full(seed=range(0, 44, 2))
+@pytest.mark.parametrize("seed", range(44))
+def test_one_launch_is_right_for_every_mix_of_rows(seed: int) -> None:
+    """How many rows there are of both kinds is read on the GPU, and what is behind them is not."""
+    group, num_kv_heads = seed % 8 + 1, (1, 2, 1)[seed % 3]
+    drawn = ragged_rows(2000 + seed)
+    rows = [row for row in drawn if seed % 6 > 1 or (row[0] > 1) == seed % 6]  # or of one kind
+    batch = make_batch(
+        rows or drawn,
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=(16, 24, 16, 64)[seed % 4],
+        block_size=(16, 32, 5, 64, 256)[seed % 5],
+        seed=seed,
+        sliding_window=(None, *WINDOWS)[seed % 12],
+        soft_cap=(None, 2.0)[seed // 2 % 2],
+    )
+    tokens, num_rows = len(batch.q), len(batch.context_lens)
+    padded = with_room(batch, num_rows + seed % 5, tokens + seed % 50)
+    out = padded.attend(num_shares=seed % 5 + 1)
+    assert out[tokens:].isnan().all()  # nobody has written there
+    error = (out[:tokens].double().cpu() - reference(batch)).abs().max().item()
+    assert error < TOLERANCE[torch.float32]
+
+
+def test_rows_of_two_tokens_fill_the_launch() -> None:
+    """Of several tokens there can be no more rows than these, and no more tiles."""
+    for tokens in (2, 3):
+        batch = make_batch([(2, 2)] * 20 + [(tokens, 30)])
+        padded = with_room(batch, 64, len(batch.q))
+        error = (padded.attend().double().cpu() - reference(batch)).abs().max().item()
+        assert error < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(3, dtype=torch.int32), torch.zeros(2), torch.zeros(4, dtype=torch.int32)[::2]],
+    ids=str,
+)
+def test_row_counts_on_the_device_are_two_integers(wrong: torch.Tensor) -> None:
+    batch = replace(make_batch([(1, 20), (2, 2)]), row_counts=wrong)
+    with pytest.raises(
+        ValueError, match=r"row_counts must be contiguous int32 \[2\], all rows and"
+    ):
+        batch.attend()
 
 
 @pytest.mark.small(sliding_window=[None, 3])

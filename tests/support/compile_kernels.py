@@ -49,9 +49,12 @@ def _attention(
     num_kv_heads: int,
     query_len: int,
     kv_cache_dtype: str | None = None,
+    is_mixed: bool = False,
     **sees: float,
 ) -> None:
     num_rows, context_len = 2, 64
+    # Where a graph's launch finds them, 8 bytes behind an aligned address.
+    row_counts = torch.zeros(10, dtype=torch.int32)[2:4] if is_mixed else None
     kv_cache, kv_scales = _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype)
     paged_attention(
         torch.zeros(num_rows * query_len, num_heads, head_dim, dtype=dtype),
@@ -61,6 +64,7 @@ def _attention(
         torch.zeros(num_rows, 4, dtype=torch.int32),
         scale=head_dim**-0.5,
         num_decode_rows=num_rows if query_len == 1 else 0,
+        row_counts=row_counts,
         max_context_len=context_len,
         max_query_len=query_len,
         kv_scales=kv_scales,
@@ -99,6 +103,7 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         cases.append((f"{label} decode", partial(call, query_len=1)))
         if head_dim in (64, 128, 256):  # rows of 8 tokens or fewer; with 8 heads, a tile of 64 rows
             cases.append((f"{label} few", partial(call, query_len=8)))
+            cases.append((f"{label} mixed", partial(call, query_len=8, is_mixed=True)))
     return cases
 
 

@@ -74,6 +74,12 @@ class LateCuda(FakeCuda):
         """Return a kernel of Triton's as one of this GPU's tensors."""
         return call
 
+    def capture(self, *args: Any) -> Any:
+        """As a real one's, which waits, and then runs what it records, now and not later."""
+        self.synchronize()
+        with self.at_once():
+            return super().capture(*args)
+
     def event(self) -> "LateEvent":
         return LateEvent(self)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from late_cuda import LateCuda
+from mixed_attention import MixedTorchAttention
 
 import nanoserve.sampling.fused_sampler as fused_sampler
 from nanoserve.attention.torch import TorchAttention
@@ -25,7 +26,7 @@ def make_engine(
     path: Path, cuda: LateCuda, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> GuardedEngine:
     """Late from its first step on. What it packs goes over what lay there."""
-    attention = TorchAttention()
+    attention = MixedTorchAttention() if options.get("capture_mixed_steps") else TorchAttention()
     attention.attend = cuda.kernel(attention.attend, lambda layer, q, *rest: q)
     for name, dtype in (("choose_tokens", torch.int64), ("filter_borders", torch.float32)):
         kernel = cuda.kernel(
@@ -35,7 +36,7 @@ def make_engine(
         monkeypatch.setattr(fused_sampler, name, kernel)
     config = EngineConfig(str(path), **OPTIONS | options)
     model_config = ModelConfig.from_checkpoint(path)
-    device = CudaDevice(config, cuda, is_capturable=True)
+    device = CudaDevice(config, cuda, True, captures_mixed_steps=attention.captures_mixed_steps)
     context = LayerContext(device=cuda.device, attention=attention)
     runner = ModelRunner.load(config, model_config, path, context, device)
     next_batch = runner.next_batch

@@ -152,15 +152,27 @@ def make_runner(path: Path, **options: Any) -> ModelRunner:
     context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nanoserve.checkpoint.loader, "fill_randomly", lambda model: None)
-        device = CudaDevice(config, RecordingCuda(), context.attention.capturable)
+        device = CudaDevice(config, RecordingCuda(), True, captures_mixed_steps=True)
         return ModelRunner.load(config, model_config, path, context, device)
 
 
-def pack(runner: ModelRunner, num_rows: int) -> Batch:
-    """A step of rows of `CONTEXT` tokens; of every other one only the device knows the last."""
+@pytest.fixture(scope="module")
+def mixed(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return make_runner(tmp_path_factory.mktemp("qwen3"), capture_mixed_steps=True)
+
+
+def pack(runner: ModelRunner, num_rows: int, prompts: tuple[int, ...] = ()) -> Batch:
+    """A step of rows of `CONTEXT` tokens; of every other one only the device knows the last.
+
+    Behind them are prompts of so many tokens.
+    """
     rows = [
         Row(make_sequence(CONTEXT - 1 + slot % 2, CONTEXT - 1, slot), CONTEXT - 1, 1, 1, 1)
         for slot in range(num_rows)
+    ]
+    rows += [
+        Row(make_sequence(length, 0, num_rows + i), 0, length, 1, 1)
+        for i, length in enumerate(prompts)
     ]
     tables = np.zeros((1, MAX_ROWS, runner.layout.max_blocks_per_row), dtype=np.int32)
     batch = runner.next_batch()
@@ -168,8 +180,13 @@ def pack(runner: ModelRunner, num_rows: int) -> Batch:
     return batch
 
 
-def step(runner: ModelRunner, num_rows: int, changes: list[SlotUpdate]) -> Watch:
-    batch = pack(runner, num_rows)
+def step(
+    runner: ModelRunner,
+    num_rows: int,
+    changes: list[SlotUpdate],
+    prompts: tuple[int, ...] = (),
+) -> Watch:
+    batch = pack(runner, num_rows, prompts)
     with Watch() as watch:
         handle = runner.forward(batch, ForwardInputs(changes))
         runner.sample(handle, SampleInputs())
@@ -262,3 +279,40 @@ def test_settings_travel_when_a_slot_changes(runner: ModelRunner) -> None:
     step(runner, 16, changes(16))  # each slot has its settings, before one of them changes
     watch = step(runner, 16, changes(1))
     assert watch.copied_in[1:] == [MAX_ROWS * 32]
+
+
+# A chunk's attention beside that of decode rows, and the merge of their parts.
+MOST_MIXED_ATTENTION = 3
+
+
+@pytest.mark.parametrize("prompts", [(40,), (700, 3000, 4000)], ids=str)
+def test_what_the_host_launches_of_a_mixed_step(
+    runner: ModelRunner, mixed: ModelRunner, launched: Counter[str], prompts: tuple[int, ...]
+) -> None:
+    """Of some 310 launches that find the GPU waiting, those beside the model are left."""
+    num_rows, counted = 20, []
+    for each in (runner, mixed):
+        # The first of them captures its graph, and brings the settings.
+        step(each, num_rows, changes(num_rows + len(prompts)), prompts)
+        launched.clear()
+        each.device.cuda.events.clear()
+        watch = step(each, num_rows, [], prompts)
+        assert len(watch.copied_in) == 1 and watch.copied_out == [8 * (num_rows + len(prompts))]
+        counted.append(split_attention(watch.launches + launched))
+    (eager, of_eager), (replayed, of_replayed) = counted
+    assert eager == of_the_model() + Counter(BESIDE) and eager.total() > 240
+    assert 2 * NUM_LAYERS <= of_eager <= MOST_MIXED_ATTENTION * NUM_LAYERS
+    assert replayed == Counter(BESIDE) and of_replayed == 0
+    assert mixed.device.cuda.events == ["replay"]
+
+
+def test_what_a_graph_of_mixed_steps_records(mixed: ModelRunner, launched: Counter[str]) -> None:
+    """No more than a mixed step launches: what it does not need is left out on the GPU."""
+    program = mixed.device.programs[-1]
+    launched.clear()
+    with Watch() as watch, torch.inference_mode():
+        assert program.launch(8192).shape == (8192, 1024)
+    launches, attention = split_attention(watch.launches + launched)
+    assert launches == of_the_model() + Counter({"aten::copy_": 1})  # to where all leave theirs
+    assert attention == MOST_MIXED_ATTENTION * NUM_LAYERS
+    assert not watch.copied_in and not watch.copied_out

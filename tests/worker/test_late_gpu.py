@@ -13,6 +13,7 @@ from late_engine import OPTIONS, make_engine
 from proposers import Mixed, Oracle, Wrong
 from tiny_checkpoints import make_qwen3
 
+import nanoserve.worker.mixed_program as mixed_program
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.engine.guard import GuardedEngine
@@ -20,6 +21,7 @@ from nanoserve.speculative.extension import Speculation
 from nanoserve.speculative.head_proposer import HeadProposer
 from nanoserve.speculative.hidden_head import HiddenHead
 from nanoserve.tokenizer import Tokenizer
+from nanoserve.worker.mixed_program import MixedProgram
 from nanoserve.worker.model_runner import ModelRunner
 
 COMMON: dict[str, Any] = {"ignore_eos": True}
@@ -60,10 +62,14 @@ def expected(checkpoint: Path, asked: Requests) -> list[list[int]]:
         return answers(llm.engine, asked)
 
 
-@pytest.mark.small(ahead=[True], graphs=[{"capture_sampling": True}])  # of some steps
+MIXED = {"capture_mixed_steps": True}
+ALL = MIXED | {"capture_sampling": True}
+
+
+@pytest.mark.small(ahead=[True], graphs=[ALL])  # of some steps
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
 @pytest.mark.parametrize(
-    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}, MIXED, ALL], ids=str
 )
 def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     checkpoint: Path,
@@ -73,8 +79,11 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     ahead: bool,
     graphs: dict[str, bool],
 ) -> None:
+    monkeypatch.setattr(mixed_program, "_SMALLEST", 4)  # so that there are several sizes up to 30
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
+    mixed = [p for p in engine.executor.device.programs if isinstance(p, MixedProgram)]
+    replayed = [count_replays(p.graphs) for p in mixed]
     pending: list[int] = []
     engine.observers.append(
         lambda plan, batch, result, times: pending.append(batch.header.num_pending)
@@ -83,6 +92,8 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     chosen = count_replays(choices(engine.executor.device)) if choosing else []
     assert answers(engine, asked) == expected
     assert (len(chosen) > len(asked) // 2) is choosing
+    for sizes, program in zip(replayed, mixed, strict=True):  # most of them captured meanwhile
+        assert {8, 16, 30} <= set(sizes) <= program.graphs.outputs.keys() and len(sizes) > 5
     assert any(pending) is ahead and engine.stats.num_preemptions > 0
     # It was late: whole steps lay in the queue, and ahead the most of two.
     num_launched = cuda.num_run + len(cuda.queue)

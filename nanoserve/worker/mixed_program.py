@@ -1,0 +1,116 @@
+"""`capture_mixed_steps=True`: CUDA graphs of the steps in which prompts are computed.
+
+Launched kernel by kernel, such a step takes a host longer than a GPU computes a small model's. But
+a graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and
+of chunks of any length. So a graph is recorded of a padded number of tokens, with room for
+`max_num_seqs` rows:
+
+    tokens    [ a7 | b3 | c0 c1 c2 c3 | 0 0 ]     8, of which the last two are padding
+
+Padding stands behind what is there, and belongs to no row: its K and V go to the dummy block, no
+program of attention computes it, and nobody reads what becomes of it. How many rows there are, and
+how many of them are decode rows, attention's kernels read from the step's header on the device.
+
+All of that follows from the batch, so ranks that share it come to the same graph. Not run on a GPU.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.batch_layout import BatchHeader
+from nanoserve.worker.cpu_device import Computation, StepOutput
+from nanoserve.worker.cuda import Cuda
+from nanoserve.worker.cuda_buffers import CudaBuffers
+from nanoserve.worker.cuda_graphs import SizedGraphs
+from nanoserve.worker.dummy_rows import pack_dummy_step
+
+_SMALLEST = 64  # tokens; fewer take a GPU no less time
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens to capture, ascending; the last one is the budget of a step itself.
+
+    Powers of two, and from 512 on what lies between them: while prompts wait, a step is as large as
+    its budget and nothing is padded. For 2048: [64, 128, 256, 512, 768, 1024, 1536, 2048]. With a
+    budget of one token there is no mixed step.
+    """
+    if max_num_batched_tokens == 1:
+        return []
+    sizes, size = [], _SMALLEST
+    while size < max_num_batched_tokens:
+        sizes += [size] if size < 512 else [size, size * 3 // 2]
+        size *= 2
+    return [s for s in sizes if s < max_num_batched_tokens] + [max_num_batched_tokens]
+
+
+def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int) -> None:
+    """Fill a step up with tokens that belong to no row.
+
+    What is there stays where it is, and `batch.header` keeps counting it alone. What is written
+    behind it is the same on every rank that shares the batch.
+    """
+    tokens = header.num_tokens
+    batch.input_ids[tokens:num_tokens] = 0
+    batch.positions[tokens:num_tokens] = 0
+    batch.slot_mapping[:, tokens:num_tokens] = np.arange(num_tokens - tokens) % block_size
+
+
+class MixedProgram:
+    """Steps in which some row has several tokens; `sizes` are numbers of tokens, ascending.
+
+    The largest graph is captured before the first step, so that all others fit into the memory that
+    it has left behind; each of these when a step first needs it, which then takes some ten
+    milliseconds more. Their outputs lie in one place: kept apart, they would fill that memory up.
+    """
+
+    def __init__(
+        self, cuda: Cuda, buffers: CudaBuffers, computation: Computation, sizes: list[int]
+    ) -> None:
+        self.graphs = SizedGraphs(sizes)
+        self._cuda, self._buffers, self._computation = cuda, buffers, computation
+        self._hidden: torch.Tensor | None = None  # [sizes[-1], hidden_size]
+
+    def covers(self, batch: Batch, header: BatchHeader) -> bool:
+        return header.max_query_len > 1 and header.num_tokens <= self.graphs.sizes[-1]
+
+    def capture(self, *, shows_progress: bool) -> None:
+        self.capture_sizes(self.graphs.sizes[-1:])
+
+    def capture_sizes(self, sizes: Sequence[int]) -> None:
+        """Record some of the sizes, the largest first, with a row of two dummy tokens."""
+        batch, block_size = self._buffers.new_batch(), self._computation.block_size
+        header = pack_dummy_step(batch, np.array([2], dtype=np.int32), block_size)
+        pad_step(batch, header, max(sizes), block_size)
+        self._buffers.copy_in(batch, header)
+        self._buffers.wait_until_read(batch)
+        for size in sorted(sizes, reverse=True):
+            self.graphs.capture_size(self._cuda, self.launch, size)
+
+    def launch(self, num_tokens: int) -> torch.Tensor:
+        """Launch what a graph records: all rows there can be, in contexts up to the longest."""
+        num_rows = self._buffers.layout.max_num_rows
+        header = BatchHeader(
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            max_query_len=num_tokens,
+            max_context_len=self._computation.max_model_len,
+        )
+        step = self._buffers.tensors, header, self._buffers.tables(num_rows)
+        hidden = self._computation.forward(*step, is_mixed=True)
+        if self._hidden is None:  # the largest is first, and runs once before it is recorded
+            self._hidden = torch.empty_like(hidden)
+        return self._hidden[:num_tokens].copy_(hidden)
+
+    def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
+        size, tensors = self.graphs.size_for(header.num_tokens), self._buffers.tensors
+        pad_step(batch, header, size, self._computation.block_size)
+        self._buffers.copy_in(batch, header)
+        if header.num_pending:
+            tensors.fill_in_pending(header, self._computation.last_token)
+        # The step is there: to capture it runs it, and to run it twice stores the same K and V.
+        if size not in self.graphs.outputs:
+            self.graphs.capture_size(self._cuda, self.launch, size)
+        return StepOutput(tensors, self.graphs.replay(size))
