@@ -141,7 +141,7 @@ def test_rows_of_draft_tokens_have_a_kernel_for_each_power_of_two(
         make_engine(tokenizer, **DRAFTS_IN_GRAPHS)
     assert queries(compiled) == {1, 2, 4, 8}
     with launched.noted() as compiled:
-        make_engine(tokenizer, speculative_config=NGRAM)  # those are chunks
+        make_engine(tokenizer, speculative_config=NGRAM_EAGER)  # those are chunks
     assert queries(compiled) == {1}
 
 
@@ -186,7 +186,7 @@ def test_masks_are_compiled_where_there_may_be_grammars(
             400,
             [[9], [2], [4], [8], [1], [1, 1]],
         ),
-        ({"max_num_seqs": 2, "speculative_config": NGRAM}, 400, [[2], [1], [1, 1]]),
+        ({"max_num_seqs": 2, "speculative_config": NGRAM_EAGER}, 400, [[2], [1], [1, 1]]),
     ],
     ids=["plain", "one row", "one token", "few rows", "graphs of drafts", "eager drafts"],
 )

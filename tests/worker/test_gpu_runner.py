@@ -674,7 +674,7 @@ def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(
     def make_target(
         config: EngineConfig, model_config: ModelConfig, path: Path, beside: Any
     ) -> ModelRunner:
-        device = CudaDevice(config.for_device("cuda"), cuda, True, beside)
+        device = CudaDevice(config.for_device("cuda"), cuda, True, beside=beside)
         return ModelRunner.load(config, model_config, path, LayerContext(), device)
 
     def make_draft(config: EngineConfig, model_config: ModelConfig, path: Path, _: Any) -> Any:
