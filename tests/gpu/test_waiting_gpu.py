@@ -130,7 +130,14 @@ def answers(llm: LLM, kind: str) -> list[Seen]:
 
 
 @pytest.mark.parametrize(
-    "graphs", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+    "graphs",
+    [
+        {},
+        {"enforce_eager": True},
+        {"capture_sampling": True},
+        {"capture_sampling": True, "capture_mixed_steps": True},
+    ],
+    ids=str,
 )
 def test_no_row_has_the_others_wait(
     model: Path, graphs: dict[str, bool], monkeypatch: pytest.MonkeyPatch
