@@ -39,6 +39,7 @@ MOST_ROWS = 140  # more than any border between tiles
 POOL = {"max_num_seqs": MOST_ROWS, "num_kv_blocks": 4000, "max_model_len": 400}
 POOL |= {"max_num_batched_tokens": 700, "attention_backend": "triton", "dtype": "bfloat16"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+NGRAM_EAGER = NGRAM | {"enforce_eager": True}
 HEAD = NGRAM | {"method": "hidden_head", "model": "tiny-qwen3"}
 
 
