@@ -29,7 +29,6 @@ _WAYS = {
     "one step ahead": {"async_scheduling": True},
     "mixed steps in graphs": {"async_scheduling": True, "capture_mixed_steps": True},
     "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
-    "mixed steps in graphs": {"async_scheduling": True, "capture_mixed_steps": True},
 }
 # What one row of a step may ask for beside the others, which are plain.
 _ONE_ROW: dict[str, dict[str, Any]] = {
