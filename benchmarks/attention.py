@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,19 +96,24 @@ def seconds(run: Callable[[], object], device: str) -> float:
     run()
     torch.cuda.synchronize()
     repeats = max(1, min(200, int(0.01 / (time.perf_counter() - start))))
+    return statistics.median(replays([run] * repeats, 15)[3:]) / repeats
+
+
+def replays(calls: Iterable[Callable[[], object]], num_replays: int) -> list[float]:
+    """Seconds of each replay of a CUDA graph of all calls, which must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
+        for call in calls:
+            call()
     times = []
-    for _ in range(15):
+    for _ in range(num_replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000 / repeats)
-    return statistics.median(times[3:])
+        times.append(begin.elapsed_time(end) / 1000)
+    return times
 
 
 def in_turns(run: Callable[[int], object], num_turns: int, device: str) -> float:

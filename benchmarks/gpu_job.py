@@ -1,12 +1,13 @@
-"""What a stage of gpu_day.py is given, and how it runs another program within its time."""
+"""What a stage of gpu_day.py is given; how it and others run processes, and tell what they find."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,47 @@ def write_json(file: Path, value: Any) -> None:
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(value, indent=1))
     unfinished.replace(file)
+
+
+class Lines:
+    """What is measured: printed as it comes, an object of JSON a line, and kept in a file."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._lines = file, list[dict[str, Any]]()
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the begin."""
+        return round(time.monotonic() - self._start, 1)
+
+    def say(self, **found: Any) -> None:
+        self._lines.append(found)
+        print(json.dumps(found), flush=True)
+        if self._file:
+            write_json(self._file, self._lines)
+
+
+class Processes:
+    """`run(argument)` for some arguments, side by side: they fill Triton's cache on the disk."""
+
+    def __init__(
+        self, run: Callable[[Any], None], arguments: Iterable[Any], method: str = "spawn"
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self._processes = [context.Process(target=run, args=(each,)) for each in arguments]
+        for process in self._processes:
+            process.start()
+
+    def wait(self, limit: float | None = None) -> list[int | None]:
+        """Their exit statuses; None is that of one that was still running after the limit."""
+        deadline = None if limit is None else time.monotonic() + limit
+        for process in self._processes:
+            process.join(deadline and max(0.1, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self._processes]
+        for process in self._processes:
+            process.kill()
+        return codes
 
 
 def python(*arguments: str) -> list[str]:

@@ -168,19 +168,19 @@ def _prefill_beside_ours(shape: Shape, batch: int, n: int, peaks: Peaks) -> dict
 def _beside_ours(
     rows: Rows, layers: int, peaks: Peaks, share: Callable[[float], float]
 ) -> dict[str, Any]:
-    ours, theirs = rows.attend(0), _flash_attention(rows, 0)
+    ours, theirs = rows.attend(0), flash_attention(rows, 0)
     difference = (ours.float() - theirs.float()).abs()
     is_same = bool((difference <= 2e-2 * (1 + ours.float().abs())).all())
     result: dict[str, Any] = {"largest difference": float(difference.max()), "same": is_same}
     result["bad"] = not is_same
-    attends = {"ours": rows.attend, "theirs": partial(_flash_attention, rows)}
+    attends = {"ours": rows.attend, "theirs": partial(flash_attention, rows)}
     for name, attend in attends.items():
         s = in_turns(attend, layers, peaks.device)
         result |= {f"{name} us": s * 1e6, f"{name} of peak": share(s)}
     return result | {"theirs over ours": result["theirs us"] / result["ours us"]}
 
 
-def _flash_attention(rows: Rows, layer: int) -> torch.Tensor:
+def flash_attention(rows: Rows, layer: int) -> torch.Tensor:
     """[num_tokens, num_heads, head_dim]; the cache is seen as [block, token, head, head_dim]."""
     keys, values = (cache.transpose(1, 2) for cache in rows.kv_caches[layer])
     nothing = None

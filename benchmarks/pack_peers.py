@@ -2,11 +2,13 @@
 
     python benchmarks/pack_peers.py --out FOLDER [--nano-vllm CHECKOUT]
 
-There, unpack all of them into one folder; they do not overlap:
+There, FOLDER/setup.sh unpacks all of them into one folder, where they do not overlap, compiles what
+is imported late, and puts what vLLM would start another Python to find out where vLLM looks for it:
 
-    for archive in FOLDER/*.tar.xz; do tar -xJf $archive -C /tmp/peers & done; wait
-    PYTHONPATH=/tmp/peers python ...                        vLLM, grammars
-    PYTHONPATH=/tmp/peers/nano:/tmp/peers python ...        nano-vllm
+    bash FOLDER/setup.sh PEERS
+    python benchmarks/gpu_peers.py --engine vllm --peers PEERS
+    PYTHONPATH=PEERS python ...                     vLLM, grammars
+    PYTHONPATH=PEERS/nano:PEERS python ...          nano-vllm
 
 That machine has Python 3.12, PyTorch, Triton, transformers and what comes with them. vLLM's
 libraries hold machine code for a dozen GPUs. What is not for `--arch` is overwritten with zeros,
@@ -19,6 +21,8 @@ that is written here does the same with vLLM's FlashAttention 3. It lies in a fo
 because vLLM would take it for the real one.
 """
 
+import hashlib
+import json
 import shutil
 import struct
 import subprocess
@@ -98,6 +102,53 @@ def _forward(q, k, v, ends_q, ends_k, used_k, longest_q, longest_k, block_table,
 '''
 
 
+_SETUP = """#!/usr/bin/env bash
+# bash setup.sh DEST: unpacks vLLM, nano-vllm and what they need into the folder DEST.
+# It may run twice at a time: the second waits for the first.
+set -euo pipefail
+dest=${1:?usage: bash setup.sh DEST}
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$dest"
+exec 9>"$dest.lock"
+flock 9
+[ ! -e "$dest/.complete" ] || exit 0
+jobs=()
+for archive in "$here"/*.tar.xz; do
+    python3 -W ignore -m tarfile -e "$archive" "$dest" &
+    jobs+=($!)
+done
+for job in "${jobs[@]}"; do wait "$job"; done
+# What is imported at a later time would otherwise be compiled then, file by file.
+late="vllm openai pydantic xgrammar tvm_ffi nano"
+(cd "$dest" && python3 -m compileall -q -j 0 $late >/dev/null) || true
+mkdir -p ~/.cache/vllm/modelinfos
+cp "$here"/modelinfos/*.json ~/.cache/vllm/modelinfos/
+touch "$dest/.complete"
+"""
+_MODEL = "vllm-model_executor-models-qwen3-Qwen3ForCausalLM"
+_MODEL_INFO = {  # of vLLM 0.22, in its order
+    "architecture": "Qwen3ForCausalLM",
+    "is_text_generation_model": True,
+    "is_pooling_model": False,
+    "attn_type": "decoder",
+    "default_seq_pooling_type": "LAST",
+    "default_tok_pooling_type": "ALL",
+    "score_type": "bi-encoder",
+    "supports_multimodal": False,
+    "supports_multimodal_raw_input_only": False,
+    "requires_raw_input_tokens": False,
+    "supports_multimodal_encoder_tp_data": False,
+    "supports_pp": True,
+    "has_inner_state": False,
+    "is_attention_free": False,
+    "is_hybrid": False,
+    "has_noops": False,
+    "supports_mamba_prefix_caching": False,
+    "supports_transcription": False,
+    "supports_transcription_only": False,
+}
+
+
 class Entry(NamedTuple):
     """One program of a fat binary, as bytes of the file."""
 
@@ -166,6 +217,16 @@ def _pack(archive: Path, tree: Path, files: list[Path]) -> str:
     return f"{archive.name}: {archive.stat().st_size / 2**20:.1f} MiB of {len(files)} files"
 
 
+def write_setup(tree: Path, out: Path) -> None:
+    """What the other machine runs, and what vLLM would ask a second Python about its model."""
+    (out / "setup.sh").write_text(_SETUP)
+    source = (tree / "vllm/model_executor/models/qwen3.py").read_bytes()
+    digest = hashlib.md5(source, usedforsecurity=False).hexdigest()  # vLLM believes no other
+    (out / "modelinfos").mkdir(exist_ok=True)
+    info = json.dumps({"hash": digest, "modelinfo": _MODEL_INFO}, indent=2)
+    (out / "modelinfos" / f"{_MODEL}.json").write_text(info)
+
+
 def pack(args: Namespace, scratch: Path) -> None:
     tree = scratch / "tree"
     _pip("install", "--no-compile", "--target", tree, *_for_python(args.python), *_PACKAGES.split())
@@ -179,6 +240,7 @@ def pack(args: Namespace, scratch: Path) -> None:
     files = [file for file in sorted(tree.rglob("*")) if file.is_file()]
     parts["python"] = [file for file in files if file not in (flash, *cuts)]
     args.out.mkdir(parents=True, exist_ok=True)
+    write_setup(tree, args.out)
     archives = [args.out / f"{name}.tar.xz" for name in parts]
     with ThreadPoolExecutor() as threads:
         print(*threads.map(_pack, archives, [tree] * len(parts), parts.values()), sep="\n")

@@ -1,6 +1,7 @@
 """Rows with paged caches full of random keys and values, for whoever times attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -26,15 +27,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """The last `query_len` tokens of each of some contexts, and caches that hold the contexts."""
+    """The last tokens of each of some contexts, and caches that hold the contexts."""
 
     q: torch.Tensor
     kv_caches: list[torch.Tensor]
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    query_len: int
+    query_len: int  # the longest
     max_context_len: int
+    num_decode_rows: int  # rows of one token, which come first
+    kv_scales: list[torch.Tensor] | None = None  # of caches that hold codes
 
     def attend(self, layer: int) -> torch.Tensor:
         return paged_attention(
@@ -44,21 +47,42 @@ class Rows:
             self.context_lens,
             self.block_tables,
             scale=self.q.shape[2] ** -0.5,
-            num_decode_rows=len(self.context_lens) if self.query_len == 1 else 0,
+            num_decode_rows=self.num_decode_rows,
             max_context_len=self.max_context_len,
+            kv_scales=self.kv_scales[layer] if self.kv_scales else None,
         )
+
+    def decode_rows(self) -> "Rows":
+        """Those of one token alone."""
+        n = self.num_decode_rows
+        rows = {"context_lens": self.context_lens[:n], "block_tables": self.block_tables[:n]}
+        tokens = {"q": self.q[:n], "cu_seqlens_q": self.cu_seqlens_q[: n + 1]}
+        return replace(self, **tokens, **rows, query_len=1)
+
+    def chunks(self) -> "Rows":
+        """Those of more tokens alone."""
+        n = self.num_decode_rows
+        if n == 0:
+            return self
+        rows = {"context_lens": self.context_lens[n:], "block_tables": self.block_tables[n:]}
+        tokens = {"q": self.q[n:], "cu_seqlens_q": self.cu_seqlens_q[n:] - n}
+        return replace(self, **tokens, **rows, num_decode_rows=0)
 
 
 def make_rows(
     shape: Shape,
     contexts: list[int],
-    query_len: int,
+    query_len: int | list[int],
     num_layers: int,
     device: str,
     block_size: int = BLOCK_SIZE,
     num_blocks: int = 0,
 ) -> Rows:
-    """With `num_layers` caches of `num_blocks`, or as many as it takes; their order is random."""
+    """With `num_layers` caches of `num_blocks`, or as many as it takes; their order is random.
+
+    `query_len` is that of all rows, or of each, the rows of one token first.
+    """
+    lens = [query_len] * len(contexts) if isinstance(query_len, int) else query_len
     blocks = [-(-context // block_size) for context in contexts]
     num_blocks = max(num_blocks, sum(blocks) + 1)
     block = (shape.num_kv_heads, block_size, shape.head_dim)
@@ -69,13 +93,14 @@ def make_rows(
         table[:n] = scattered[start : start + n]
         start += n
     return Rows(
-        randn(len(contexts) * query_len, shape.num_heads, shape.head_dim, device=device),
+        randn(sum(lens), shape.num_heads, shape.head_dim, device=device),
         kv_caches,
-        torch.arange(len(contexts) + 1, dtype=torch.int32, device=device) * query_len,
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         tables.to(device),
-        query_len,
+        max(lens),
         max(contexts),
+        lens.count(1),
     )
 
 

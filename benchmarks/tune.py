@@ -64,6 +64,22 @@ def tiles(values: Values) -> Iterator[list[paged_attention.TileConfig]]:
         yield made
 
 
+@contextmanager
+def only(config: paged_attention.TileConfig | None, is_decode: bool) -> Iterator[None]:
+    """Decode rows, or else chunks, have this configuration meanwhile; with None, their own."""
+    original = paged_attention.tile_config
+
+    def chosen(
+        head_dim: int, dtype: torch.dtype, group: int, for_decode: bool, *more: Any
+    ) -> paged_attention.TileConfig:
+        if config is None or for_decode != is_decode:
+            return original(head_dim, dtype, group, for_decode, *more)
+        return config
+
+    with mock.patch.object(paged_attention, "tile_config", chosen):
+        yield
+
+
 def current(rows: Rows, grid: Grid) -> Values:
     """What is chosen today, of the fields that the grid varies."""
     with tiles({}) as made:
