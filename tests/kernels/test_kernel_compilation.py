@@ -94,10 +94,10 @@ SAMPLER_INSTRUCTIONS = 60  # of a token of the vocabulary, hash, noise and compa
 CODES = {"int8": (r"HADD2|HFMA2", 2), "fp8": (r"F2FP\.F16\.E4M3", 2)}
 # Cases of theirs -> keys of a tile, threads, and a warp's instructions at most for 64 keys.
 CODE_LOOPS = {
-    ("int8", "decode"): (128, 128, 540),
+    ("int8", "decode"): (128, 128, 600),
     ("int8", "few"): (64, 256, 820),  # a tile of 64 queries
-    ("fp8", "decode"): (128, 128, 460),
-    ("fp8", "few"): (128, 128, 460),
+    ("fp8", "decode"): (128, 128, 500),
+    ("fp8", "few"): (128, 128, 500),
 }
 
 Records = list[dict[str, Any]]
