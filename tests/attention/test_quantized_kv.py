@@ -373,9 +373,9 @@ def test_v_may_be_zero_and_one_token_much_larger_than_others(kind: str) -> None:
     assert actual[2:, :, others].abs().max() < 100  # as there would be without it
 
 
-@pytest.mark.small(backend=["torch", "triton"], kind=["int8"], head_dim=[64])
+@pytest.mark.small(backend=["torch", "triton"], kind=["int8"], head_dim=[64, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])  # 80: tiles of 128 keys
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_in_16_bits(backend: str, kind: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -383,7 +383,7 @@ def test_attention_in_16_bits(backend: str, kind: str, head_dim: int, dtype: tor
         pytest.skip("numba's kernels have no float16")
     torch.manual_seed(0)
     layer = AttentionLayer(6, 2, head_dim, 0.8 * head_dim**-0.5)
-    rows = [(1, 37), (1, 64), (1, 5), (3, 21)]
+    rows = [(1, 37), (1, 64), (1, 5), (1, 300), (3, 21)]
     q, cache, metadata, expected = random_batch(layer, kind, rows, 16)
     if backend == "torch":
         metadata.block_tables[metadata.block_tables == 2**30] = 1

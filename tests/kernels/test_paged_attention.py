@@ -21,6 +21,7 @@ import triton.language as tl
 import nanoserve.kernels.paged_attention as kernels
 from nanoserve.kernels.decode_attention_kernels import _find_row, _size_of_shares
 from nanoserve.kernels.paged_attention import paged_attention, tile_config
+from nanoserve.kernels.tile_config import for_few_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -253,6 +254,26 @@ def test_more_rows_and_more_parts_than_are_looked_at_at_once(by_size: Callable[.
     rows = [(1, 1 + 7 * i % most) for i in range(by_size(258, 300))]
     assert_right(make_batch(rows, num_heads=by_size(1, 2)), num_shares=5)
     assert_right(make_batch([(1, 40 * TILE_N - 3), (1, 2)]), num_shares=41)
+
+
+def test_codes_are_read_in_tiles_of_more_keys_where_that_was_measured() -> None:
+    """And where registers suffice: in tiles of 16 rows, and where programs have most memory."""
+
+    def chosen(head_dim: int = 128, group: int = 8, kib: int = 227, **kinds: Any) -> Any:
+        kinds = {"dtype": torch.bfloat16, "is_decode": True, "has_codes": True} | kinds
+        return tile_config(head_dim, group=group, shared_memory=kib * 1024, **kinds)
+
+    many = chosen()
+    assert (many.tile_n, many.num_warps, many.num_stages, many.num_programs) == (128, 4, 5, 2)
+    assert many == chosen(80) == chosen(group=16) == chosen(dtype=torch.float16)
+    for other in (chosen(64), chosen(group=17), chosen(kib=163), chosen(has_codes=False)):
+        assert other.tile_n == 64
+    assert for_few_tokens(many, 16) == many
+    for block_m in (32, 64):
+        assert for_few_tokens(many, block_m) == for_few_tokens(chosen(kib=163), block_m)
+    prompts = chosen(is_decode=False)
+    assert prompts == chosen(is_decode=False, has_codes=False)
+    assert chosen(64, is_decode=False) == prompts._replace(num_stages=3)
 
 
 WINDOWS = [1, 2, 3, 15, 16, 17, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N + 5, 1000]
