@@ -27,7 +27,7 @@ _NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
 _TIMED, _PROFILED = 20, 5  # steps
 _WAYS = {
     "one step ahead": {"async_scheduling": True},
-    "mixed steps in graphs": {"async_scheduling": True, "capture_mixed_steps": True},
+    "mixed steps launched": {"async_scheduling": True, "capture_mixed_steps": False},
     "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
 }
 # What one row of a step may ask for beside the others, which are plain.

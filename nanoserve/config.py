@@ -131,10 +131,11 @@ class EngineConfig:
     attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
     # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
     enforce_eager: bool = False
-    # LM head and sampling of plain decode steps in graphs too. Off until it has run on a GPU.
+    # LM head and sampling of plain decode steps in graphs too. Off: an H100 gains nothing by it.
     capture_sampling: bool = False
-    # Steps in which prompts are computed in graphs too, at padded numbers of tokens. Off likewise.
-    capture_mixed_steps: bool = False
+    # Steps in which prompts are computed in graphs too, at padded numbers of tokens. None: where it
+    # has run, which is on one GPU, with Triton's attention.
+    capture_mixed_steps: bool | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
     # Stages of some layers each, of so many ranks each. On a GPU they run without CUDA graphs.

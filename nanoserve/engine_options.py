@@ -325,7 +325,7 @@ class EngineOptions(VllmOptions, total=False):
     attention_backend: str | None
     enforce_eager: bool
     capture_sampling: bool
-    capture_mixed_steps: bool
+    capture_mixed_steps: bool | None
     gpu_memory_utilization: float
     tensor_parallel_size: int
     pipeline_parallel_size: int

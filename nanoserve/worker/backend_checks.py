@@ -66,7 +66,7 @@ def check_graphs(
         f"of a CUDA graph: choose another, or leave capture_sampling off",
     )
     require(
-        captures_mixed_steps or not config.capture_mixed_steps,
+        (is_capturable and captures_mixed_steps) or not config.capture_mixed_steps,
         f"capture_mixed_steps=True, but attention_backend={config.attention_backend!r} cannot be "
         f"part of a CUDA graph of decode rows and chunks: take 'triton', or leave it off",
     )

@@ -79,8 +79,11 @@ class CudaDevice:
         is_whole = config.pipeline_parallel_size == 1
         has_graphs = is_capturable and is_whole and not config.enforce_eager
         self.graph_sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
-        has_mixed = has_graphs and config.capture_mixed_steps
-        self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if has_mixed else []
+        has_mixed = config.capture_mixed_steps
+        if has_mixed is None:  # as they have run on a GPU; other ranks choose the same
+            has_mixed = captures_mixed_steps and config.tensor_parallel_size == 1
+        is_mixed = has_mixed and has_graphs
+        self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if is_mixed else []
         self.programs: list[GraphProgram] = []  # the first that covers a step replays it
         self.buffers: CudaBuffers | None = None
         self._computation: Computation | None = None
@@ -208,7 +211,7 @@ class CudaDevice:
         self._compile(executor)
         with torch.inference_mode():
             self.programs = self._capture(self.graph_sizes, shows_progress=True)
-            self.programs += self._capture_mixed(self.mixed_sizes[-1:])
+            self.programs += self._capture_mixed(self.mixed_sizes, shows_progress=True)
 
     @property
     def _has_explicit_pool(self) -> bool:
@@ -230,13 +233,12 @@ class CudaDevice:
             program.capture(shows_progress=shows_progress)
         return programs
 
-    def _capture_mixed(self, sizes: list[int]) -> list[GraphProgram]:
-        """Return the program of mixed steps, with the graphs of `sizes`; of no sizes none."""
+    def _capture_mixed(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
+        """Return the program of mixed steps of up to `sizes` tokens, captured; of no sizes none."""
         if not sizes:
             return []
-        parts = self.cuda, self.buffers, self._computation
-        program = MixedProgram(*parts, self.mixed_sizes)
-        program.capture_sizes(sizes)
+        program = MixedProgram(self.cuda, self.buffers, self._computation, sizes)
+        program.capture(shows_progress=shows_progress)
         return [program]
 
 

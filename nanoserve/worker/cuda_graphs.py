@@ -8,7 +8,6 @@ copied to, and a batch between two recorded sizes is filled up with dummy rows.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -27,12 +26,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class SizedGraphs:
-    """One captured graph for each number of rows in `sizes`, which is ascending."""
+    """One captured graph for each number of rows, or of tokens, in `sizes`, which is ascending."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
         self._replays: dict[int, Callable[[], None]] = {}
-        self._pool: Any = None
         self.outputs: dict[int, torch.Tensor] = {}  # by size, overwritten by each replay
 
     def size_for(self, num_rows: int) -> int:
@@ -46,15 +44,11 @@ class SizedGraphs:
 
         The largest first: the smaller ones then fit into the memory that it has left behind.
         """
+        pool = cuda.graph_pool()
         sizes = self.sizes[::-1]
         for size in tqdm(sizes, "Capturing CUDA graphs", disable=not shows_progress):
-            self.capture_size(cuda, launch, size)
-
-    def capture_size(self, cuda: Cuda, launch: Callable[[int], torch.Tensor], size: int) -> None:
-        """Record `launch(size)`, in the memory that all graphs of one object share."""
-        if self._pool is None:
-            self._pool = cuda.graph_pool()
-        self._replays[size], self.outputs[size] = cuda.capture(lambda: launch(size), self._pool)
+            replay, output = cuda.capture(lambda size=size: launch(size), pool)
+            self._replays[size], self.outputs[size] = replay, output
 
     def replay(self, size: int) -> torch.Tensor:
         """Launch the graph of `size`, and return its output, which the next replay overwrites."""

@@ -1,4 +1,4 @@
-"""`capture_mixed_steps=True`: CUDA graphs of the steps in which prompts are computed.
+"""`capture_mixed_steps`: CUDA graphs of the steps in which prompts are computed.
 
 Launched kernel by kernel, such a step takes a host longer than a GPU computes a small model's. But
 a graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and
@@ -11,10 +11,9 @@ Padding stands behind what is there, and belongs to no row: its K and V go to th
 program of attention computes it, and nobody reads what becomes of it. How many rows there are, and
 how many of them are decode rows, attention's kernels read from the step's header on the device.
 
-All of that follows from the batch, so ranks that share it come to the same graph. Not run on a GPU.
+All of that follows from the batch, so ranks that share it come to the same graph. It has not run on
+several GPUs.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -61,9 +60,8 @@ def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int
 class MixedProgram:
     """Steps in which some row has several tokens; `sizes` are numbers of tokens, ascending.
 
-    The largest graph is captured before the first step, so that all others fit into the memory that
-    it has left behind; each of these when a step first needs it, which then takes some ten
-    milliseconds more. Their outputs lie in one place: kept apart, they would fill that memory up.
+    The largest graph is captured first, and the others fit into the memory that it has left behind.
+    Their outputs lie in one place: kept apart, they would fill that memory up.
     """
 
     def __init__(
@@ -77,17 +75,13 @@ class MixedProgram:
         return header.max_query_len > 1 and header.num_tokens <= self.graphs.sizes[-1]
 
     def capture(self, *, shows_progress: bool) -> None:
-        self.capture_sizes(self.graphs.sizes[-1:])
-
-    def capture_sizes(self, sizes: Sequence[int]) -> None:
-        """Record some of the sizes, the largest first, with a row of two dummy tokens."""
+        """Record all sizes, with a row of two dummy tokens."""
         batch, block_size = self._buffers.new_batch(), self._computation.block_size
         header = pack_dummy_step(batch, np.array([2], dtype=np.int32), block_size)
-        pad_step(batch, header, max(sizes), block_size)
+        pad_step(batch, header, self.graphs.sizes[-1], block_size)
         self._buffers.copy_in(batch, header)
         self._buffers.wait_until_read(batch)
-        for size in sorted(sizes, reverse=True):
-            self.graphs.capture_size(self._cuda, self.launch, size)
+        self.graphs.capture(self._cuda, self.launch, shows_progress=shows_progress)
 
     def launch(self, num_tokens: int) -> torch.Tensor:
         """Launch what a graph records: all rows there can be, in contexts up to the longest."""
@@ -110,7 +104,4 @@ class MixedProgram:
         self._buffers.copy_in(batch, header)
         if header.num_pending:
             tensors.fill_in_pending(header, self._computation.last_token)
-        # The step is there: to capture it runs it, and to run it twice stores the same K and V.
-        if size not in self.graphs.outputs:
-            self.graphs.capture_size(self._cuda, self.launch, size)
         return StepOutput(tensors, self.graphs.replay(size))

@@ -33,6 +33,7 @@ MOST_ROWS = 140  # more than any border between tiles
 POOL: dict[str, Any] = {"max_num_seqs": MOST_ROWS, "num_kv_blocks": 4000, "max_model_len": 400}
 POOL |= {"max_num_batched_tokens": 700, "dtype": "bfloat16", "device": "cuda"}
 DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+LAUNCHED = {"capture_mixed_steps": False}  # mixed steps are, kernel by kernel
 DRAFT_MODEL = DRAFTS | {"method": "draft_model", "model": "tiny-qwen3-draft"}
 
 
@@ -48,6 +49,7 @@ def num_compiled() -> int:
     "options",
     [
         pytest.param({}, id="plain"),
+        pytest.param(LAUNCHED, id="mixed steps launched"),
         pytest.param({"quantization": "int4"}, id="int4"),
         pytest.param(
             {"quantization": "int8", "quantization_activations": "int8", "enforce_eager": True},
@@ -57,6 +59,10 @@ def num_compiled() -> int:
         pytest.param(
             {"speculative_config": DRAFTS | {"enforce_eager": False}, "capture_sampling": True},
             id="drafts in graphs",
+        ),
+        pytest.param(
+            {"speculative_config": DRAFTS | {"enforce_eager": False}} | LAUNCHED,
+            id="drafts in graphs, mixed steps launched",
         ),
         pytest.param({"speculative_config": DRAFT_MODEL}, id="draft model"),
         pytest.param(
@@ -90,5 +96,9 @@ def test_a_whole_life_compiles_nothing(
     assert len(draws) >= (6 if HAS_GRAMMARS else 4) - ("capture_sampling" in options)
     assert len(of_kernel(life, "_filter_borders")) == 2
     assert num_drafts > 100 or "speculative_config" not in options
-    if "drafts" in name:  # launched kernel by kernel, for rows that fill no graph
+    # Nobody launches attention over chunks, but for a draft model's prompts.
+    has_mixed = "enforce_eager" not in options and "capture_mixed_steps" not in options
+    is_launched = len(of_kernel(life, "chunk_attention_kernel")) > 0
+    assert is_launched is ("draft model" in name or not has_mixed)
+    if "drafts" in name and not has_mixed:  # for rows that no graph of draft rows covers
         assert len(of_kernel(life, "decode_attention_kernel")) >= 3

@@ -584,6 +584,7 @@ def cpu_tokens(model: tuple[str | Path, Prompts]) -> Prompts:
 OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
+    "mixed steps launched": {"capture_mixed_steps": False},
     "torch attention": {"attention_backend": "torch"},
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "blocks of 256": {"block_size": 256},
@@ -749,7 +750,11 @@ def allocated(checkpoint: Path) -> Callable[[], tuple[int, int]]:
     return measure
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"capture_sampling": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capture_mixed_steps": False}, {"enforce_eager": True}, {"capture_sampling": True}],
+    ids=str,
+)
 def test_the_pool_fits_and_close_returns_the_memory(options, checkpoint, allocated) -> None:
     tensors, reserved = allocated()
     torch.cuda.reset_peak_memory_stats()

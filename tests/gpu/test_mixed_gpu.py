@@ -1,4 +1,4 @@
-"""Mixed steps in CUDA graphs on an NVIDIA GPU: `capture_mixed_steps=True`.
+"""Mixed steps in CUDA graphs on an NVIDIA GPU: `capture_mixed_steps`, which is on by itself.
 
     pytest -m gpu tests/gpu/test_mixed_gpu.py
 
@@ -25,6 +25,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.kernels.paged_attention import paged_attention
 from nanoserve.worker import cuda_device
+from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.gpu_memory import measure_mixed_graphs
 from nanoserve.worker.mixed_program import MixedProgram
 from nanoserve.worker.model_runner import Handle
@@ -188,7 +189,7 @@ def test_tokens_are_those_of_eager_steps(name: str, path: Path, prompts: Prompts
     """Every step with a prompt is replayed, at several sizes; what is padded changes nothing."""
     with open_float32(path, enforce_eager=True) as eager:
         expected = tokens(eager, prompts)
-    with open_float32(path, capture_mixed_steps=True, **OPTIONS[name]) as llm:
+    with open_float32(path, **OPTIONS[name]) as llm:
         replayed, steps = count_replays(mixed_program(llm).graphs), []
         llm.engine.observers.append(
             lambda plan, batch, result, times: steps.append(batch.header.max_query_len > 1)
@@ -202,7 +203,7 @@ def test_tokens_are_those_of_eager_steps(name: str, path: Path, prompts: Prompts
 def test_codes_of_8_bits_are_stored_and_read(tmp_path: Path, prompts: Prompts) -> None:
     make_qwen3(tmp_path)
     answers = []
-    for options in ({"enforce_eager": True}, {"capture_mixed_steps": True}):
+    for options in ({"enforce_eager": True}, {}):
         with open_float32(tmp_path, kv_cache_dtype="int8", **options) as llm:
             answers.append(tokens(llm, prompts))
     assert answers[0] == answers[1]
@@ -220,56 +221,63 @@ def no_waiting() -> Iterator[None]:
 def test_a_mixed_step_is_launched_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Prompts
 ) -> None:
-    """Once its graph is there."""
+    """And no graph is captured while it serves, for which all would wait."""
     make_qwen3(tmp_path)
-    with open_float32(tmp_path, capture_mixed_steps=True, enable_prefix_caching=False) as llm:
-        executor, program, watched = llm.engine.executor, mixed_program(llm), []
-        tokens(llm, prompts)
-        forward = executor.forward
+    with open_float32(tmp_path, enable_prefix_caching=False) as llm:
+        executor, captured = llm.engine.executor, []
+        monkeypatch.setattr(executor.device.cuda, "capture", lambda *args: captured.append(args))
+        tokens(llm, prompts)  # what is set up on first use
+        forward, replayed = executor.forward, count_replays(mixed_program(llm).graphs)
 
         def watched_forward(batch: Batch, inputs: ForwardInputs) -> Handle:
-            header = batch.header
-            size = program.graphs.size_for(header.num_tokens)
-            is_there = header.max_query_len > 1 and size in program.graphs.outputs
-            watched.append(is_there)
-            with no_waiting() if is_there else nullcontext():
+            with no_waiting() if batch.header.max_query_len > 1 else nullcontext():
                 return forward(batch, inputs)
 
         monkeypatch.setattr(executor, "forward", watched_forward)
         tokens(llm, prompts)
-        assert sum(watched) > 5
+        assert len(replayed) > 5 and not captured
 
 
-def test_graphs_that_are_captured_while_serving_take_what_was_set_aside(
+def test_they_take_what_was_set_aside_and_no_more_while_they_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_qwen3(tmp_path, hidden_size=512, intermediate_size=2048)
     measured: list[int] = []
+    taken: list[int] = []
+    capture = CudaDevice._capture_mixed
 
     def measure(*args: Any) -> int:
         measured.append(measure_mixed_graphs(*args))
         return measured[-1]
 
+    def watched_capture(device: CudaDevice, sizes: list[int], **options: Any) -> Any:
+        if not options:  # while it is measured
+            return capture(device, sizes)
+        before = free_bytes()
+        programs = capture(device, sizes, **options)
+        taken.append(before - free_bytes())
+        return programs
+
     monkeypatch.setattr(cuda_device, "measure_mixed_graphs", measure)
+    monkeypatch.setattr(CudaDevice, "_capture_mixed", watched_capture)
     with LLM(
         tmp_path,
         device="cuda",
         skip_tokenizer_init=True,
         gpu_memory_utilization=0.1,
         max_num_batched_tokens=4096,
-        capture_mixed_steps=True,
         enable_prefix_caching=False,
     ) as llm:
         graphs = mixed_program(llm).graphs
-        assert list(graphs.outputs) == [4096]
-        tokens(llm, [[7] * 400] * 10)  # the caches of libraries, and the eager steps around
-        before = free_bytes()
+        assert len(graphs.outputs) == len(graphs.sizes) == 10
+        print(f"{measured} bytes measured, {taken} taken")
+        assert 0 < taken[0] < measured[0] + 32 * 2**20  # kernels are loaded meanwhile, too
+        tokens(llm, [[7] * 400] * 10)  # the caches of libraries
+        before, replayed = free_bytes(), count_replays(graphs)
         for size in graphs.sizes:
             tokens(llm, [[7] * (size // 16)] * 16)
-        assert len(graphs.outputs) == len(graphs.sizes) == 10
-        taken = before - free_bytes()
-        print(f"{measured[0]} bytes measured, {taken} taken beside the largest")
-        assert taken < measured[0] + 32 * 2**20  # kernels are loaded meanwhile, too
+        assert set(replayed) == {*graphs.sizes}
+        assert before - free_bytes() < 32 * 2**20
 
 
 def free_bytes() -> int:

@@ -37,7 +37,9 @@ def answers(llm: LLM) -> list[Any]:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{}, {"enforce_eager": True}, {"capture_sampling": True}], ids=str
+    "options",
+    [{}, {"capture_mixed_steps": False}, {"enforce_eager": True}, {"capture_sampling": True}],
+    ids=str,
 )
 def test_memory_is_given_back_and_answers_stay_the_same(
     options: dict[str, Any], level: int

@@ -53,7 +53,7 @@ def make_engine(tokenizer: Tokenizer | None, **options: Any) -> GuardedEngine:
     attention = TritonAttention(**attention_options("triton", config))
     dtype = getattr(torch, config.dtype)
     context = LayerContext(dtype, attention=attention, ops=TritonOps(), linear_method=method)
-    device = CudaDevice(config, FakeCuda(), is_capturable=True)
+    device = CudaDevice(config, FakeCuda(), True, attention.captures_mixed_steps)
     runner = ModelRunner.load(config, model_config, path, context, device)
     engine = GuardedEngine(config, model_config, runner, tokenizer)
     if config.speculative_config is not None:
@@ -72,20 +72,24 @@ def launched(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> LaunchedK
     return LaunchedKernels(monkeypatch, token_id)
 
 
+LAUNCHED = {"capture_mixed_steps": False}  # mixed steps are, kernel by kernel
 DRAFTS_IN_GRAPHS = {"speculative_config": NGRAM | {"enforce_eager": False}}
 
 
-@pytest.mark.small(options=[{"quantization": "int4"}, DRAFTS_IN_GRAPHS])
+@pytest.mark.small(options=[{"quantization": "int4"}, DRAFTS_IN_GRAPHS | LAUNCHED])
 @pytest.mark.parametrize(
     "options",
     [
         {},
+        LAUNCHED,
         {"dtype": "float32", "enforce_eager": True},
         {"capture_sampling": True, "kv_cache_dtype": "int8"},
         {"quantization": "int4"},
+        {"quantization": "int4"} | LAUNCHED,
         {"quantization": "int8", "quantization_activations": "int8", "enforce_eager": True},
         {"quantization": "fp8", "dtype": "float16", "enforce_eager": True},
         DRAFTS_IN_GRAPHS,
+        DRAFTS_IN_GRAPHS | LAUNCHED,
         {"speculative_config": NGRAM, "quantization": "int8"},
         {"speculative_config": HEAD},
     ],
@@ -96,7 +100,8 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
 ) -> None:
     with launched.noted() as compiled:
         engine = make_engine(tokenizer, **options)
-    if options == DRAFTS_IN_GRAPHS:  # of any number
+    has_few = DRAFTS_IN_GRAPHS.items() <= options.items()
+    if has_few:  # of any number
         (speculation,) = (e for e in engine.extensions if isinstance(e, Speculation))
         vocab_size = engine.model_config.vocab_size
         speculation.proposer = Mixed(random.Random(0), vocab_size, [Wrong(vocab_size)])
@@ -114,8 +119,12 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
         assert len(products) >= 15
     if "speculative_config" in options:
         assert engine.stats.num_draft_tokens > 100
-    if options == DRAFTS_IN_GRAPHS:  # also such as no graph covers
-        assert queries(life) == {1, 2, 4, 8}
+    # Every step with a prompt was replayed, or none was.
+    has_mixed = "enforce_eager" not in options and "capture_mixed_steps" not in options
+    of_chunks = of_kernel(life, "chunk_attention_kernel")
+    assert {"row_counts_ptr=None" not in variant for variant in of_chunks} == {has_mixed}
+    if has_few:  # also such as no graph of draft rows covers
+        assert queries(life) == ({1, 8} if has_mixed else {1, 2, 4, 8})
     engine.close()
 
 

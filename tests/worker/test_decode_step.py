@@ -134,7 +134,8 @@ def runner(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def capturing(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(tmp_path_factory.mktemp("qwen3"), capture_sampling=True)
+    options = {"capture_sampling": True, "capture_mixed_steps": False}
+    return make_runner(tmp_path_factory.mktemp("qwen3"), **options)
 
 
 def make_runner(path: Path, **options: Any) -> ModelRunner:
@@ -158,7 +159,7 @@ def make_runner(path: Path, **options: Any) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def mixed(launched: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(tmp_path_factory.mktemp("qwen3"), capture_mixed_steps=True)
+    return make_runner(tmp_path_factory.mktemp("qwen3"))
 
 
 def pack(runner: ModelRunner, num_rows: int, prompts: tuple[int, ...] = ()) -> Batch:
@@ -292,7 +293,7 @@ def test_what_the_host_launches_of_a_mixed_step(
     """Of some 310 launches that find the GPU waiting, those beside the model are left."""
     num_rows, counted = 20, []
     for each in (runner, mixed):
-        # The first of them captures its graph, and brings the settings.
+        # The first of them brings the settings.
         step(each, num_rows, changes(num_rows + len(prompts)), prompts)
         launched.clear()
         each.device.cuda.events.clear()

@@ -78,11 +78,13 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
     ahead: bool,
     graphs: dict[str, bool],
+    by_size: Callable[..., set[int]],
 ) -> None:
     monkeypatch.setattr(mixed_program, "_SMALLEST", 4)  # so that there are several sizes up to 30
     cuda = LateCuda()
     engine = make_engine(checkpoint, cuda, monkeypatch, async_scheduling=ahead, **graphs)
     mixed = [p for p in engine.executor.device.programs if isinstance(p, MixedProgram)]
+    assert len(mixed) == ("capture_mixed_steps" in graphs)
     replayed = [count_replays(p.graphs) for p in mixed]
     pending: list[int] = []
     engine.observers.append(
@@ -92,8 +94,8 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     chosen = count_replays(choices(engine.executor.device)) if choosing else []
     assert answers(engine, asked) == expected
     assert (len(chosen) > len(asked) // 2) is choosing
-    for sizes, program in zip(replayed, mixed, strict=True):  # most of them captured meanwhile
-        assert {8, 16, 30} <= set(sizes) <= program.graphs.outputs.keys() and len(sizes) > 5
+    for sizes in replayed:  # while prompts wait steps are full, and of few requests most do
+        assert set(sizes) >= by_size({4, 30}, {8, 16, 30}) and len(sizes) > 5
     assert any(pending) is ahead and engine.stats.num_preemptions > 0
     # It was late: whole steps lay in the queue, and ahead the most of two.
     num_launched = cuda.num_run + len(cuda.queue)
