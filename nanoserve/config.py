@@ -134,7 +134,7 @@ class EngineConfig:
     # LM head and sampling of plain decode steps in graphs too. Off: an H100 gains nothing by it.
     capture_sampling: bool = False
     # Steps in which prompts are computed in graphs too, at padded numbers of tokens. None: where it
-    # has run, which is on one GPU, with Triton's attention.
+    # has run: on one GPU, with Triton's attention, without draft tokens and quantised weights.
     capture_mixed_steps: bool | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU

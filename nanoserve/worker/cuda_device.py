@@ -80,8 +80,8 @@ class CudaDevice:
         has_graphs = is_capturable and is_whole and not config.enforce_eager
         self.graph_sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
         has_mixed = config.capture_mixed_steps
-        if has_mixed is None:  # as they have run on a GPU; other ranks choose the same
-            has_mixed = captures_mixed_steps and config.tensor_parallel_size == 1
+        if has_mixed is None:
+            has_mixed = captures_mixed_steps and _captures_mixed_steps_by_itself(config)
         is_mixed = has_mixed and has_graphs
         self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if is_mixed else []
         self.programs: list[GraphProgram] = []  # the first that covers a step replays it
@@ -240,6 +240,15 @@ class CudaDevice:
         program = MixedProgram(self.cuda, self.buffers, self._computation, sizes)
         program.capture(shows_progress=shows_progress)
         return [program]
+
+
+def _captures_mixed_steps_by_itself(config: EngineConfig) -> bool:
+    """Return whether mixed steps are captured without being asked for: as that has run on a GPU.
+
+    All ranks come to the same answer.
+    """
+    has_one_rank = config.tensor_parallel_size == 1
+    return has_one_rank and config.speculative_config is None and config.quantization is None
 
 
 def make_programs(

@@ -73,10 +73,12 @@ def launched(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> LaunchedK
 
 
 LAUNCHED = {"capture_mixed_steps": False}  # mixed steps are, kernel by kernel
+MIXED = {"capture_mixed_steps": True}
+BESIDE_MIXED = {"capture_sampling", "kv_cache_dtype"}  # with which they are by themselves
 DRAFTS_IN_GRAPHS = {"speculative_config": NGRAM | {"enforce_eager": False}}
 
 
-@pytest.mark.small(options=[{"quantization": "int4"}, DRAFTS_IN_GRAPHS | LAUNCHED])
+@pytest.mark.small(options=[{"quantization": "int4"} | MIXED, DRAFTS_IN_GRAPHS])
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,11 +87,11 @@ DRAFTS_IN_GRAPHS = {"speculative_config": NGRAM | {"enforce_eager": False}}
         {"dtype": "float32", "enforce_eager": True},
         {"capture_sampling": True, "kv_cache_dtype": "int8"},
         {"quantization": "int4"},
-        {"quantization": "int4"} | LAUNCHED,
+        {"quantization": "int4"} | MIXED,
         {"quantization": "int8", "quantization_activations": "int8", "enforce_eager": True},
         {"quantization": "fp8", "dtype": "float16", "enforce_eager": True},
         DRAFTS_IN_GRAPHS,
-        DRAFTS_IN_GRAPHS | LAUNCHED,
+        DRAFTS_IN_GRAPHS | MIXED,
         {"speculative_config": NGRAM, "quantization": "int8"},
         {"speculative_config": HEAD},
     ],
@@ -120,7 +122,8 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
     if "speculative_config" in options:
         assert engine.stats.num_draft_tokens > 100
     # Every step with a prompt was replayed, or none was.
-    has_mixed = "enforce_eager" not in options and "capture_mixed_steps" not in options
+    has_mixed = bool(engine.executor.device.mixed_sizes)
+    assert has_mixed is options.get("capture_mixed_steps", options.keys() <= BESIDE_MIXED)
     of_chunks = of_kernel(life, "chunk_attention_kernel")
     assert {"row_counts_ptr=None" not in variant for variant in of_chunks} == {has_mixed}
     if has_few:  # also such as no graph of draft rows covers

@@ -489,7 +489,11 @@ CAN, CANNOT = (True, True), (True, False)  # Triton's attention, and torch's or 
         ({}, (False, False), False),
         ({"enforce_eager": True}, CAN, False),
         ({"pipeline_parallel_size": 2}, CAN, False),
-        ({"tensor_parallel_size": 2}, CAN, False),  # several ranks have not run
+        # What has not run on a GPU together with them has to ask for them.
+        ({"tensor_parallel_size": 2}, CAN, False),
+        ({"speculative_config": {"method": "ngram"}}, CAN, False),
+        ({"quantization": "int8"}, CAN, False),
+        ({"quantization": "int8", "capture_mixed_steps": True}, CAN, True),
         ({"tensor_parallel_size": 2, "capture_mixed_steps": True}, CAN, True),
         ({"capture_mixed_steps": False}, CAN, False),
         ({"capture_mixed_steps": True}, CAN, True),
