@@ -392,8 +392,11 @@ def test_attention_in_16_bits(backend: str, kind: str, head_dim: int, dtype: tor
         actual = _backend(backend)[0].attend(layer, q.to(dtype), cache, metadata)
     assert actual.dtype == dtype
     wanted = expected(is_coded=True)
-    # Of values up to 30, and of scores up to 10.
-    torch.testing.assert_close(actual.double(), wanted, rtol=3e-2, atol=0.15)
+    error = (actual.double() - wanted).norm() / wanted.norm()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+    if backend != "torch":  # which rounds its scores, numbers up to 10, to 16 bits
+        # Of values up to 30.
+        torch.testing.assert_close(actual.double(), wanted, rtol=3e-2, atol=0.15)
     if backend == "numba":  # rows of one token are as near as their dtype is
         torch.testing.assert_close(actual[:3].double(), wanted[:3], rtol=2**-8, atol=2e-3)
 

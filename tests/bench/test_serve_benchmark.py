@@ -471,7 +471,8 @@ def test_a_connection_that_has_idled_is_not_used_again(
     """Servers close those that do, some after a few seconds, and just when a request is sent."""
     assert connection._IDLE == 1.0
     monkeypatch.setattr(connection, "_IDLE", 0.4)
-    arrivals = [0.5, 0.52, 1.02]  # the second comes soon after the first, whatever else runs
+    # The second comes when the first has been answered, and before its connection has idled.
+    arrivals = [0.5, 0.7, 1.3]
     monkeypatch.setattr("nanoserve.bench.serve.measure.poisson_arrivals", lambda *_: arrivals)
     with StandIn(lambda body, number: talk(body)) as server:
         measure(server.url, "--request-rate", "3", "--num-seqs", "3")
