@@ -215,7 +215,7 @@ def _run_variant(
         warm_up = SamplingParams(max_tokens=4, temperature=0.6, ignore_eos=True)
         llm.generate(limits.prompts[:4], warm_up, use_tqdm=False)
         idle = _IdleTime(job, llm)
-        num_runs = 2 if is_default or llm.engine.config.capture_mixed_steps is False else 1
+        num_runs = 2 if is_default else 1
         seconds = [_timed(llm, limits, number) for number in range(1, 1 + num_runs)]
         num_tokens, best = sum(limits.output_lens), min(seconds)
         result = {

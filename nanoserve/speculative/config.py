@@ -127,7 +127,7 @@ class SpeculativeConfig:
         number = self.num_speculative_tokens or _DRAFT_TOKENS[kind]
         is_eager = self.enforce_eager
         if is_eager is None:
-            is_eager = not (kind == "cuda" and _can_record(config, number))
+            is_eager = not (kind == "cuda" and _records_graphs_by_default(config, number))
         return replace(self, num_speculative_tokens=number, enforce_eager=is_eager)
 
     @property
@@ -138,10 +138,10 @@ class SpeculativeConfig:
         return low or high, high or low
 
 
-def _can_record(config: Any, number: int) -> bool:
-    """Return whether CUDA graphs of steps with so many draft tokens a row are on by themselves.
+def _records_graphs_by_default(config: Any, number: int) -> bool:
+    """Return whether CUDA graphs of steps with so many draft tokens a row are recorded by default.
 
-    On where their tokens have been compared on a GPU: of one rank, with Triton's attention.
+    They are where their tokens have been compared on a GPU: of one rank, with Triton's attention.
     """
     return (
         not config.enforce_eager

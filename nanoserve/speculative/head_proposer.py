@@ -20,6 +20,7 @@ from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.quantization.linear_methods import choose_linear_method
+from nanoserve.sampling.host_copies import to_device
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
 
 if TYPE_CHECKING:
@@ -113,27 +114,23 @@ class HeadProposer:
             return [[] for _ in wanted]
         device, num_drafts = self._runner.device, max(count for _, count in wanted)
         with device.guard():
-            # What the host knows travels once, from memory that a copy is not waited for, and the
-            # draft tokens come back once: none of them waits in between.
-            memory = device.host_memory(4 * 4 * len(able)).view(np.int32)
-            drafts = self._draft(able, num_drafts, memory)
-            found = device.wait(device.fetch(drafts.flatten()))
+            found = device.wait(device.fetch(self._draft(able, num_drafts).flatten()))
         rows = {seq: found[i * num_drafts : (i + 1) * num_drafts] for i, seq in enumerate(able)}
         return [rows.get(seq, [])[:count] for seq, count in wanted]
 
-    def _draft(self, able: list[Sequence], num_drafts: int, memory: np.ndarray) -> torch.Tensor:
+    def _draft(self, able: list[Sequence], num_drafts: int) -> torch.Tensor:
         """Return draft tokens [len(able), num_drafts], which the device may not have chosen yet.
 
-        memory: int32 [4 * len(able)], from which the rows are copied to the device.
+        What the host knows is copied once, before the first of them: none waits for the host.
         """
         runner, num_rows = self._runner, len(able)
         slots = np.array([seq.slot for seq in able])
         positions = np.array([len(seq.token_ids) for seq in able])
         last = np.array([seq.token_ids[-1] for seq in able])
         state = torch.stack([self._known[seq][0][self._known[seq][1]] for seq in able])
-        memory[:] = np.concatenate((slots, positions - 1, np.arange(num_rows), last))
-        on_device = torch.from_numpy(memory).to(state.device, non_blocking=True)
-        row_slots, row_positions, output_rows, token_ids = on_device.split(num_rows)
+        rows_on_host = np.stack((slots, positions - 1, np.arange(num_rows), last)).astype(np.int32)
+        (on_device,) = to_device(state.device, rows_on_host)
+        row_slots, row_positions, output_rows, token_ids = on_device
         drafts: list[torch.Tensor] = []
         for number in range(num_drafts):
             state, hidden = self._head(state, runner.model.model.embed(token_ids))

@@ -28,6 +28,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.dummy_rows import pack_dummy_step
+from nanoserve.worker.gpu_memory import most_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +85,6 @@ def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray
         lengths = np.full(used, size // used, dtype=np.int32)
         lengths[used - size % used :] += 1
         yield lengths
-
-
-def most_outputs(config: EngineConfig) -> int:
-    """Return the most rows of logits of a step: a row for each token that may be sampled."""
-    drafts = config.speculative_config
-    of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
-    return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)
 
 
 def has_grammars(config: EngineConfig) -> bool:

@@ -81,7 +81,7 @@ class CudaDevice:
         self.graph_sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
         has_mixed = config.capture_mixed_steps
         if has_mixed is None:
-            has_mixed = captures_mixed_steps and _captures_mixed_steps_by_itself(config)
+            has_mixed = captures_mixed_steps and _captures_mixed_steps_by_default(config)
         is_mixed = has_mixed and has_graphs
         self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if is_mixed else []
         self.programs: list[GraphProgram] = []  # the first that covers a step replays it
@@ -242,10 +242,10 @@ class CudaDevice:
         return [program]
 
 
-def _captures_mixed_steps_by_itself(config: EngineConfig) -> bool:
-    """Return whether mixed steps are captured without being asked for: as that has run on a GPU.
+def _captures_mixed_steps_by_default(config: EngineConfig) -> bool:
+    """Return whether mixed steps are captured unless an option says otherwise.
 
-    All ranks come to the same answer.
+    They are where that has run on a GPU. All ranks come to the same answer.
     """
     has_one_rank = config.tensor_parallel_size == 1
     return has_one_rank and config.speculative_config is None and config.quantization is None

@@ -65,8 +65,13 @@ def make_runner(
     from nanoserve.worker.cuda_device import CudaDevice
 
     attention = context.attention
-    is_capturable = attention.capturable, attention.captures_mixed_steps
-    device = CudaDevice(config, Cuda(context.device), *is_capturable, beside)
+    device = CudaDevice(
+        config,
+        Cuda(context.device),
+        is_capturable=attention.capturable,
+        captures_mixed_steps=attention.captures_mixed_steps,
+        beside=beside,
+    )
     return ModelRunner.load(config, model_config, path, context, device)
 
 

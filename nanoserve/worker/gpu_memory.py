@@ -49,7 +49,7 @@ class GPUMemory:
         share = int(self.total * config.gpu_memory_utilization)
         still_wanted = self.activations + self.graphs + self._of_second_model
         taken = self.weights + still_wanted + self.libraries
-        told = self._told(config, share)
+        told = self._numbers(config, share)
         block_bytes += self.beside.block_bytes
         if share - taken < 2 * block_bytes:
             raise ValueError(
@@ -76,7 +76,7 @@ class GPUMemory:
         """
         return self.beside.weights + self.graphs if self.beside.weights else 0
 
-    def _told(self, config: EngineConfig, share: int) -> str:
+    def _numbers(self, config: EngineConfig, share: int) -> str:
         drafts, second = config.speculative_config, ""
         rows = f"max_num_seqs={config.max_num_seqs}"
         if drafts is not None:
@@ -96,6 +96,13 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
 
+def most_outputs(config: EngineConfig) -> int:
+    """Return the most rows of logits of a step: a row for each token that may be sampled."""
+    drafts = config.speculative_config
+    of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
+    return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)
+
+
 @torch.inference_mode()
 def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
     """Run a step of `max_num_batched_tokens`, with as many rows of logits as a step may have.
@@ -105,9 +112,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
     tokens = min(config.max_num_batched_tokens, rows * longest)
-    drafts = config.speculative_config
-    outputs = rows if drafts is None else min(tokens, rows * (drafts.num_speculative_tokens + 1))
-    used = rows
+    outputs, used = min(tokens, most_outputs(config)), rows
     if tokens == rows > 1 and longest > 1:
         used -= 1  # for a row of two: attention over chunks must not be compiled while serving
     num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
@@ -121,17 +126,13 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
     sampler = FusedSampler(rows, vocab_size, logits.device)
     slots = batch.output_slots[:outputs].copy()
-    # The last is the most that a request can ask for; the others compile their kernels.
-    for params in (
-        SamplingParams(),
-        SamplingParams(top_p=0.9),
-        SamplingParams(
-            top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
-        ),
-    ):
-        for slot in range(rows):
-            sampler.set_slot(SlotUpdate(slot, params, seed=slot))
-        sampler.sample(logits, slots, slots, handle.tensors)
+    # The most that a request can ask for: float32 logits, filtered, with log-probabilities.
+    params = SamplingParams(
+        top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
+    )
+    for slot in range(rows):
+        sampler.set_slot(SlotUpdate(slot, params, seed=slot))
+    sampler.sample(logits, slots, slots, handle.tensors)
 
 
 class StepMemory(NamedTuple):

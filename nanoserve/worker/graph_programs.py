@@ -5,8 +5,7 @@ kernel by kernel. So options combine: each adds a program, and none has to know 
 
     decode + sampling       capture_sampling=True (`sampling_program`)
     decode                  every row has one token
-    draft rows              speculative_config={..., "enforce_eager": False} (`draft_program`),
-                            also with sampling
+    draft rows              speculative_config (`draft_program`), also with sampling
     mixed steps             some row has several tokens: `capture_mixed_steps` (`mixed_program`)
 
 A step belongs to the batch as it was packed, so a program may bring rows to a common length, or add

@@ -24,6 +24,7 @@ from count_replays import choices, count_replays, decode_graphs
 
 pytest.importorskip("triton")
 
+from no_waiting import no_waiting
 from noise_kernel import KEYS, assert_noise_is_exact
 from tiny_checkpoints import make_checkpoint, make_qwen3
 from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
@@ -832,12 +833,3 @@ def test_a_decode_step_is_launched_without_waiting(
         while llm.engine.has_unfinished_requests():
             llm.engine.step()
     assert num_launched == [(5, 5 if async_scheduling else 0)] * 9
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -6,8 +6,7 @@ In float32 tokens must be the same whatever computes them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from count_replays import count_replays
 
 pytest.importorskip("triton")
 
+from no_waiting import no_waiting
 from tiny_checkpoints import make_checkpoint, make_qwen3
 from transformers import Qwen3MoeForCausalLM
 
@@ -207,15 +207,6 @@ def test_codes_of_8_bits_are_stored_and_read(tmp_path: Path, prompts: Prompts) -
         with open_float32(tmp_path, kv_cache_dtype="int8", **options) as llm:
             answers.append(tokens(llm, prompts))
     assert answers[0] == answers[1]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_mixed_step_is_launched_without_waiting(

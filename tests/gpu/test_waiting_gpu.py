@@ -7,8 +7,8 @@ torch refuses copies that wait (`set_sync_debug_mode`), but lets those through t
 nothing for a while, and must be launched and sampled before that one has ended.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from no_waiting import no_waiting
 from seen_answers import Seen, are_same, seen
 from tiny_checkpoints import make_qwen3
 
@@ -57,15 +58,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_qwen3(path, vocab_size=2048, num_hidden_layers=2)
     return path
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Watched:

@@ -19,6 +19,7 @@ from fake_cuda import GIB, FakeCuda
 from mixed_attention import MixedTorchAttention
 from packed_batches import make_batch, make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
+from stale_memory import poison_what_is_stale
 from tiny_checkpoints import GEMMA2, make_checkpoint, make_qwen3
 from toy_computation import toy_computation
 from transformers import Gemma2ForCausalLM
@@ -165,24 +166,6 @@ def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> GuardedEngine:
     device = CudaDevice(config, cuda, *capturable)
     runner = ModelRunner.load(config, model_config, path, context, device)
     return GuardedEngine(config, model_config, runner, tokenizer=None)
-
-
-def poison_what_is_stale(runner: ModelRunner) -> None:
-    """Before every step: the batch that is packed, and all of the device's buffers."""
-    next_batch, buffers = runner.next_batch, runner.device.buffers
-    copy_in = buffers.copy_in
-
-    def poisoned_batch() -> Batch:
-        batch = next_batch()
-        batch.memory[:] = 0xAA  # negative integers
-        return batch
-
-    def poisoned_copy(batch: Batch, header: BatchHeader) -> torch.Tensor:
-        buffers._memory.fill_(0x55)
-        buffers._tables.fill_(2**30)  # no block has such a number
-        return copy_in(batch, header)
-
-    runner.next_batch, buffers.copy_in = poisoned_batch, poisoned_copy
 
 
 @pytest.fixture
