@@ -11,14 +11,13 @@ import numpy as np
 
 from nanoserve.chat_template import load_chat_template
 from nanoserve.checks import check_bool, check_choice, require, shown
-from nanoserve.drop_in.keywords import refuse_chat_keywords
-from nanoserve.engine.guard import GuardedEngine
 from nanoserve.inputs import Conversation, Conversations, Message
 from nanoserve.tool_arguments import with_objects
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from nanoserve.engine.guard import GuardedEngine
     from nanoserve.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
@@ -40,7 +39,7 @@ _DEEPEST = 64  # lists and dictionaries within each other
 
 
 def prompts_of(
-    engine: GuardedEngine,
+    engine: "GuardedEngine",
     messages: Conversation | Conversations,
     *,
     chat_template: "str | Path | None" = None,
@@ -54,6 +53,8 @@ def prompts_of(
 ) -> list[dict[str, Any]]:
     """One conversation or several as prompts, under the options of `LLM.chat`."""
     if unknown:
+        from nanoserve.drop_in.keywords import refuse_chat_keywords
+
         refuse_chat_keywords(unknown)
     check_choice(
         "chat_template_content_format", chat_template_content_format, ("auto", "string", "openai")
@@ -87,7 +88,7 @@ def prompts_of(
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
 
 
-def _text_of_template(engine: GuardedEngine, given: Any) -> str:
+def _text_of_template(engine: "GuardedEngine", given: Any) -> str:
     """Return a template of the checkpoint's by its name; else see `load_chat_template`."""
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
         named: Any = engine.tokenizer.hugging_face.chat_template
@@ -97,7 +98,7 @@ def _text_of_template(engine: GuardedEngine, given: Any) -> str:
 
 
 def chat_prompts(
-    engine: GuardedEngine,
+    engine: "GuardedEngine",
     messages: Conversation | Conversations,
     template_arguments: dict[str, Any],
     allow_special_tokens: bool,
@@ -172,7 +173,7 @@ def _text_of_part(part: Any) -> str:
 
 
 def _prompt_of(
-    engine: GuardedEngine,
+    engine: "GuardedEngine",
     conversation: AbstractSequence[Message],
     arguments: dict[str, Any],
     allow_special_tokens: bool,

@@ -5,12 +5,16 @@ need no more. Streams and stop strings have a `TextStream`, which is loaded when
 Either way it is the same decoder, so the pieces of a stream concatenate to the text.
 """
 
+from typing import TYPE_CHECKING
+
 from nanoserve.engine.incremental_decoder import IncrementalDecoder, TokenTexts
-from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stop_strings import StopStrings
 from nanoserve.engine.text_stream import TextStream
 from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.engine.sequence import Sequence
 
 _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 
@@ -32,7 +36,7 @@ class Detokenizer:
         num_tokens = len(prompt_token_ids)
         return self._texts.context(prompt_token_ids, num_tokens, params.skip_special_tokens)
 
-    def advance(self, seq: Sequence) -> str | None:
+    def advance(self, seq: "Sequence") -> str | None:
         """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
         if not _needs_text(seq):
             return None
@@ -40,14 +44,14 @@ class Detokenizer:
             self._streams[seq] = self._open_stream(seq)
         return self._streams[seq].advance()
 
-    def restart(self, seq: Sequence) -> None:
+    def restart(self, seq: "Sequence") -> None:
         """Decode anew, after an exception, what `seq` has. All of that was handed out before."""
         self._streams.pop(seq, None)
         if _needs_text(seq) and seq.num_output_tokens:
             self._streams[seq] = stream = self._open_stream(seq)
             stream.catch_up()
 
-    def text(self, seq: Sequence) -> str:
+    def text(self, seq: "Sequence") -> str:
         """What belongs in the next output of `seq`: all text so far, or the part that is new.
 
         The deltas of a sequence concatenate to its final text.
@@ -63,11 +67,11 @@ class Detokenizer:
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: "Sequence") -> None:
         """Drop the text of a sequence that has ended, and that cannot be decoded."""
         self._streams.pop(seq, None)
 
-    def _open_stream(self, seq: Sequence) -> "TextStream":
+    def _open_stream(self, seq: "Sequence") -> "TextStream":
         strings, stops = tuple(seq.params.stop_strings), None
         if strings:  # most requests have the same as one before, and its siblings always do
             stops = self._stops.pop(strings, None) or StopStrings(strings)
@@ -76,7 +80,7 @@ class Detokenizer:
                 del self._stops[next(iter(self._stops))]
         return TextStream(seq, self._decoder(seq), stops)
 
-    def _decoder(self, seq: Sequence) -> IncrementalDecoder:
+    def _decoder(self, seq: "Sequence") -> IncrementalDecoder:
         """Return a new one, for the output of `seq` from its first token on."""
         params, texts = seq.params, self._texts
         skips = params.skip_special_tokens
@@ -86,7 +90,7 @@ class Detokenizer:
         return texts.decoder(context, skips, params.sets_special_tokens_apart, may_begin)
 
 
-def _needs_text(seq: Sequence) -> bool:
+def _needs_text(seq: "Sequence") -> bool:
     """Before its end."""
     is_looked_at = seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
     return bool(seq.params.stop) or (is_looked_at and seq.params.detokenize)

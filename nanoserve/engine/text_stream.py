@@ -4,16 +4,20 @@ A token is not a character: a byte-level tokenizer may spread one Chinese charac
 tokens. The decoder holds back what a later token may still change.
 """
 
+from typing import TYPE_CHECKING
+
 from nanoserve.engine.incremental_decoder import IncrementalDecoder
-from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from nanoserve.engine.sequence import Sequence
 
 
 class TextStream:
     """Costs about 0.4 us a token; stop strings, some 0.1 us for each of its characters."""
 
     def __init__(
-        self, seq: Sequence, decoder: IncrementalDecoder, stops: StopStrings | None
+        self, seq: "Sequence", decoder: IncrementalDecoder, stops: StopStrings | None
     ) -> None:
         self.text = ""
         self._seq, self._decoder, self._stops = seq, decoder, stops

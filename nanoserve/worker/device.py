@@ -17,12 +17,23 @@ from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.models.registry import weight_bytes
+from nanoserve.registry import Registry
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads, threads
 
 logger = logging.getLogger(__name__)
+
+# Executors of several ranks: called with the configuration, the model's, its folder, rank 0's
+# device, and the function that makes the runner of one rank.
+EXECUTORS: Registry[Callable[..., Executor]] = Registry(
+    "executor",
+    {
+        "tensor_parallel": "nanoserve.worker.tensor_parallel:TensorParallelExecutor",
+        "pipeline": "nanoserve.worker.pipeline:PipelineExecutor",
+    },
+)
 
 
 def make_executor(
@@ -40,14 +51,10 @@ def make_executor(
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if num_ranks == 1:
         return make_runner(config, model_config, path, ParallelContext(), beside)
-    if config.pipeline_parallel_size > 1:
-        from nanoserve.worker.pipeline import PipelineExecutor as Ranks
-    else:
-        from nanoserve.worker.tensor_parallel import TensorParallelExecutor as Ranks
-
+    kind = "pipeline" if config.pipeline_parallel_size > 1 else "tensor_parallel"
     device = choose_device(config, 0, num_ranks)
     make = partial(make_runner, config, model_config, path, beside=beside)
-    return Ranks(config, model_config, path, device, make)
+    return EXECUTORS.get(kind)(config, model_config, path, device, make)
 
 
 def make_runner(

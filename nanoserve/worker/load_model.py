@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.checkpoint.loader import check_weights, load_weights
+from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
@@ -39,8 +39,6 @@ def load_model(
     meta = replace(context, device=torch.device("meta"), num_positions=1)
     elsewhere: Set[str] = frozenset()
     if context.pp.num_stages > 1:
-        from nanoserve.worker.pipeline_stage import tensors_of_other_stages
-
         elsewhere = tensors_of_other_stages(model_config, meta)
     check_model(make(model_config, meta), config, model_config, path, memory_bytes, elsewhere)
     # 2) The model; its tables are for positions that occur.
@@ -130,3 +128,14 @@ def allocate_pool(
         f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
     )
     return kv_caches
+
+
+def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) -> Set[str]:
+    """Return the names of the checkpoint's tensors that are not read here, but by other stages.
+
+    `context` is this stage's, without memory.
+    """
+    make = model_class(model_config.architecture)
+    alone = replace(context, parallel=ParallelContext(context.tp))
+    whole = expected_tensors(make(model_config, alone)).keys()
+    return whole - expected_tensors(make(model_config, context)).keys()

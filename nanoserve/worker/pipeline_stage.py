@@ -4,36 +4,24 @@ What a stage is, and how tensors pass from one to the next: `nanoserve.layers.pi
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
 import torch
 
-from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checks import require
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
+from nanoserve.worker.load_model import tensors_of_other_stages
 from nanoserve.worker.process_group import Group
 
 # (stage, first layer, the one behind the last) -> if a stage may have these layers. Where it may,
 # it may have fewer of them, too.
 Fits = Callable[[int, int, int], bool]
-
-
-def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) -> Set[str]:
-    """Return the names of the checkpoint's tensors that are not read here, but by other stages.
-
-    `context` is this stage's, without memory.
-    """
-    make = model_class(model_config.architecture)
-    alone = replace(context, parallel=ParallelContext(context.tp))
-    whole = expected_tensors(make(model_config, alone)).keys()
-    return whole - expected_tensors(make(model_config, context)).keys()
 
 
 def check_stages(model_config: ModelConfig, num_stages: int) -> None:

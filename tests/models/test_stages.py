@@ -32,7 +32,8 @@ from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model
 from nanoserve.quantization.deferred import load_deferred
-from nanoserve.worker.pipeline_stage import check_stages, share_layers, tensors_of_other_stages
+from nanoserve.worker.load_model import tensors_of_other_stages
+from nanoserve.worker.pipeline_stage import check_stages, share_layers
 
 LAYERS = {"num_hidden_layers": 3}
 TIED = {"tie_word_embeddings": True}
