@@ -17,8 +17,8 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.models.registry import supported_architectures
-from nanoserve.registry import Registry
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.utils.registry import Registry
 from nanoserve.worker.device import device_kind, make_executor
 
 logger = logging.getLogger(__name__)

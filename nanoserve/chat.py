@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoserve.chat_template import load_chat_template
-from nanoserve.checks import check_bool, check_choice, require, shown
 from nanoserve.inputs import Conversation, Conversations, Message
 from nanoserve.tool_arguments import with_objects
+from nanoserve.utils.checks import check_bool, check_choice, require, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

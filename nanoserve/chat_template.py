@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 _LONGEST_PATH = 4096
 _LARGEST_FILE = 2**20  # bytes; those of models have some thousand

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 # Takes the arguments behind the command's name; returns the exit status, and None is 0.
 Command = Callable[[list[str]], int | None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checks import (
+from nanoserve.utils.checks import (
     check_bool,
     check_choice,
     check_int,

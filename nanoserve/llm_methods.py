@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.announce import summary
 from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.chat import prompts_of
-from nanoserve.checks import attribute_error
 from nanoserve.drop_in.keywords import refuse_keywords
 from nanoserve.drop_in.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.utils.checks import attribute_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.checks import require
 from nanoserve.outputs import RequestOutputKind as RequestOutputKind
-from nanoserve.parameter_table import PARAMETERS, Stage, names_of
+from nanoserve.utils.checks import require
+from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of
 
 if TYPE_CHECKING:
     from nanoserve.structured.params import StructuredOutputsParams

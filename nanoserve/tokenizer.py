@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoserve.checkpoint.config_json import read_json
-from nanoserve.checks import shown
+from nanoserve.utils.checks import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 
 def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:

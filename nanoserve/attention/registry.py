@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 # Classes of `nanoserve.attention.interface.AttentionBackend`.
 ATTENTION_BACKENDS: Registry[Any] = Registry(

@@ -7,12 +7,12 @@ from uuid import uuid4
 
 from nanoserve.batch_jobs.in_process import post
 from nanoserve.batch_jobs.lines import BatchLine
-from nanoserve.checks import shown
 from nanoserve.server.app import ApiServer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.errors import ApiError
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.settings import ServerSettings
+from nanoserve.utils.checks import shown
 
 _URLS = ("/v1/chat/completions", "/v1/completions")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.batch_jobs.lines import key_of, key_of_answer
-from nanoserve.checks import is_text, json_object, require
+from nanoserve.utils.checks import is_text, json_object, require
 
 _BEGINNING = b'{"id": "batch_req_'  # of every line; see `Answerer`
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nanoserve.checks import is_text, json_object, require, shown
+from nanoserve.utils.checks import is_text, json_object, require, shown
 
 MOST_BYTES = 16 * 2**20  # of a line; a server takes bodies of 8 MiB
 

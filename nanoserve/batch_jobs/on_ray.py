@@ -22,10 +22,10 @@ import numpy as np
 from nanoserve.batch_jobs.answerer import Answered, Answerer
 from nanoserve.batch_jobs.lines import Todo
 from nanoserve.batch_jobs.restarts import RestartingAnswerer
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
 from nanoserve.server.output_reader import EngineDeadError
+from nanoserve.utils.checks import require
 
 _LEAST_LINES, _MOST_LINES = 8, 1024  # of a chunk: a task of Ray costs some 10 ms
 _CHUNKS_PER_REPLICA = 8  # at least, so that all end at about the same time

@@ -11,7 +11,14 @@ from typing import Any
 from nanoserve.checkpoint.damage import tell_pointer
 from nanoserve.checkpoint.other_settings import OTHER_SETTINGS
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_bool, check_choice, check_int, check_number, json_object, require
+from nanoserve.utils.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    json_object,
+    require,
+)
 
 # The settings that transformers reads, with its values for files that leave them out (None: there
 # is no such value, or it follows from others). What is not listed for an architecture has no effect

@@ -9,8 +9,8 @@ from nanoserve.checkpoint.misfits import save_anew
 from nanoserve.checkpoint.names import tell_no_name
 from nanoserve.checkpoint.shards import INDEX, shard_names
 from nanoserve.checkpoint.weight_files import SINGLE_FILE
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
+from nanoserve.utils.checks import require
 
 _TIMEOUT = 10.0  # seconds that the hub has to answer; the cache is asked then
 # Mistral's own tokenizer format, 15 MB beside the tokenizer.json that is read.

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import check_int, require, shown
+from nanoserve.utils.checks import check_int, require, shown
 
 
 def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:

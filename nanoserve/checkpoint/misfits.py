@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.config_json import read_json
-from nanoserve.checks import shown
+from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from nanoserve.checkpoint.misfits import check_folder
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.other_architectures import tell_architecture
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.config import DTYPES
-from nanoserve.parameter_table import PARAMETERS
+from nanoserve.utils.checks import attribute_error, check_choice, check_int, require, shown
+from nanoserve.utils.parameter_table import PARAMETERS
 
 if TYPE_CHECKING:
     from nanoserve.quantization.gguf.container import GGUFFile

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanoserve.checkpoint.config_json import ConfigFile
-from nanoserve.checks import check_bool, check_list, is_int, require
+from nanoserve.utils.checks import check_bool, check_list, is_int, require
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from nanoserve.checkpoint.packaged import PACKAGED
-from nanoserve.checks import shown
 from nanoserve.tiny_qwen3 import BUNDLED
+from nanoserve.utils.checks import shown
 
 _NEITHER = "is neither a folder nor a bundled checkpoint nor a GGUF file"
 _FORM = (

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nanoserve.checkpoint.config_json import architecture_of
-from nanoserve.checks import shown
+from nanoserve.utils.checks import shown
 
 # Families by the beginning of their classes' names, in lower case.
 _ENCODER_DECODERS = (

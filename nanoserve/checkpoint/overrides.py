@@ -7,9 +7,9 @@ from typing import Any
 
 from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig
-from nanoserve.checks import require, shown
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.utils.checks import require, shown
 
 # Entries that are read for every architecture, besides its own.
 _ALWAYS = {

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoserve.checks import require
+from nanoserve.utils.checks import require
 
 
 class Package(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoserve.checks import check_int, is_number, require, shown
+from nanoserve.utils.checks import check_int, is_number, require, shown
 
 
 @dataclass(frozen=True)

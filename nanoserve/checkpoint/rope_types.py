@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from nanoserve.checks import (
+from nanoserve.utils.checks import (
     check_bool,
     check_int,
     check_list,

@@ -6,7 +6,7 @@ from pathlib import Path
 from nanoserve.checkpoint.config_json import read_json
 from nanoserve.checkpoint.misfits import some, tell_no_weights
 from nanoserve.checkpoint.weight_files import SINGLE_FILE
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 INDEX = f"{SINGLE_FILE}.index.json"
 # An index may come from anyone, so it names files in its own folder and nothing else: no path, and

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.checks import check_int, check_number, require
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
 from nanoserve.commands.parser import Parser, Words, from_json
+from nanoserve.utils.checks import check_int, check_number, require
 
 if TYPE_CHECKING:
     from nanoserve.batch_jobs.job import Job

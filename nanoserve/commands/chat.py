@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
 from nanoserve.commands.parser import Parser, add_model, model_of
-from nanoserve.parameter_table import PARAMETERS
+from nanoserve.utils.parameter_table import PARAMETERS
 
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], Iterator[str]]  # the pieces of an answer, as they come

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import torch
 
-from nanoserve.checks import require, shown
 from nanoserve.sampling.rows import tensor_of
+from nanoserve.utils.checks import require, shown
 
 if TYPE_CHECKING:
     from nanoserve.sampling.slot_state import SlotState

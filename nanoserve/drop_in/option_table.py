@@ -6,7 +6,7 @@ Each says which of its values ask for what is done anyway, and what to do instea
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nanoserve.checks import is_number
+from nanoserve.utils.checks import is_number
 
 
 class Foreign(NamedTuple):

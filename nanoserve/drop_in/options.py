@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checks import shown
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.option_table import FOREIGN
 from nanoserve.drop_in.speculation import own_options
+from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 

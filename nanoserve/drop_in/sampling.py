@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nanoserve.drop_in import request_names
-from nanoserve.parameter_table import PARAMETERS
+from nanoserve.utils.parameter_table import PARAMETERS
 
 # Names that only HTTP requests have, and the parameters that these become.
 _OVER_HTTP = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 # By name: what to do instead, and the values that ask for what is done anyway; none: all do.
 FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.checks import attribute_error, require
+from nanoserve.utils.checks import attribute_error, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from typing import Any
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 
 class Extension:

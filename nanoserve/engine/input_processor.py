@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import is_int
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.context_length import prompt_too_long
@@ -19,6 +18,7 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.text_limit import TextLimit
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.utils.checks import is_int
 
 if TYPE_CHECKING:
     from nanoserve.engine.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from nanoserve.checks import check_bool, check_int, check_names, is_text, require, shown
+from nanoserve.utils.checks import check_bool, check_int, check_names, is_text, require, shown
 
 logger = logging.getLogger(__name__)
 

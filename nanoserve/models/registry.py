@@ -18,7 +18,7 @@ from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers.context import LayerContext
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 MODELS: Registry[type[nn.Module]] = Registry(
     "architecture",

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.checks import require
 from nanoserve.kernels.expert_codes import ExpertCodes
 from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.quantized_linear import least_scaled_mm_rows, scaled_product
@@ -18,6 +17,7 @@ from nanoserve.quantization.deferred import Weight, deferred_weight
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.online import quantize_int8
 from nanoserve.quantization.schemes import Scheme
+from nanoserve.utils.checks import require
 
 GROUP_SIZE = 32  # inputs of a token that share a scale, as on a CPU
 _MAX_VALUES = 2**26  # that are float32 at a time, while codes are made: 256 MiB, several times

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.kernels_cpu.float_choice import choose_form
 from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Form
 from nanoserve.layers.context import LinearMethod
 from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
 from nanoserve.quantization.schemes import Scheme, scheme_of
+from nanoserve.utils.checks import require
 
 logger = logging.getLogger(__name__)
 

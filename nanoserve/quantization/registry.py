@@ -7,7 +7,7 @@ processes, which have only what is registered where they import it.
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 _FORMATS = "nanoserve.quantization.formats"
 _SCHEMES = "nanoserve.quantization.schemes"

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 from nanoserve.quantization.registry import SCHEMES
+from nanoserve.utils.checks import require
 
 _GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
 

@@ -16,12 +16,12 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
 
-from nanoserve.checks import require
 from nanoserve.drop_in.options import engine_config
 from nanoserve.replicas.app import replicas_app
 from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
 from nanoserve.replicas.settings import ReplicaSettings, resources_of
 from nanoserve.server.settings import ServerSettings
+from nanoserve.utils.checks import require
 
 
 class Forward:

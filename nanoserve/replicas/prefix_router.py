@@ -26,11 +26,11 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
-from nanoserve.checks import check_int, check_number, require
 from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.sequence import Sequence
 from nanoserve.replicas.work_shares import WorkShares
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.utils.checks import check_int, check_number, require
 
 DEFAULT_BETA = 1.0
 DEFAULT_GAMMA = 5.0

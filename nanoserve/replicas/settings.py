@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.checks import check_choice, check_int, check_number, require
+from nanoserve.utils.checks import check_choice, check_int, check_number, require
 
 ROUTERS = ("approximate", "exact")
 

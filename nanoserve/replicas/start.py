@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
-from nanoserve.checks import require
 from nanoserve.drop_in.options import engine_config
 from nanoserve.models.registry import supported_architectures
 from nanoserve.replicas.settings import ReplicaSettings, num_cores_here, resources_of
 from nanoserve.server.settings import ServerSettings
+from nanoserve.utils.checks import require
 from nanoserve.worker.device import device_kind
 
 try:

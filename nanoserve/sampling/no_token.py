@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanoserve.checks import shown
 from nanoserve.config import EngineConfig
-from nanoserve.parameter_table import names_of, stages_before
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.utils.checks import shown
+from nanoserve.utils.parameter_table import names_of, stages_before
 
 if TYPE_CHECKING:
     from nanoserve.sampling.sampler import Sampled

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanoserve.checks import require
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.registry import Registry
+from nanoserve.utils.checks import require
+from nanoserve.utils.registry import Registry
 
 if TYPE_CHECKING:
     import torch

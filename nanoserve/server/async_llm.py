@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.chat import prompts_of
-from nanoserve.checks import check_choice, check_int, require
 from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
@@ -26,6 +25,7 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
+from nanoserve.utils.checks import check_choice, check_int, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.checks import (
+from nanoserve.server.tools.formats import FORMATS
+from nanoserve.server.tools.reasoning import STARTS
+from nanoserve.utils.checks import (
     check_choice,
     check_int,
     check_list,
@@ -13,8 +15,6 @@ from nanoserve.checks import (
     require,
     shown,
 )
-from nanoserve.server.tools.formats import FORMATS
-from nanoserve.server.tools.reasoning import STARTS
 
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
 

@@ -4,8 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoserve.checks import check_bool, check_choice, check_int, check_names, check_number, require
-from nanoserve.registry import Registry
+from nanoserve.utils.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_names,
+    check_number,
+    require,
+)
+from nanoserve.utils.registry import Registry
 
 # How draft tokens are proposed: functions (EngineConfig, ModelConfig) -> `MakeProposer`, which
 # raise `ValueError` before any weight is read.

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
@@ -27,9 +26,10 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.layers.context import ParallelContext
 from nanoserve.models.registry import supported_architectures
-from nanoserve.parameter_table import names_of
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted
+from nanoserve.utils.checks import require
+from nanoserve.utils.parameter_table import names_of
 from nanoserve.worker.device import make_context, make_runner
 from nanoserve.worker.load_model import MemoryBeside, memory_beside
 

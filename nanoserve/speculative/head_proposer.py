@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
@@ -22,6 +21,7 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.quantization.linear_methods import choose_linear_method
 from nanoserve.sampling.host_copies import to_device
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
+from nanoserve.utils.checks import require
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.weight_files import open_weights
-from nanoserve.checks import check_int, json_object, require
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.norm import RMSNorm
+from nanoserve.utils.checks import check_int, json_object, require
 
 _SHAPE = "shape"  # the key in the file's metadata
 _MAX_SIZE = 1 << 20  # of either dimension: a file may say anything

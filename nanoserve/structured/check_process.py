@@ -11,9 +11,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanoserve.registry import Registry
 from nanoserve.structured.source import Source
 from nanoserve.structured.stacks import start_thread
+from nanoserve.utils.registry import Registry
 
 READY = "ready"
 _STACK = 16 * 2**20  # a quarter of what the threads have that compile what was found good here

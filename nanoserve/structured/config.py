@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.checks import check_bool, check_choice, check_names, require
-from nanoserve.registry import Registry
+from nanoserve.utils.checks import check_bool, check_choice, check_names, require
+from nanoserve.utils.registry import Registry
 
 if TYPE_CHECKING:
     from nanoserve.structured.grammar import Backend

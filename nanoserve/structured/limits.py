@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nanoserve.checks import require
 from nanoserve.structured.schema_references import REFERENCES, keys_of
 from nanoserve.structured.source import Source
+from nanoserve.utils.checks import require
 
 # Levels of lists and objects, those behind references included. llguidance takes about 4 kB of
 # stack for one, so these are 4 MB; the threads that compile have 64 (see `stacks.py`).

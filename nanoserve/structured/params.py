@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nanoserve.checks import check_bool, check_list, is_text, require, shown
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.schema_numbers import float_of
 from nanoserve.structured.schemas import rewritten
 from nanoserve.structured.source import Source
+from nanoserve.utils.checks import check_bool, check_list, is_text, require, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Characters, far above what is of use. What is larger costs nothing.

@@ -6,7 +6,7 @@ whatever a client has. Where these differ, either all of them are obeyed, or it 
 
 import re
 
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 # A digit of any script is one to Python and none to JavaScript, and on what a letter or a space is
 # all differ. So of what is allowed, only what everybody allows; of what is not, what anybody means.

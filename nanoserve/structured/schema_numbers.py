@@ -12,7 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from nanoserve.checks import is_int, shown
+from nanoserve.utils.checks import is_int, shown
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _INT64 = 2**63

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 

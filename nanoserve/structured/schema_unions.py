@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.checks import is_int
 from nanoserve.structured.schema_keywords import assertions_of
+from nanoserve.utils.checks import is_int
 
 
 def closing(own: dict[str, Any], draft_is_old: bool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from nanoserve.checks import require, shown
 from nanoserve.structured import schema_keywords as keywords
 from nanoserve.structured.schema_keywords import Unsupported, assertions_of
 from nanoserve.structured.schema_numbers import (
@@ -30,6 +29,7 @@ from nanoserve.structured.schema_references import (
     walk,
 )
 from nanoserve.structured.schema_unions import are_disjoint, closing, only_requires
+from nanoserve.utils.checks import require, shown
 
 logger = logging.getLogger(__name__)
 

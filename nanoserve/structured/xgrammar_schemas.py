@@ -7,8 +7,8 @@ list of what it does know, by itself and in which company; all else is refused b
 import re
 from typing import Any
 
-from nanoserve.checks import is_int, is_number, require, shown
 from nanoserve.structured.regex import portable
+from nanoserve.utils.checks import is_int, is_number, require, shown
 
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _NOTES |= {"$comment", "$schema", "$id", "$defs", "definitions"}

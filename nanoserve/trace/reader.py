@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.checks import json_object
+from nanoserve.utils.checks import json_object
 
 FORMAT, VERSION = "nanoserve-trace", 2  # whoever reads a trace need not load what records one
 Record = dict[str, Any]

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
+from nanoserve.utils.checks import require
 
 # Ampere: from here on, tensor cores take bfloat16, and copies to shared memory run on their own.
 _FIRST_CAPABILITY = (8, 0)

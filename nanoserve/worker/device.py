@@ -17,7 +17,7 @@ from nanoserve.engine.executor import Executor
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.ops import TorchOps
 from nanoserve.models.registry import weight_bytes
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner

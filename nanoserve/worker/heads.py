@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 from nanoserve.worker.batch_tensors import BatchTensors
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.config import EngineConfig
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
+from nanoserve.utils.checks import require
 from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
 logger = logging.getLogger(__name__)

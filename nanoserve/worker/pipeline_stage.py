@@ -11,11 +11,11 @@ from math import inf
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checks import require
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
+from nanoserve.utils.checks import require
 from nanoserve.worker.load_model import tensors_of_other_stages
 from nanoserve.worker.process_group import Group
 

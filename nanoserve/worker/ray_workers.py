@@ -20,8 +20,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from nanoserve.checks import require
 from nanoserve.engine.batch import Batch
+from nanoserve.utils.checks import require
 from nanoserve.worker.heartbeat import Pulse
 from nanoserve.worker.worker_processes import Workers
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from nanoserve.checks import require
+from nanoserve.utils.checks import require
 from nanoserve.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from counting_executor import VOCAB_SIZE, byte_tokenizer, make_engine
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.checks import shown
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.utils.checks import shown
 
 INT32_MAX = 2**31 - 1
 PENALTIES = [-2.01, 2.01, 3, math.nan, math.inf, -math.inf, "1", None, True, [1.0]]

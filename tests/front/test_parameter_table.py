@@ -13,10 +13,10 @@ from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import _default_sampling
 from nanoserve.commands import chat
 from nanoserve.drop_in.sampling import FOREIGN
-from nanoserve.parameter_table import PARAMETERS, Stage, names_of, stages_before
 from nanoserve.sampling import no_token
 from nanoserve.server import protocol
 from nanoserve.speculative.draft_model import _simplified
+from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of, stages_before
 
 # What the lists were when each was kept by hand.
 OF_BODIES = {
@@ -99,7 +99,7 @@ def test_a_draft_model_keeps_temperature_and_filters() -> None:
 def test_a_row_that_is_changed_is_seen_everywhere() -> None:
     """As a new row would be: here two parameters get another range, stage and home."""
     with fresh_modules("nanoserve"):
-        table = importlib.import_module("nanoserve.parameter_table")
+        table = importlib.import_module("nanoserve.utils.parameter_table")
         table.PARAMETERS["num_speculative_tokens"] = table.Parameter(
             table.integer(0, 5), "filter", optional=True, recommended_as="num_drafts", flag=int
         )

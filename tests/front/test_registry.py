@@ -30,7 +30,6 @@ from nanoserve.cli import _PURPOSES, COMMANDS, main, register_command
 from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import EXTENSIONS, register_extension
 from nanoserve.models.registry import MODELS
-from nanoserve.registry import Registry
 from nanoserve.sampling import stages
 from nanoserve.sampling.stages import STAGES, register_stage
 from nanoserve.speculative.config import METHODS, SpeculativeConfig
@@ -39,6 +38,7 @@ from nanoserve.structured.config import (
     StructuredOutputsConfig,
     register_grammar_backend,
 )
+from nanoserve.utils.registry import Registry
 from nanoserve.worker.heads import HEADS
 
 REGISTRIES: dict[str, Registry[Any]] = {

@@ -119,11 +119,11 @@ def test_only_the_front_door_builds_the_parts() -> None:
         own = {name for name in imports_of(path) if name.startswith("nanoserve.")}
         allowed = (
             "nanoserve.engine",
-            "nanoserve.checks",
+            "nanoserve.utils.checks",
             "nanoserve.config",
             "nanoserve.checkpoint.model_config",
             "nanoserve.outputs",
-            "nanoserve.registry",
+            "nanoserve.utils.registry",
             "nanoserve.sampling_params",
         )
         assert all(name.startswith(allowed) for name in own), (path.name, own)

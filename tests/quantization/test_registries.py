@@ -15,7 +15,7 @@ from nanoserve.quantization.online import quantize_int8
 from nanoserve.quantization.registry import FORMATS, SCHEMES
 from nanoserve.quantization.schemes import Scheme
 from nanoserve.quantization.source import PlainSource
-from nanoserve.registry import Registry
+from nanoserve.utils.registry import Registry
 
 OPTIONS = {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
 

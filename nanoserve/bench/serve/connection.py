@@ -7,7 +7,7 @@ import time
 from urllib.parse import urlsplit
 
 from nanoserve.bench.serve.response import Response
-from nanoserve.checks import require, shown
+from nanoserve.utils.checks import require, shown
 
 _IDLE = 1.0  # seconds after which a connection is left: servers close those that idle, some soon
 

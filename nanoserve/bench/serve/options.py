@@ -13,8 +13,8 @@ from nanoserve.bench.workloads import (
     positive,
     rates,
 )
-from nanoserve.checks import require
 from nanoserve.commands.parser import Parser
+from nanoserve.utils.checks import require
 
 
 def parse_args(arguments: list[str]) -> Namespace:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.checks import check_int, check_list, is_int, json_object, require
 from nanoserve.quantization.formats.reader import Reader
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.utils.checks import check_int, check_list, is_int, json_object, require
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoserve.checks import require, shown
 from nanoserve.quantization.formats.fp8 import check_scale, dequantize_fp8
 from nanoserve.quantization.formats.packed import (
     affine_matrix,
@@ -28,6 +27,7 @@ from nanoserve.quantization.formats.packed import (
 from nanoserve.quantization.formats.reader import Reader
 from nanoserve.quantization.formats.schemes import Scheme, read_schemes, scheme_of
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.utils.checks import require, shown
 
 _MXFP4_GROUP = 32
 _TWICE_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]

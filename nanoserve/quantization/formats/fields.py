@@ -6,8 +6,8 @@ It imports no torch: `config.json` is checked before anything is read, or even f
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanoserve.checks import is_int, require, shown
 from nanoserve.quantization.registry import FORMATS
+from nanoserve.utils.checks import is_int, require, shown
 
 
 class _Field(NamedTuple):

@@ -9,8 +9,8 @@ output.
 import torch
 from torch import Tensor
 
-from nanoserve.checks import require, shown
 from nanoserve.quantization.formats.reader import Reader
+from nanoserve.utils.checks import require, shown
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 

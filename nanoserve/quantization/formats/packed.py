@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from nanoserve.checks import require
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.utils.checks import require
 
 
 def unpack_int32(packed: Tensor, bits: int) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from nanoserve.checkpoint.misfits import some
-from nanoserve.checks import require, shown
 from nanoserve.quantization.formats.stored import Stored, StoredTensors
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.utils.checks import require, shown
 
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 

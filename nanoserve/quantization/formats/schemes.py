@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.checks import check_choice, check_int, check_list, is_int, require, shown
+from nanoserve.utils.checks import check_choice, check_int, check_list, is_int, require, shown
 
 # Format and type: the bits of a value, and what may have a scale of its own.
 _INTEGERS = ((4, 8), ("tensor", "channel", "group"))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanoserve.checkpoint.shards import shard_files
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
-from nanoserve.checks import json_object, require
+from nanoserve.utils.checks import json_object, require
 
 # Of the types that a reader asks for.
 _TORCH = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.checks import check_number, require
 from nanoserve.quantization.gguf.container import GGUFFile
 from nanoserve.quantization.gguf.names import ROPE_TENSORS
 from nanoserve.quantization.gguf.settings import Settings
+from nanoserve.utils.checks import check_number, require
 
 
 def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -> dict[str, Any]:

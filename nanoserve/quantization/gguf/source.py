@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.checks import require
 from nanoserve.quantization.gguf.blocks import FLOATS, read_values
 from nanoserve.quantization.gguf.container import GGUFFile, StoredTensor
 from nanoserve.quantization.gguf.names import ROPE_TENSORS, plain_name
 from nanoserve.quantization.gguf.settings import Settings, form_of
 from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.utils.checks import require
 
 
 class _Place(NamedTuple):

@@ -15,9 +15,9 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanoserve.checks import is_int, require, shown
 from nanoserve.quantization.gguf.container import GGUFFile
 from nanoserve.quantization.gguf.settings import list_of
+from nanoserve.utils.checks import is_int, require, shown
 
 _ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"
 # In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never cut.

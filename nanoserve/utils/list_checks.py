@@ -11,7 +11,7 @@ Each check takes the name of the parameter and its value, and returns the copy o
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoserve.checks import check_list, is_int, is_number, is_text, require, shown
+from nanoserve.utils.checks import check_list, is_int, is_number, is_text, require, shown
 
 MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
 MOST_STOPS = 1024

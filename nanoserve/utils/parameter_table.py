@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
-from nanoserve.checks import check_bool, check_int, check_number, require
 from nanoserve.outputs import RequestOutputKind
-from nanoserve.request_lists import (
+from nanoserve.utils.checks import check_bool, check_int, check_number, require
+from nanoserve.utils.list_checks import (
     MOST_LOGPROB_IDS,
     check_bad_words,
     check_bias,
