@@ -24,10 +24,10 @@ import triton
 from paged_rows import BLOCK_SIZE, DTYPE, Shape, make_rows, randn
 
 from nanoserve.bench.hardware import choose_device, copy_bandwidth, describe
-from nanoserve.kernels.act_and_mul import act_and_mul
-from nanoserve.kernels.add_rms_norm import add_rms_norm
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.kernels.store_kv import store_kv
+from nanoserve.kernels.triton.act_and_mul import act_and_mul
+from nanoserve.kernels.triton.add_rms_norm import add_rms_norm
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.store_kv import store_kv
 
 _ITEM = DTYPE.itemsize
 _MAX_ROTATION = 64

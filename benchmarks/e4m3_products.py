@@ -21,7 +21,7 @@ from attention import in_turns, replays
 from gpu_job import Lines, Processes
 from torch.nn.functional import linear
 
-from nanoserve.kernels.quantized_linear import scaled_product
+from nanoserve.kernels.triton.quantized_linear import scaled_product
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = 448  # e4m3's

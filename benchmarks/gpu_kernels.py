@@ -25,8 +25,8 @@ from gpu_job import Job, Measurements
 from paged_rows import DTYPE, Rows, Shape, decode_cases, make_rows, randn
 from torch.nn.functional import linear
 
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.kernels.filter_logits import filter_borders
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.filter_logits import filter_borders
 
 _POOL = 40e9  # bytes: about what an engine takes of such a GPU
 _POOL_LAYERS = 8

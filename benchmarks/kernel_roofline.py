@@ -36,8 +36,8 @@ from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.kernels import dependent_launch, paged_attention
-from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens
+from nanoserve.kernels.triton import dependent_launch, paged_attention
+from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, choose_tokens
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.models.registry import model_class

@@ -22,7 +22,7 @@ from paged_rows import DTYPE, Rows, Shape, make_rows
 from tune import only
 
 from nanoserve.attention.quantized_kv import dequantize, quantize
-from nanoserve.kernels.tile_config import TileConfig
+from nanoserve.kernels.triton.tile_config import TileConfig
 
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.uint8}
 DECODE = {  # of codes; None is what tile_config chooses

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from nanoserve.bench.workloads import draw_workload
-from nanoserve.kernels.paged_attention import paged_attention
+from nanoserve.kernels.triton.paged_attention import paged_attention
 
 DTYPE = torch.bfloat16
 BLOCK_SIZE = 16

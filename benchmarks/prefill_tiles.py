@@ -23,7 +23,7 @@ from gpu_kernels import flash_attention
 from paged_rows import Rows, Shape, make_rows
 from tune import only
 
-from nanoserve.kernels.tile_config import TileConfig
+from nanoserve.kernels.triton.tile_config import TileConfig
 
 VARIANTS = {
     "128x64 8w 5s (present)": TileConfig(128, 64, 8, 5),

@@ -26,7 +26,7 @@ from gpu_job import Job, Measurements
 from paged_rows import Rows, Shape, decode_cases, make_rows
 
 from nanoserve.bench.hardware import choose_device, describe
-from nanoserve.kernels import paged_attention
+from nanoserve.kernels.triton import paged_attention
 
 Grid = dict[str, list[int]]
 Values = dict[str, int]

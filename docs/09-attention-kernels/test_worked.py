@@ -72,7 +72,7 @@ def test_the_engine_cuts_the_same_shares() -> None:
     pytest.importorskip("triton")
     import torch
 
-    from nanoserve.kernels.paged_attention import tile_config
+    from nanoserve.kernels.triton.paged_attention import tile_config
 
     config = tile_config(128, torch.bfloat16, group=2, is_decode=True)
     assert config.tile_n == 64

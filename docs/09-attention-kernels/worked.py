@@ -195,7 +195,7 @@ def num_programs(tokens: int, rows: int, block_q: int) -> int:
 def shares(contexts: Sequence[int], tile_n: int, num_shares: int) -> list[list[tuple[int, int]]]:
     """Of each share the tiles that it has, as (row, tile): all rows' tiles, cut into equal parts.
 
-    As `nanoserve.kernels.decode_attention_kernels` has it.
+    As `nanoserve.kernels.triton.decode_attention_kernels` has it.
     """
     tiles = [(row, i) for row, n in enumerate(contexts) for i in range(-(-n // tile_n))]
     size = -(-len(tiles) // num_shares)

@@ -12,8 +12,8 @@ from nanoserve.attention.interface import AttentionBackend, AttentionLayer, Atte
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba_checks import check_attention, check_row, refuse_rows
 from nanoserve.attention.torch import attend_rows
-from nanoserve.kernels_cpu.attention import attend_decode
-from nanoserve.kernels_cpu.values import ELEMENTS, address
+from nanoserve.kernels.cpu.attention import attend_decode
+from nanoserve.kernels.cpu.elements import ELEMENTS, address
 
 # Tokens of a row that the kernel takes: its last one, and as many guesses as there may be.
 FEW = 33

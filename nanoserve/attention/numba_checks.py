@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
-from nanoserve.kernels_cpu.checks import FLOATS, check_cache, refuse
+from nanoserve.kernels.cpu.checks import FLOATS, check_cache, refuse
 
 
 def check_attention(

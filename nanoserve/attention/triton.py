@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.kernels.paged_attention import paged_attention
+from nanoserve.kernels.triton.paged_attention import paged_attention
 
 
 class TritonAttention(AttentionBackend):

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.bench import hardware
-from nanoserve.kernels_cpu.float_choice import forms
+from nanoserve.kernels.cpu.gemm_select import forms
 
 _SIZE = 2048
 
@@ -18,7 +18,7 @@ def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[f
     rate = max(of_torch, *(hardware.form_rate(make, weight) for make in found.values()))
     if find_spec("numba") is None:
         return rate, rate
-    from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+    from nanoserve.kernels.cpu.integer_linear import IntegerPanels
     from nanoserve.quantization.online import quantize_int8
 
     def integers(weight: torch.Tensor) -> IntegerPanels:

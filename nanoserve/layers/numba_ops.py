@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from nanoserve.kernels_cpu.ops import add_rms_norm, rms_norm, silu_and_mul
-from nanoserve.kernels_cpu.store_kv import store_kv
+from nanoserve.kernels.cpu.ops import add_rms_norm, rms_norm, silu_and_mul
+from nanoserve.kernels.cpu.store_kv import store_kv
 from nanoserve.layers.ops import FusedOps
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

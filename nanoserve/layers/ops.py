@@ -47,7 +47,7 @@ class TorchOps:
 class FusedOps(TorchOps):
     """All between the qkv projection and attention as one kernel, whichever compiler made it."""
 
-    # As `nanoserve.kernels.store_kv.store_kv`, and the one of that name in `kernels_cpu`.
+    # As `nanoserve.kernels.triton.store_kv.store_kv`, and the one of that name in `kernels_cpu`.
     store_kv: Callable[..., Tensor]
 
     def norm_rotate_store(

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from nanoserve.kernels.act_and_mul import act_and_mul
-from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
-from nanoserve.kernels.experts import fused_experts
-from nanoserve.kernels.store_kv import store_kv
+from nanoserve.kernels.triton.act_and_mul import act_and_mul
+from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.layers.ops import FusedOps
 
 

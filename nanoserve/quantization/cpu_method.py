@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nanoserve.kernels_cpu.checks import check_linear
-from nanoserve.kernels_cpu.torch_linear import Form
+from nanoserve.kernels.cpu.checks import check_linear
+from nanoserve.kernels.cpu.torch_linear import Form
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import UnquantizedLinearMethod
 from nanoserve.quantization.deferred import Weight, deferred_weight

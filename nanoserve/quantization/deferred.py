@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.checkpoint.misfits import tell_misfits
-from nanoserve.kernels_cpu.memory import give_back_freed
+from nanoserve.kernels.cpu.memory import give_back_freed
 from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.quantization.source import PlainSource, RandomSource, WeightSource, open_quantized
 

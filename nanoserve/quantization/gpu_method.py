@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.kernels.expert_codes import ExpertCodes
-from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product, pack_groups
-from nanoserve.kernels.quantized_linear import least_scaled_mm_rows, scaled_product
-from nanoserve.kernels.quantized_rows import quantize_rows
+from nanoserve.kernels.triton.expert_codes import ExpertCodes
+from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product, pack_groups
+from nanoserve.kernels.triton.quantized_linear import least_scaled_mm_rows, scaled_product
+from nanoserve.kernels.triton.quantized_rows import quantize_rows
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from nanoserve.layers.tensor_parallel import TensorParallel

@@ -8,8 +8,8 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.kernels_cpu.float_choice import choose_form
-from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Form
+from nanoserve.kernels.cpu.gemm_select import choose_form
+from nanoserve.kernels.cpu.torch_linear import DequantizedTiles, Form
 from nanoserve.layers.context import LinearMethod
 from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
 from nanoserve.quantization.schemes import Scheme, scheme_of
@@ -56,10 +56,10 @@ def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
         )
         return DequantizedTiles, "stay floats"
     if activations == "none":
-        from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
+        from nanoserve.kernels.cpu.dequantized_linear import DequantizedPanels
 
         return DequantizedPanels, "stay floats"
-    from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+    from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 
     return IntegerPanels, "rounded to 8 bits in groups of 32"
 

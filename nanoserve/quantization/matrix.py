@@ -5,7 +5,7 @@
 A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 of
 them. Codes are signed, and symmetric formats have no offset: a format of unsigned codes with zero
 points (w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = (2^(bits - 1) -
-zero) x scale. Nothing executes this form as it is; see `nanoserve.kernels_cpu.integer_linear`.
+zero) x scale. Nothing executes this form as it is; see `nanoserve.kernels.cpu.integer_linear`.
 """
 
 import math

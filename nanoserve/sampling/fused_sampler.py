@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.kernels.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
-from nanoserve.kernels.filter_logits import filter_borders
+from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, choose_tokens, pack_settings
+from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.sampling.host_copies import copy_into, to_device
 from nanoserve.sampling.rows import Rows
 from nanoserve.sampling.sampler import Sampler

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nanoserve.kernels_cpu.choose_tokens import FEW, choose_tokens
+from nanoserve.kernels.cpu.choose_tokens import FEW, choose_tokens
 from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import Rows, tensor_of
 from nanoserve.sampling.sampler import Sampler

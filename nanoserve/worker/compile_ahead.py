@@ -11,7 +11,7 @@ from torch import nn
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs
-from nanoserve.kernels_cpu.ops import FEW
+from nanoserve.kernels.cpu.ops import FEW
 from nanoserve.sampling.numba_sampler import NumbaSampler
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.dummy_rows import pack_dummy_step

@@ -18,7 +18,7 @@ from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
-from nanoserve.kernels_cpu.memory import map_zeros
+from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.layers.context import LayerContext
 
 _GIB = 2**30

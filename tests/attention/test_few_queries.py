@@ -19,7 +19,7 @@ from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import FEW, NumbaAttention
 from nanoserve.attention.quantized_kv import quantize
 from nanoserve.attention.torch import TorchAttention, attend_rows
-from nanoserve.kernels_cpu.attention import attend_decode
+from nanoserve.kernels.cpu.attention import attend_decode
 
 # The model's numbers, and what K and V are kept as. bfloat16 over int8 is `fixed_point`.
 FLOAT, BFLOAT = torch.float32, torch.bfloat16

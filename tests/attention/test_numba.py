@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     x, weight, found = torch.randn(300, 192), torch.randn(192), []
     for few in (2**30, 0):
-        monkeypatch.setattr("nanoserve.kernels_cpu.ops.FEW", few)
+        monkeypatch.setattr("nanoserve.kernels.cpu.ops.FEW", few)
         found.append(NumbaOps().rms_norm(x, weight, 1e-6))
     assert torch.equal(*found)
 

@@ -203,7 +203,7 @@ def test_what_lies_between_two_codes_goes_to_the_even_one(backend: str, kind: st
 def test_numba_knows_every_number_of_e4m3() -> None:
     from numba import njit
 
-    from nanoserve.kernels_cpu.attention_tiles import add_values
+    from nanoserve.kernels.cpu.attention_tiles import add_values
 
     @njit
     def add_token(codes: np.ndarray, one: np.ndarray, sums: np.ndarray) -> None:
@@ -447,9 +447,9 @@ def test_nan_in_one_sequence_comes_out_and_stays_there(
 def test_what_kernels_refuse(room: str) -> None:
     pytest.importorskip({"kernels": "triton", "kernels_cpu": "numba"}[room])
     if room == "kernels":
-        from nanoserve.kernels.quantized_kv import check_cache
+        from nanoserve.kernels.triton.quantized_kv import check_cache
     else:
-        from nanoserve.kernels_cpu.checks import check_cache
+        from nanoserve.kernels.cpu.checks import check_cache
     codes, scales = torch.zeros(2, 3, 2, 4, 8, dtype=torch.int8), torch.zeros(2, 3, 2, 4)
     check_cache(codes, scales, torch.float32)
     floats = codes.float()

@@ -18,8 +18,8 @@ import torch
 import tune
 from paged_rows import Shape, make_rows
 
-from nanoserve.kernels import paged_attention
-from nanoserve.kernels.tile_config import TileConfig
+from nanoserve.kernels.triton import paged_attention
+from nanoserve.kernels.triton.tile_config import TileConfig
 
 SHAPE = Shape("tiny", 2, 1, 16, 0, 0, 0)
 

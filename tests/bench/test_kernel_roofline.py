@@ -20,7 +20,7 @@ from nanoserve.bench.roofline import Need, Step, planned_steps
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.kernels import paged_attention
+from nanoserve.kernels.triton import paged_attention
 
 QWEN3 = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
 

@@ -134,7 +134,7 @@ def test_a_quotation_is_the_source_with_a_link_to_its_file() -> None:
 
 def piece(first: str, last: str) -> str:
     """How a page quotes a part of a function, here of a kernel."""
-    symbol = "nanoserve.kernels.paged_attention_kernels.chunk_attention_kernel"
+    symbol = "nanoserve.kernels.triton.paged_attention_kernels.chunk_attention_kernel"
     return f'::: {symbol}\n    options:\n      from: "{first}"\n      to: "{last}"'
 
 
@@ -142,8 +142,8 @@ def test_a_piece_of_a_function_is_quoted_from_line_to_line() -> None:
     said = piece("block = tl.load(", "kv_offsets =")
     title, code = quotes.quote(said, "docs/09-attention-kernels/index.md").split("\n\n", 1)
     assert title == (
-        "From [`chunk_attention_kernel`](../../nanoserve/kernels/paged_attention_kernels.py) "
-        "in `nanoserve/kernels/paged_attention_kernels.py`"
+        "From [`chunk_attention_kernel`](../../nanoserve/kernels/triton/paged_attention_kernels.py) "
+        "in `nanoserve/kernels/triton/paged_attention_kernels.py`"
     )
     lines = code.splitlines()
     assert (lines[0], lines[-1]) == ("```python", "```")

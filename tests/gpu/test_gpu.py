@@ -35,12 +35,12 @@ from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs
-from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
-from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.kernels.experts import fused_experts
-from nanoserve.kernels.paged_attention import paged_attention
-from nanoserve.kernels.store_kv import store_kv
+from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
 from nanoserve.worker.kv_cache import kv_block_bytes

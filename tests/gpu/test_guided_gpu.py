@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.sampling.token_masks import bits_of
 
 pytestmark = [

@@ -23,7 +23,7 @@ from transformers import Qwen3MoeForCausalLM
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
-from nanoserve.kernels.paged_attention import paged_attention
+from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.worker import cuda_device
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.gpu_memory import measure_mixed_graphs

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.kernels import quantized_linear
-from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
-from nanoserve.kernels.quantized_linear import scaled_product
-from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
+from nanoserve.kernels.triton import quantized_linear
+from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
+from nanoserve.kernels.triton.quantized_linear import scaled_product
+from nanoserve.kernels.triton.quantized_rows import GROUP_SIZES, quantize_rows
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import RowParallelLinear
 from nanoserve.quantization.gpu_method import QuantizedLinearMethod

@@ -8,7 +8,7 @@ import pytest
 import torch
 from noise_kernel import KEYS, assert_noise_is_exact
 
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.sampling.noise import Noise, row_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanoserve.kernels import experts as kernels
-from nanoserve.kernels.expert_codes import ExpertCodes
-from nanoserve.kernels.experts import fused_experts, tile_config
+from nanoserve.kernels.triton import experts as kernels
+from nanoserve.kernels.triton.expert_codes import ExpertCodes
+from nanoserve.kernels.triton.experts import fused_experts, tile_config
 from nanoserve.layers.experts import sum_of_experts
 from nanoserve.quantization.gpu_method import expert_codes
 from nanoserve.quantization.online import quantize_int4, quantize_int8

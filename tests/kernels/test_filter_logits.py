@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.kernels.choose_tokens import pack_settings
-from nanoserve.kernels.filter_logits import filter_borders
+from nanoserve.kernels.triton.choose_tokens import pack_settings
+from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.sampling import fused_sampler
 from nanoserve.sampling.filters import apply_filters
 from nanoserve.sampling.fused_sampler import FusedSampler

@@ -13,9 +13,9 @@ import torch
 
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
-from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
-from nanoserve.kernels.store_kv import store_kv
+from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.layers import ops as layer_ops
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.norm import RMSNorm

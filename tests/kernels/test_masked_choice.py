@@ -13,7 +13,7 @@ import torch
 
 from nanoserve import SamplingParams, StructuredOutputsParams
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.sampling.token_masks import bits_of

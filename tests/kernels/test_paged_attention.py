@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-import nanoserve.kernels.paged_attention as kernels
-from nanoserve.kernels.decode_attention_kernels import _find_row, _size_of_shares
-from nanoserve.kernels.paged_attention import paged_attention, tile_config
-from nanoserve.kernels.tile_config import for_few_tokens
+import nanoserve.kernels.triton.paged_attention as kernels
+from nanoserve.kernels.triton.decode_attention_kernels import _find_row, _size_of_shares
+from nanoserve.kernels.triton.paged_attention import paged_attention, tile_config
+from nanoserve.kernels.triton.tile_config import for_few_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

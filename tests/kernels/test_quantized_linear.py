@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.kernels import grouped_linear, quantized_linear
-from nanoserve.kernels.grouped_linear import grouped_product, pack_groups
-from nanoserve.kernels.quantized_linear import scaled_product
-from nanoserve.kernels.quantized_rows import GROUP_SIZES, quantize_rows
+from nanoserve.kernels.triton import grouped_linear, quantized_linear
+from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
+from nanoserve.kernels.triton.quantized_linear import scaled_product
+from nanoserve.kernels.triton.quantized_rows import GROUP_SIZES, quantize_rows
 from nanoserve.layers.context import LayerContext, ParallelContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.layers.tensor_parallel import TensorParallel

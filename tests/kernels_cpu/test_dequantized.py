@@ -11,7 +11,7 @@ import torch
 from integer_weights import random_matrix
 from torch import Tensor
 
-from nanoserve.kernels_cpu.torch_linear import DequantizedTiles
+from nanoserve.kernels.cpu.torch_linear import DequantizedTiles
 from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.worker.threads import threads
 
@@ -23,7 +23,7 @@ Make = Callable[[QuantizedMatrix], Any]
 
 
 def panels(matrix: QuantizedMatrix) -> Any:
-    from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
+    from nanoserve.kernels.cpu.dequantized_linear import DequantizedPanels
 
     return DequantizedPanels(*matrix.operands())
 
@@ -115,7 +115,7 @@ def test_scales_need_not_be_numbers_of_16_bits(make: Make, bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("has_offset", [False, True])
 def test_panels_have_the_bits_of_float_panels(bits: int, has_offset: bool) -> None:
-    from nanoserve.kernels_cpu.float_linear import FloatPanels
+    from nanoserve.kernels.cpu.float_linear import FloatPanels
 
     for group_size in (256, *GROUP_SIZES):
         matrix = random_matrix(bits, 200, 256, group_size, has_offset=has_offset)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from nanoserve.kernels_cpu import float_choice, float_linear, packed_linear, rates
-from nanoserve.kernels_cpu.float_choice import choose_form, forms
-from nanoserve.kernels_cpu.float_linear import FloatPanels, SharedPanels
-from nanoserve.kernels_cpu.torch_linear import Packed, Plain, WidenedTiles
+from nanoserve.kernels.cpu import calibration, float_linear, gemm_select, packed_linear
+from nanoserve.kernels.cpu.float_linear import FloatPanels, SharedPanels
+from nanoserve.kernels.cpu.gemm_select import choose_form, forms
+from nanoserve.kernels.cpu.torch_linear import Packed, Plain, WidenedTiles
 
 OURS, ONEDNN = "own tiles", "oneDNN packed"
 BF16, LARGE = torch.bfloat16, 2**30
@@ -27,7 +27,7 @@ Rates = dict[str, dict[int, float]]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """And a matrix of 256 KiB."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(rates, "MATRIX_BYTES", 2**18)
+    monkeypatch.setattr(calibration, "MATRIX_BYTES", 2**18)
     return tmp_path / "nanoserve"
 
 
@@ -40,7 +40,7 @@ class Machine:
         self.asked: list[tuple[str, int]] = []
         self._seconds = seconds
         self.forms = {name: functools.partial(self._make, name) for name in seconds}
-        monkeypatch.setattr(rates, "_seconds", lambda form, x: form(x))
+        monkeypatch.setattr(calibration, "_seconds", lambda form, x: form(x))
 
     def _make(self, name: str, weight: Tensor) -> Callable[[Tensor], float]:
         def form(x: Tensor) -> float:
@@ -50,18 +50,18 @@ class Machine:
         return form
 
 
-EVEN = dict.fromkeys(rates.ROWS, 1.0)
+EVEN = dict.fromkeys(calibration.ROWS, 1.0)
 
 
 def test_what_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     machine = Machine(monkeypatch, {"a": EVEN, "b": EVEN | {256: 2.0}})
-    measured = rates.rates(torch.float32, machine.forms)
+    measured = calibration.rates(torch.float32, machine.forms)
     # Two operations for each row and weight; of many rows, a sixteenth of the weights.
     numbers = 2**18 // 4
     expected = {1: 2 * numbers, 16: 32 * numbers, 256: 32 * numbers}
     assert measured == {"a": expected, "b": expected | {256: 16 * numbers}}
     assert len(machine.asked) == 2 * 3 * 3
-    assert rates.rates(torch.float32, machine.forms) == measured
+    assert calibration.rates(torch.float32, machine.forms) == measured
     assert len(machine.asked) == 2 * 3 * 3  # read
     (file,) = cache.iterdir()
     assert file.match("products-*.json")
@@ -71,15 +71,15 @@ def test_another_machine_or_dtype_has_another_file(
     monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     machine = Machine(monkeypatch, {"a": EVEN, "b": EVEN})
-    rates.rates(torch.float32, machine.forms)
-    rates.rates(BF16, machine.forms)
-    rates.rates(torch.float32, dict(list(machine.forms.items())[:1]))
-    monkeypatch.setattr(rates, "_processor", lambda: "another")
-    rates.rates(torch.float32, machine.forms)
+    calibration.rates(torch.float32, machine.forms)
+    calibration.rates(BF16, machine.forms)
+    calibration.rates(torch.float32, dict(list(machine.forms.items())[:1]))
+    monkeypatch.setattr(calibration, "_processor", lambda: "another")
+    calibration.rates(torch.float32, machine.forms)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "another")
-    rates.rates(torch.float32, machine.forms)
+    calibration.rates(torch.float32, machine.forms)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    rates.rates(torch.float32, machine.forms)
+    calibration.rates(torch.float32, machine.forms)
     assert len(list(cache.iterdir())) == 6
 
 
@@ -93,11 +93,11 @@ def test_a_file_that_is_none_of_ours_is_written_anew(
     monkeypatch: pytest.MonkeyPatch, cache: Path, content: str
 ) -> None:
     machine = Machine(monkeypatch, {"a": EVEN, "b": EVEN})
-    measured = rates.rates(torch.float32, machine.forms)
+    measured = calibration.rates(torch.float32, machine.forms)
     (file,) = cache.iterdir()
     for bad in (content.encode(), b"\xff\xfe"):
         file.write_bytes(bad)
-        assert rates.rates(torch.float32, machine.forms) == measured
+        assert calibration.rates(torch.float32, machine.forms) == measured
         assert json.loads(file.read_text()).keys() == {"a", "b"}
 
 
@@ -107,8 +107,8 @@ def test_where_nothing_can_be_written_it_is_measured_each_time(
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     machine = Machine(monkeypatch, {"a": EVEN})
-    first = rates.rates(torch.float32, machine.forms)
-    assert rates.rates(torch.float32, machine.forms) == first and len(machine.asked) == 18
+    first = calibration.rates(torch.float32, machine.forms)
+    assert calibration.rates(torch.float32, machine.forms) == first and len(machine.asked) == 18
 
 
 def test_without_the_variable_it_is_in_the_users_cache(
@@ -116,7 +116,7 @@ def test_without_the_variable_it_is_in_the_users_cache(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    rates.rates(torch.float32, Machine(monkeypatch, {"a": EVEN}).forms)
+    calibration.rates(torch.float32, Machine(monkeypatch, {"a": EVEN}).forms)
     assert len(list((tmp_path / "home/.cache/nanoserve").glob("products-*.json"))) == 1
 
 
@@ -124,13 +124,13 @@ def test_what_is_hopeless_is_not_measured_to_the_end(monkeypatch: pytest.MonkeyP
     """On some machines, torch's bfloat16 would take minutes."""
     seconds = {"a": EVEN, "b": {1: 5.0}, "c": {1: 3.0, 16: 9.0}, "d": EVEN}
     machine = Machine(monkeypatch, seconds)
-    assert rates.rates(torch.float32, machine.forms).keys() == {"a", "d"}
+    assert calibration.rates(torch.float32, machine.forms).keys() == {"a", "d"}
     assert ("b", 16) not in machine.asked and ("c", 256) not in machine.asked
 
 
 def test_real_forms_are_measured() -> None:
     found = forms(torch.float32)
-    measured = rates.rates(torch.float32, found)
+    measured = calibration.rates(torch.float32, found)
     assert next(iter(measured)) == OURS and set(measured) <= {OURS, "torch"}
     assert all(rate > 1e6 for of in measured.values() for rate in of.values())
 
@@ -140,21 +140,21 @@ def test_real_forms_are_measured() -> None:
 
 def choose(
     monkeypatch: pytest.MonkeyPatch, measured: Rates, *, shares: bool = True
-) -> float_choice.Choice:
+) -> gemm_select.Choice:
     found = {
         OURS: FloatPanels,
         ONEDNN: Packed,
         "torch, widened tiles": WidenedTiles,
         "torch": Plain,
     }
-    monkeypatch.setattr(float_choice, "forms", lambda dtype: found)
-    monkeypatch.setattr(rates, "rates", lambda dtype, forms: measured)
+    monkeypatch.setattr(gemm_select, "forms", lambda dtype: found)
+    monkeypatch.setattr(calibration, "rates", lambda dtype, forms: measured)
     monkeypatch.setattr(float_linear, "shares_memory", lambda: shares)
     return choose_form(BF16, LARGE)
 
 
 def of(*at_rows: float) -> dict[int, float]:
-    return dict(zip(rates.ROWS, (rate * 1e9 for rate in at_rows), strict=True))
+    return dict(zip(calibration.ROWS, (rate * 1e9 for rate in at_rows), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_few_rows_faster_but_not_many_is_nothing_to_share(monkeypatch: pytest.Mo
 
 
 def test_a_small_model_is_not_worth_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "rates", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(calibration, "rates", lambda *args: pytest.fail("measured"))
     for dtype in (torch.float32, BF16, torch.float16):
-        choice = choose_form(dtype, rates.MATRIX_BYTES - 1)
+        choice = choose_form(dtype, calibration.MATRIX_BYTES - 1)
         assert choice == (next(iter(forms(dtype))), forms(dtype)[choice.name])
     assert choose_form(torch.float32, 1).make is FloatPanels
 
@@ -222,7 +222,7 @@ def test_without_numba_the_products_are_torchs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(float_choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(gemm_select, "find_spec", lambda name: None)
     monkeypatch.setattr(packed_linear, "works", lambda: False)
     assert [*forms(torch.float32)] == ["torch"]
     assert [*forms(BF16)] == [*forms(torch.float16)] == ["torch, widened tiles", "torch"]
@@ -235,7 +235,7 @@ def test_without_numba_the_products_are_torchs(
 def test_float16_has_no_tiles_where_the_processor_cannot_convert_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from nanoserve.kernels_cpu import processor
+    from nanoserve.kernels.cpu import cpu_features
 
-    monkeypatch.setattr(processor, "converts_float16", lambda: False)
+    monkeypatch.setattr(cpu_features, "converts_float16", lambda: False)
     assert OURS not in forms(torch.float16) and OURS in forms(torch.float32)

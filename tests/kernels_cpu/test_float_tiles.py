@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from nanoserve.kernels_cpu import attention, tile_walk
-from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
-from nanoserve.kernels_cpu.float_tiles import KINDS
-from nanoserve.kernels_cpu.processor import converts_float16, has
+from nanoserve.kernels.cpu import attention, tile_walk
+from nanoserve.kernels.cpu.cpu_features import converts_float16, has
+from nanoserve.kernels.cpu.float_linear import FloatPanels, best_kind
+from nanoserve.kernels.cpu.float_tiles import KINDS
 from nanoserve.worker.threads import threads
 
 # Half a unit in the last place, as a part of the number.

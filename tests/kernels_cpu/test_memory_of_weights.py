@@ -14,11 +14,11 @@ pytest.importorskip("numba")
 
 from tiny_checkpoints import make_qwen3
 
-from nanoserve.kernels_cpu import integer_linear
-from nanoserve.kernels_cpu.float_linear import FloatPanels
-from nanoserve.kernels_cpu.integer_kinds import KINDS
-from nanoserve.kernels_cpu.integer_linear import pack_codes
-from nanoserve.kernels_cpu.panels import PANEL, pack, rows_of
+from nanoserve.kernels.cpu import integer_linear
+from nanoserve.kernels.cpu.float_linear import FloatPanels
+from nanoserve.kernels.cpu.integer_linear import pack_codes
+from nanoserve.kernels.cpu.isa import KINDS
+from nanoserve.kernels.cpu.packing import PANEL, pack, rows_of
 from nanoserve.quantization import linear_methods
 from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
 from nanoserve.quantization.online import quantize_int4, quantize_int8

@@ -23,12 +23,12 @@ SCRIPT = """
 import torch
 from fixed_point import assert_scores, assert_values
 from integer_weights import assert_product, random_codes, random_matrix
-from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
-from nanoserve.kernels_cpu.float_choice import forms
-from nanoserve.kernels_cpu.float_linear import FloatPanels, best_kind
-from nanoserve.kernels_cpu.integer_kinds import KINDS, kinds_here
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
-from nanoserve.kernels_cpu.processor import converts_float16, has
+from nanoserve.kernels.cpu.dequantized_linear import DequantizedPanels
+from nanoserve.kernels.cpu.gemm_select import forms
+from nanoserve.kernels.cpu.float_linear import FloatPanels, best_kind
+from nanoserve.kernels.cpu.isa import KINDS, kinds_here
+from nanoserve.kernels.cpu.integer_linear import IntegerPanels
+from nanoserve.kernels.cpu.cpu_features import converts_float16, has
 
 print(",".join(kinds_here()), has("avx2"), has("avx512f"))
 for kind in kinds_here():
@@ -86,12 +86,12 @@ def test_a_second_process_compiles_nothing_again(product: str, tmp_path: Path) -
     """A cache that grew with each process would hold the same product thousands of times."""
     scripts = {
         "float": """
-from nanoserve.kernels_cpu.float_linear import FloatPanels, _product
+from nanoserve.kernels.cpu.float_linear import FloatPanels, _product
 FloatPanels(torch.ones(65, 64))(torch.ones(3, 64))
 compiled = _product("widened float32")
 """,
         "integer": """
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels, _product
+from nanoserve.kernels.cpu.integer_linear import IntegerPanels, _product
 from nanoserve.quantization.online import quantize_int8
 form = IntegerPanels(*quantize_int8(torch.ones(65, 64)).operands())
 form(torch.ones(3, 64))

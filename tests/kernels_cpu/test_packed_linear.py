@@ -20,10 +20,10 @@ from transformers import MixtralForCausalLM
 pytest.importorskip("numba")
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.kernels_cpu import packed_linear
-from nanoserve.kernels_cpu.float_choice import Choice
-from nanoserve.kernels_cpu.float_linear import FloatPanels, SharedPanels, shares_memory
-from nanoserve.kernels_cpu.torch_linear import Packed, Plain, WidenedTiles
+from nanoserve.kernels.cpu import packed_linear
+from nanoserve.kernels.cpu.float_linear import FloatPanels, SharedPanels, shares_memory
+from nanoserve.kernels.cpu.gemm_select import Choice
+from nanoserve.kernels.cpu.torch_linear import Packed, Plain, WidenedTiles
 from nanoserve.layers.context import LayerContext
 from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.quantization import linear_methods

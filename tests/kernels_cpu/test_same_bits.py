@@ -12,7 +12,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.kernels_cpu import ops, store_kv
+from nanoserve.kernels.cpu import ops, store_kv
 from nanoserve.layers.numba_ops import NumbaOps
 
 def answers():

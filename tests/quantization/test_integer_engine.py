@@ -26,7 +26,7 @@ pytest.importorskip("numba")
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 from nanoserve.quantization.online import quantize_int4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
+from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 from nanoserve.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.quantization.deferred import fill

@@ -11,7 +11,7 @@ from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.sampling_params import SamplingParams
 
 pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
-from nanoserve.kernels_cpu.choose_tokens import _bound
+from nanoserve.kernels.cpu.choose_tokens import _bound
 from nanoserve.sampling.numba_sampler import NumbaSampler
 
 KINDS = [

@@ -28,14 +28,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-import nanoserve.kernels.paged_attention
-from nanoserve.kernels.act_and_mul import ACTIVATIONS, act_and_mul
-from nanoserve.kernels.add_rms_norm import add_rms_norm, rms_norm
-from nanoserve.kernels.choose_tokens import choose_tokens, pack_settings
-from nanoserve.kernels.experts import fused_experts
-from nanoserve.kernels.filter_logits import filter_borders
-from nanoserve.kernels.paged_attention import paged_attention
-from nanoserve.kernels.store_kv import store_kv
+import nanoserve.kernels.triton.paged_attention
+from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
+from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
+from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
+from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.filter_logits import filter_borders
+from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.store_kv import store_kv
 
 # Compute capability -> KiB of shared memory that one program may have. A100 (80), RTX 30 and A10
 # (86), RTX 40 and L4 (89), H100 (90), B200 (100), RTX 50 (120).
@@ -258,8 +258,10 @@ def compile_cases(capability: int, wanted: str, disassembled: str | None = None)
 
     triton.runtime.driver.set_active(_AbsentGPU(capability))
     # What the launchers ask a GPU for, and keep, they take from here for one that is not there.
-    nanoserve.kernels.paged_attention.SHARED_MEMORY_WITHOUT_GPU = SHARED_KIB[capability] * 1024
-    nanoserve.kernels.paged_attention._shared_memory.cache_clear()
+    nanoserve.kernels.triton.paged_attention.SHARED_MEMORY_WITHOUT_GPU = (
+        SHARED_KIB[capability] * 1024
+    )
+    nanoserve.kernels.triton.paged_attention._shared_memory.cache_clear()
     triton.knobs.nvidia.dump_ptxas_log = True  # to stdout
     JITFunction.run = compile_only
     for label, call in CASES:

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from nanoserve.kernels_cpu.attention_tiles import add_values, scores_of
+from nanoserve.kernels.cpu.attention_tiles import add_values, scores_of
 
 _OF_A_MODEL = np.uint16(0)  # bfloat16
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import NumbaAttention
-from nanoserve.kernels_cpu import packed_linear
-from nanoserve.kernels_cpu.choose_tokens import choose_tokens
-from nanoserve.kernels_cpu.dequantized_linear import DequantizedPanels
-from nanoserve.kernels_cpu.float_linear import FloatPanels
-from nanoserve.kernels_cpu.integer_linear import IntegerPanels
-from nanoserve.kernels_cpu.panels import pack
-from nanoserve.kernels_cpu.torch_linear import DequantizedTiles, Packed
+from nanoserve.kernels.cpu import packed_linear
+from nanoserve.kernels.cpu.choose_tokens import choose_tokens
+from nanoserve.kernels.cpu.dequantized_linear import DequantizedPanels
+from nanoserve.kernels.cpu.float_linear import FloatPanels
+from nanoserve.kernels.cpu.integer_linear import IntegerPanels
+from nanoserve.kernels.cpu.packing import pack
+from nanoserve.kernels.cpu.torch_linear import DequantizedTiles, Packed
 from nanoserve.layers.numba_ops import NumbaOps
 
 _DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)

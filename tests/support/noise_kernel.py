@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.choose_tokens import _log_exponential
+from nanoserve.kernels.triton.choose_tokens import _log_exponential
 from nanoserve.sampling.noise import Noise
 
 # With these keys token 0 has the smallest and the largest bits that there are.

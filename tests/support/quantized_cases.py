@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
-from nanoserve.kernels.expert_codes import ExpertCodes
-from nanoserve.kernels.experts import fused_experts
-from nanoserve.kernels.grouped_linear import GroupedWeight, grouped_product
-from nanoserve.kernels.quantized_linear import scaled_product
-from nanoserve.kernels.quantized_rows import quantize_rows, scale_shape
+from nanoserve.kernels.triton.expert_codes import ExpertCodes
+from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product
+from nanoserve.kernels.triton.quantized_linear import scaled_product
+from nanoserve.kernels.triton.quantized_rows import quantize_rows, scale_shape
 
 ROWS = (1, 64, 1024)  # one for each of the configurations
 CODES = {"int4": torch.uint8, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}

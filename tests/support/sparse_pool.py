@@ -47,7 +47,7 @@ def make_pool() -> torch.Tensor:
 
 
 def check_store_kv(pool: torch.Tensor, table: list[int]) -> None:
-    from nanoserve.kernels.store_kv import store_kv
+    from nanoserve.kernels.triton.store_kv import store_kv
 
     context = len(table) * BLOCK_SIZE - 12
     heads = torch.randn(context, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM).half()
@@ -63,7 +63,7 @@ def check_store_kv(pool: torch.Tensor, table: list[int]) -> None:
 
 def check_attention(pool: torch.Tensor, table: list[int]) -> None:
     """A decode row and a chunk, over the same keys."""
-    from nanoserve.kernels.paged_attention import paged_attention
+    from nanoserve.kernels.triton.paged_attention import paged_attention
 
     pool[:, table] = torch.randn(2, len(table), *pool.shape[2:]).half()
     context, num_queries = len(table) * BLOCK_SIZE - 12, 3

@@ -1,0 +1,239 @@
+"""The inner loops of decode attention: a few queries with the K, and with the V, of some tokens.
+
+They are vectors, see `vectors`, because plain loops lose twice. A score is spread over a vector's
+lanes, and to add those up costs as much as the products do, if it is done for each score by itself:
+four share their additions. And sums of values stay in registers while a block's tokens pass by.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from nanoserve.kernels.cpu import fixed_point
+from nanoserve.kernels.cpu.cpu_features import has
+from nanoserve.kernels.cpu.vectors import (
+    BYTE,
+    FLOAT,
+    HALF_WORD,
+    REGISTER,
+    WORD,
+    Accumulators,
+    Rows,
+    constant,
+    load,
+    multiply_add,
+    offset,
+    part,
+    prefetch,
+    shuffled,
+    splat,
+    store,
+)
+
+_TOKENS = 4  # of one tile of scores
+# (vectors, lanes) of a value's sums at once: with two queries, half of the registers.
+_WIDTHS = ((4, REGISTER), (2, REGISTER), (1, REGISTER), (1, 1))
+if has("avx512f"):
+    _WIDTHS = ((8, REGISTER), *_WIDTHS)
+_BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.int8: 1, types.uint8: 1}
+_CODES = (types.int8, types.uint8)
+_GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]
+
+
+def _widened(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int) -> ir.Value:
+    """float32 of the next elements, see `values`."""
+    floats, words = ir.VectorType(FLOAT, lanes), ir.VectorType(WORD, lanes)
+
+    def word(number: int) -> ir.Constant:
+        return constant(WORD, number, lanes)
+
+    if element == types.float32:
+        return load(b, address, floats, 4)
+    if element == types.uint16:
+        bits = b.zext(load(b, address, ir.VectorType(HALF_WORD, lanes), 2), words)
+        return b.bitcast(b.shl(bits, word(16)), floats)
+    codes = b.sext(load(b, address, ir.VectorType(BYTE, lanes), 1), words)
+    if element == types.int8:
+        return b.sitofp(codes, floats)
+    # e4m3: exponent and mantissa lie 20 places higher in a float32, and its exponent counts from
+    # 127, not 7. What is too small for an exponent there is so here, until it is multiplied.
+    bits = b.and_(b.shl(codes, word(20)), word(0x87F00000))
+    return b.fmul(b.bitcast(bits, floats), constant(FLOAT, 2.0**120, lanes))
+
+
+class _Floats:
+    """Scores as sums of floats, see `fixed_point.Shorts`."""
+
+    sums, step, query = FLOAT, REGISTER, types.float32
+    read, add = staticmethod(_widened), staticmethod(multiply_add)
+
+    @staticmethod
+    def floats(b: ir.IRBuilder, sums: ir.Value) -> ir.Value:
+        return sums
+
+
+def _ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:
+    number = address.type
+    with cgutils.for_range_slice(b, number(0), num_bytes, number(64), number) as (line, _):
+        prefetch(b, b.add(address, line))
+
+
+def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """<4 x float>: the sum of each of four vectors.
+
+    Pairs of vectors are interleaved within four neighbouring lanes and added, which halves their
+    number; after that what is left are as many sums of four as there are fours of lanes.
+    """
+
+    def added(x: ir.Value, y: ir.Value, low: list[int]) -> ir.Value:
+        fours = range(0, REGISTER, 4)
+        places = ([four + at + more for four in fours for at in low] for more in (0, 2))
+        return b.fadd(*(shuffled(b, x, own, y) for own in places))
+
+    pairs = [added(x, y, [0, REGISTER, 1, REGISTER + 1]) for x, y in (vectors[:2], vectors[2:])]
+    total, lanes = added(*pairs, [0, 1, REGISTER, REGISTER + 1]), REGISTER
+    while lanes > 4:
+        lanes //= 2
+        total = b.fadd(part(b, total, 0, lanes), part(b, total, lanes, lanes))
+    return total
+
+
+def _joined(b: ir.IRBuilder, numbers: list[ir.Value]) -> ir.Value:
+    """A vector of vectors of one."""
+    total = ir.Constant(ir.VectorType(FLOAT, len(numbers)), ir.Undefined)
+    for i, number in enumerate(numbers):
+        total = b.insert_element(total, b.extract_element(number, WORD(0)), WORD(i))
+    return total
+
+
+@intrinsic(prefer_literal=True)
+def scores_of(typing_context, num_queries, elements, queries, scores, given):
+    """scores[query, token] = queries[query] . k[token]
+
+    elements: of the model's numbers, and of k. queries, scores: an address each, and the bytes from
+    a row to the next, of float32; queries of int16 where `fixed_point.is_for` says so. given: the
+    address of k [num_tokens, head_dim]; that of its scales, float32 [num_tokens], if elements are
+    codes; num_tokens; head_dim; from where on to ask for as many bytes.
+    """
+    count, (_, element) = num_queries.literal_value, tuple(elements)
+    own_bytes, is_coded = _BYTES[element], element in _CODES
+    kind = fixed_point.Shorts if fixed_point.is_for(*elements) else _Floats
+
+    def generate(context, b, signature, args):
+        queries, scores, given = (cgutils.unpack_tuple(b, value) for value in args[2:])
+        queries, scores = Rows(*queries), Rows(*scores)
+        k, scales, num_tokens, head_dim, soon = given
+        number, row_bytes = k.type, b.mul(head_dim, k.type(own_bytes))
+        k, soon = Rows(k, row_bytes), Rows(soon, row_bytes)
+        first = number(0)
+
+        def add_products(sums, token, tokens, start, end, step):
+            with cgutils.for_range_slice(b, start, end, number(step), number) as (d, _):
+                at = [k.at(b, token, (i, row_bytes), (d, own_bytes)) for i in range(tokens)]
+                keys = [kind.read(b, place, element, step) for place in at]
+                for query in range(count):
+                    at = queries.at(b, query, (d, _BYTES[kind.query]))
+                    own = kind.read(b, at, kind.query, step)
+                    for i, key in enumerate(keys):
+                        sums[query, i] = kind.add(b, own, key, sums[query, i])
+
+        for tokens in (_TOKENS, 1):
+            tiles = b.udiv(b.sub(num_tokens, first), number(tokens))
+            with cgutils.for_range(b, tiles, intp=number) as tile:
+                token = b.add(first, b.mul(tile.index, number(tokens)))
+                _ask_for(b, soon.at(b, token), b.mul(row_bytes, number(tokens)))
+                sums = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, REGISTER))
+                rest = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, 1))
+                whole = b.and_(head_dim, number(-kind.step))
+                add_products(sums, token, tokens, number(0), whole, kind.step)
+                add_products(rest, token, tokens, whole, head_dim, 1)
+                for query in range(count):
+                    both = (
+                        [kind.floats(b, own[query, i]) for i in range(_TOKENS)]
+                        for own in (sums, rest)
+                    )
+                    found = b.fadd(_sums(b, next(both)), _joined(b, next(both)))
+                    found = part(b, found, 0, tokens)
+                    if is_coded:
+                        found = b.fmul(found, load(b, offset(b, scales, (token, 4)), found.type, 4))
+                    store(b, found, scores.at(b, query, (token, 4)))
+            first = b.add(first, b.mul(tiles, number(tokens)))
+        return context.get_dummy_value()
+
+    return types.void(num_queries, elements, *_GIVEN), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_values(typing_context, num_queries, elements, sums, weights, given):
+    """sums[query] += weights[query, token] * v[token]; arguments as for `scores_of`."""
+    count, (_, element) = num_queries.literal_value, tuple(elements)
+    own_bytes, is_coded = _BYTES[element], element in _CODES
+
+    def generate(context, b, signature, args):
+        sums, weights, given = (cgutils.unpack_tuple(b, value) for value in args[2:])
+        sums, weights = Rows(*sums), Rows(*weights)
+        v, scales, num_tokens, head_dim, soon = given
+        number, row_bytes = v.type, b.mul(head_dim, v.type(own_bytes))
+        v, soon = Rows(v, row_bytes), Rows(soon, row_bytes)
+
+        def factors(token):
+            for query in range(count):
+                factor = load(b, weights.at(b, query, (token, 4)), FLOAT, 4)
+                if is_coded:
+                    factor = b.fmul(factor, load(b, offset(b, scales, (token, 4)), FLOAT, 4))
+                yield factor
+
+        def add_floats(start):
+            """Of tokens from `start` on."""
+            first = number(0)
+            for width, lanes in _WIDTHS:
+                chunks = b.udiv(b.sub(head_dim, first), number(width * lanes))
+                with cgutils.for_range(b, chunks, intp=number) as chunk:
+                    d = b.add(first, b.mul(chunk.index, number(width * lanes)))
+                    own = Accumulators(b, count, width, constant(FLOAT, 0.0, lanes))
+                    at = {
+                        (query, i): sums.at(b, query, (d, 4), (i, lanes * 4))
+                        for query in range(count)
+                        for i in range(width)
+                    }
+                    for place, address in at.items():
+                        own[place] = _widened(b, address, types.float32, lanes)
+                    with cgutils.for_range_slice(b, start, num_tokens, number(1), number) as (t, _):
+                        for line in range(0, width * lanes * own_bytes, 64):
+                            prefetch(b, soon.at(b, t, (d, own_bytes), (line, 1)))
+                        here = v.at(b, t, (d, own_bytes))
+                        splats = [splat(b, factor, lanes) for factor in factors(t)]
+                        for i in range(width):
+                            address = offset(b, here, (i, lanes * own_bytes))
+                            value = _widened(b, address, element, lanes)
+                            for query, factor in enumerate(splats):
+                                own[query, i] = multiply_add(b, factor, value, own[query, i])
+                    for place, address in at.items():
+                        store(b, own[place], address)
+                first = b.add(first, b.mul(chunks, number(width * lanes)))
+
+        if not fixed_point.is_for(*elements):
+            add_floats(number(0))
+            return context.get_dummy_value()
+        tokens = number(fixed_point.TOKENS)
+        is_whole = b.icmp_signed("==", b.urem(head_dim, number(fixed_point.UNIT)), number(0))
+        tiles = b.select(is_whole, b.udiv(num_tokens, tokens), number(0))
+        with cgutils.for_range(b, tiles, intp=number) as tile:
+            first = b.mul(tile.index, tokens)
+            fixed_point.add_values(
+                b,
+                count,
+                sums,
+                weights.moved(b, (first, 4)),
+                v.moved(b, (first, row_bytes)),
+                offset(b, scales, (first, 4)),
+                head_dim,
+                soon.moved(b, (first, row_bytes)),
+            )
+        rest = b.mul(tiles, tokens)
+        with b.if_then(b.icmp_signed("<", rest, num_tokens)):
+            add_floats(rest)
+        return context.get_dummy_value()
+
+    return types.void(num_queries, elements, *_GIVEN), generate

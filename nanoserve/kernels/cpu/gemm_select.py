@@ -1,0 +1,105 @@
+"""Which form float weights are kept in: measured on this machine, once.
+
+What is fastest depends on the processor and on the number of rows, and no table knows the processor
+that a reader has. So each form that exists here multiplies a matrix that does not fit into the
+cache, with 1, 16 and 256 rows; what came out is kept in a file. It takes some tenths of a second.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoserve.kernels.cpu import calibration, packed_linear
+from nanoserve.kernels.cpu.torch_linear import Form, Packed, Plain, WidenedTiles
+
+logger = logging.getLogger(__name__)
+
+_OURS, _ONEDNN = "own tiles", "oneDNN packed"
+_CLEARLY = 1.1  # times as fast; less is taken for noise, and the form that comes first stays
+
+
+class Choice(NamedTuple):
+    name: str
+    make: Callable[[Tensor], Form]
+
+
+def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
+    """By name, those that exist here; the first is what an unmeasured machine gets."""
+    found: dict[str, Callable[[Tensor], Form]] = {}
+    if find_spec("numba") is not None:
+        from nanoserve.kernels.cpu.cpu_features import converts_float16
+        from nanoserve.kernels.cpu.float_linear import FloatPanels
+
+        if dtype != torch.float16 or converts_float16():
+            found[_OURS] = FloatPanels
+    if dtype == torch.bfloat16 and packed_linear.works():
+        found[_ONEDNN] = Packed
+    if dtype != torch.float32:
+        found["torch, widened tiles"] = WidenedTiles
+    return found | {"torch": Plain}
+
+
+def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
+    """For a model of so many bytes; a small one is not worth a measurement."""
+    found = forms(dtype)
+    name = next(iter(found))
+    if find_spec("numba") is None:
+        logger.info(
+            "without numba, products are torch's: pip install 'nanoserve[cpu]' brings faster"
+        )
+    if num_bytes < calibration.MATRIX_BYTES or len(found) == 1:
+        return Choice(name, found[name])
+    measured = calibration.rates(dtype, found)
+    choice = _best(found, measured)
+    told = "; ".join(
+        f"{name} {', '.join(f'{rate / 1e9:.0f}' for rate in measured[name].values())}"
+        for name in found
+        if name in measured
+    )
+    rows = ", ".join(map(str, calibration.ROWS))
+    logger.info(
+        f"products of {dtype} weights: {choice.name} ({torch.get_num_threads()} threads; "
+        f"10^9 operations a second at {rows} rows: {told})"
+    )
+    return choice
+
+
+def _best(
+    found: Mapping[str, Callable[[Tensor], Form]], measured: Mapping[str, Mapping[int, float]]
+) -> Choice:
+    """The form that is never far from the best of each number of rows, or two that share memory."""
+    best = {rows: max(rate[rows] for rate in measured.values()) for rows in calibration.ROWS}
+
+    def slowest(rate: Mapping[int, float]) -> float:
+        return max(best[rows] / max(rate[rows], 1.0) for rows in calibration.ROWS)
+
+    name = next(iter(found))
+    for other in measured:
+        if slowest(measured[name]) > _CLEARLY * slowest(measured[other]):
+            name = other
+    if {_OURS, _ONEDNN} <= measured.keys() and name in (_OURS, _ONEDNN):
+        ours, theirs = measured[_OURS], measured[_ONEDNN]
+        for rows in calibration.ROWS:
+            if all(theirs[n] > _CLEARLY * ours[n] for n in calibration.ROWS if n >= rows):
+                return _shared(found, rows) or Choice(name, found[name])
+    return Choice(name, found[name])
+
+
+def _shared(found: Mapping[str, Callable[[Tensor], Form]], rows: int) -> Choice | None:
+    """Our tiles for few rows, oneDNN from about `rows` on; None unless they agree on the order."""
+    from nanoserve.kernels.cpu.float_linear import SharedPanels, shares_memory
+
+    before = max((n for n in calibration.ROWS if n < rows), default=0)
+    if not before:
+        return Choice(_ONEDNN, found[_ONEDNN])
+    if not shares_memory():
+        return None
+    first = math.isqrt(before * rows)  # half-way between two measurements
+    make = functools.partial(SharedPanels, num_rows=first)
+    return Choice(f"{_OURS} below {first} rows, {_ONEDNN} above", make)

@@ -1,0 +1,105 @@
+"""Weights in the order in which the products of `kernels_cpu` read them.
+
+A *panel* is 64 outputs: 4 vectors of 16. It holds, step after step, what all of its outputs have
+for the next few inputs: [panels, steps, 64 outputs, depth], where `depth` inputs lie side by side
+because one instruction multiplies and adds up as many. So a product walks once, in order, through
+memory, and no vector of sums ever has to be added up across its lanes.
+
+    weights [128, 8] in bfloat16, depth 2    [2 panels, 4 steps, 64, 2]
+
+For bfloat16 this is also the order that oneDNN packs into on processors with AVX-512.
+"""
+
+import torch
+import torch.nn.functional as F
+from numba import njit, prange
+from torch import Tensor
+
+from nanoserve.kernels.cpu.memory import map_zeros
+
+PANEL = 64  # outputs
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def pack(weight: Tensor, depth: int) -> Tensor:
+    """[outputs, inputs] -> [panels, steps, PANEL, depth], what is missing to whole ones as zeros.
+
+    In memory of its own, on large pages where the system has them, and at multiples of 64 bytes.
+    """
+    is_matrix = len(weight.shape) == 2 and 0 not in weight.shape and weight.is_cpu
+    if not is_matrix or depth * weight.itemsize not in _WHOLE:
+        raise ValueError(
+            f"{weight.dtype} {list(weight.shape)} on {weight.device} cannot be packed with {depth} "
+            f"inputs side by side"
+        )
+    packed = empty_panels(*weight.shape, depth, weight.dtype)
+    pack_into(packed, weight)
+    return packed
+
+
+def empty_panels(outputs: int, inputs: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [panels, steps, PANEL, depth], for so many outputs and inputs."""
+    return empty((-(-outputs // PANEL), -(-inputs // depth), PANEL, depth), dtype)
+
+
+def pack_into(packed: Tensor, weight: Tensor) -> None:
+    """Put the outputs of `weight` into `packed`, whole panels as `empty_panels` makes them."""
+    panels, steps, _, depth = packed.shape
+    missing = steps * depth - weight.shape[1]
+    if missing:
+        weight = F.pad(weight, (0, missing))
+    # What lies side by side moves as one number.
+    whole = _WHOLE[depth * weight.itemsize]
+    source, target = weight.contiguous().view(whole), packed.view(whole).view(panels, steps, PANEL)
+    _turn(source.numpy(), target.numpy())
+
+
+def rows_of(packed: Tensor, indices: Tensor, inputs: int) -> Tensor:
+    """The weights of some outputs, as they were before `pack`: [len(indices), inputs]."""
+    panels, steps, _, depth = packed.shape
+    whole = _WHOLE[depth * packed.itemsize]
+    rows = packed.new_empty(len(indices), steps * depth)
+    source = packed.view(whole).view(panels, steps, PANEL)
+    _gather(source.numpy(), indices.int().numpy(), rows.view(whole).numpy())
+    return rows[:, :inputs]
+
+
+@njit(cache=True)
+def _gather(source, indices, target):
+    """target[i, step] = source[panel of i, step, place in it]"""
+    panels, steps, _ = source.shape
+    for i in range(len(indices)):
+        panel, place = divmod(indices[i], PANEL)
+        if not 0 <= panel < panels:
+            raise IndexError("no such row")
+        for step in range(steps):
+            target[i, step] = source[panel, step, place]
+
+
+@njit(parallel=True, cache=True)
+def _turn(source, target):
+    """target[panel, step, i] = source[64 panel + i, step]"""
+    outputs, steps = source.shape
+    for panel in prange(len(target)):
+        first = panel * PANEL
+        for start in range(0, steps, 16):  # a line of each row
+            for i in range(min(PANEL, outputs - first)):
+                for step in range(start, min(start + 16, steps)):
+                    target[panel, step, i] = source[first + i, step]
+
+
+def unpadded(out: Tensor, outputs: int, x: Tensor) -> Tensor:
+    """[rows, panels x PANEL] -> [..., outputs] in the dtype and the dimensions of x [..., inputs].
+
+    What is so already is left as it is: each operator of torch is a microsecond or two.
+    """
+    if out.shape[1] != outputs:
+        out = out[:, :outputs].contiguous()
+    if out.dtype != x.dtype:
+        out = out.to(x.dtype)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return map_zeros(max(num_bytes, 1))[:num_bytes].view(dtype).view(shape)

@@ -1,0 +1,106 @@
+"""The forms of a weight that torch multiplies.
+
+A form is made from a weight [outputs, inputs]. To call it is to multiply: x [..., inputs] ->
+[..., outputs].
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoserve.kernels.cpu import checks, packed_linear
+
+Form = Callable[[Tensor], Tensor]
+
+_TILE = 512  # outputs that are widened at a time: they stay in the cache until they are used
+_TILE_VALUES = 2**19  # that become floats at a time, in several steps: 2 MiB of them
+
+
+class Plain:
+    """As the checkpoint has it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Packed:
+    """oneDNN's product of bfloat16: see `nanoserve.kernels.cpu.packed_linear`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        checks.check_weight(weight, (torch.bfloat16,))
+        self.weight, self._inputs = packed_linear.pack(weight), weight.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self._inputs, (torch.bfloat16,))
+        return packed_linear.linear(x, self.weight)
+
+
+class WidenedTiles:
+    """16 bits in memory, widened tile by tile for the product of float32.
+
+    Where torch has no product of 16 bits, its fallback is ten times slower than this.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide, tiles = x.float(), self.weight.split(_TILE)
+        return torch.cat([F.linear(wide, tile.float()).to(x.dtype) for tile in tiles], dim=-1)
+
+
+class DequantizedTiles:
+    """Integers of 4 or 8 bits in memory, dequantised tile by tile for the product of float32.
+
+    A weight is code x scale + offset. codes: int8 [outputs, inputs]; scale and offset: float32
+    [outputs, groups], whose groups are runs of inputs.
+
+    x and sums are float32, and nothing is rounded but the result, to x's dtype. A row of it does
+    not depend on the other rows; but torch orders a sum by how many rows there are, so its last
+    bits may depend on their number.
+    """
+
+    def __init__(
+        self, codes: Tensor, scale: Tensor, offset: Tensor | None = None, bits: int = 8
+    ) -> None:
+        checks.check_codes(codes, scale, offset, bits)
+        self.outputs, self.inputs = codes.shape
+        self._is_packed = bits == 4 and self.inputs % 2 == 0
+        num_rows = max(1, _TILE_VALUES // self.inputs)
+        tiles = [self._pack(tile) for tile in codes.split(num_rows)]
+        # In memory of their own: the matrix is not kept.
+        scales = [tile.clone() for tile in scale.split(num_rows)]
+        offsets: list[Tensor | None] = [None] * len(tiles)
+        if offset is not None:
+            offsets = [tile.clone() for tile in offset.split(num_rows)]
+        self._tiles = list(zip(tiles, scales, offsets, strict=True))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        checks.check_linear(x, self.inputs, (torch.float32, torch.bfloat16, torch.float16))
+        wide = x.float()
+        return torch.cat([F.linear(wide, self._weight(*t)).to(x.dtype) for t in self._tiles], -1)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Two to a byte: the first half of a row's inputs low, the second high."""
+        if not self._is_packed:
+            return codes.clone()
+        first, second = (codes + 8).view(torch.uint8).chunk(2, dim=1)
+        return first | second << 4
+
+    def _weight(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """Return the weights of a tile: float32 [outputs, inputs]."""
+        if self._is_packed:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        weight = codes.float()
+        if self._is_packed:
+            weight -= 8
+        groups = weight.view(*scale.shape, -1)
+        groups *= scale[..., None]
+        if offset is not None:
+            groups += offset[..., None]
+        return weight

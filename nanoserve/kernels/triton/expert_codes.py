@@ -1,0 +1,39 @@
+"""The weights of a mixture's experts in 8 bits."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ExpertCodes(nn.Module):
+    """codes: int8 [experts, outputs, inputs]; scale: float32 [experts, outputs].
+
+    `nanoserve.kernels.triton.experts.fused_experts` takes them as they are. The plain formula,
+    `nanoserve.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
+    becomes floats when it is used. Both are buffers: they move when the model does.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        kinds, shapes = (codes.dtype, scale.dtype), (codes.shape[:-1], scale.shape)
+        if kinds != (torch.int8, torch.float32) or codes.dim() != 3 or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"codes must be int8 [experts, outputs, inputs], scale float32 for each output, "
+                f"not {codes.dtype} {list(codes.shape)}, {scale.dtype} {list(scale.shape)}"
+            )
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        for codes, scale in zip(self.codes, self.scale, strict=True):
+            yield partial(_product, codes, scale)
+
+
+def _product(codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, (codes * scale[:, None]).to(x.dtype))

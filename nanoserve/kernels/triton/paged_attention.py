@@ -1,0 +1,359 @@
+"""Attention over the paged KV cache in Triton: a kernel for prompts and chunks, one for decoding.
+
+This is the host's side: how the work is cut into programs, and with how many they are launched.
+What a program does is in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several tokens,
+and in `nanoserve.kernels.triton.decode_attention_kernels` for rows of one or few.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.kernels.triton.decode_attention_kernels import (
+    decode_attention_kernel,
+    merge_parts_kernel,
+)
+from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
+from nanoserve.kernels.triton.paged_attention_kernels import chunk_attention_kernel
+from nanoserve.kernels.triton.quantized_kv import check_cache, has_e4m3, has_warp_products
+from nanoserve.kernels.triton.tile_config import (
+    SHARED_MEMORY_WITHOUT_GPU,
+    TileConfig,
+    for_few_tokens,
+    tile_config,
+)
+
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_LOG2_E = math.log2(math.e)
+_MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
+_MOST_SHARED = 64  # rows of a tile, tokens times heads, where keys are cut into shares
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    scale: float,
+    num_decode_rows: int,
+    max_context_len: int,
+    num_shares: int | None = None,
+    max_query_len: int | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scales: torch.Tensor | None = None,
+    row_counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from every query token to the keys of its sequence up to itself.
+
+    q             [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
+    kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype, or codes: int8,
+                  or uint8 for e4m3
+    kv_scales     of codes, float32 [2, num_blocks, num_kv_heads, block_size]; both are contiguous
+    cu_seqlens_q  int32 [num_rows + 1]: row r has the tokens cu_seqlens_q[r : r + 2]
+    context_lens  int32 [num_rows]; a row's tokens are the last ones of its context
+    block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read, nor are
+                  those before all windows of the row, or their blocks, which may hold NaN
+
+    The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
+    `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
+    keep the GPU busy. So are those of the other rows, in the same launch, if `max_query_len` says
+    that the longest has few tokens; without it, as many programs read a row as there are KV heads.
+    A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled
+    scores c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+
+    `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel that was launched
+    before: from Hopper on they are read while that one still runs.
+
+    The host looks at no tensor's values, and every program finds its share of the work on the GPU:
+    captured in a CUDA graph, a launch stays right as contexts grow. With `row_counts`, int32 [2] on
+    the device, it stays right for every mix of rows: they say how many rows there are, and how many
+    of them are decode rows, in the place of the tensors' lengths and of `num_decode_rows`. Each
+    other row has two tokens or more. What lies behind may be anything, and is not computed.
+    """
+    check_cache(kv_cache, kv_scales, q.dtype)
+    batch = _Batch(
+        *(q, kv_cache, cu_seqlens_q, context_lens, block_tables),
+        *(scale, sliding_window, soft_cap, (None, None) if kv_scales is None else tuple(kv_scales)),
+    )
+    _check(batch)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if row_counts is not None:
+        _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
+        return out
+    num_others = len(context_lens) - num_decode_rows
+    if num_others > 0 and max_query_len is not None:
+        num_queries = triton.next_power_of_2(max_query_len)
+        block_m = num_queries * _group_padded(batch)
+        if block_m <= _MOST_SHARED:  # all at once: rows of one token fit in as well
+            config = for_few_tokens(_config(batch, True), block_m)
+            _decode(batch, config, out, max_context_len, num_shares, num_queries)
+            return out
+    if num_decode_rows > 0:
+        rows = batch.rows(num_decode_rows)
+        _decode(rows, _config(batch, True), out, max_context_len, num_shares, 1)
+    if num_others > 0:
+        _attend_chunks(batch, _config(batch, False), out, num_decode_rows, num_others)
+    return out
+
+
+def _attend_mixed(
+    batch: "_Batch",
+    out: torch.Tensor,
+    max_context_len: int,
+    num_shares: int | None,
+    row_counts: torch.Tensor,
+) -> None:
+    """Launch both kernels for all rows: each finds out on the GPU which of them are its own."""
+    if row_counts.dtype != torch.int32 or row_counts.shape != (2,) or row_counts.stride(0) != 1:
+        raise ValueError(
+            f"row_counts must be contiguous int32 [2], all rows and decode rows, not "
+            f"{row_counts.dtype} {list(row_counts.shape)}"
+        )
+    _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, row_counts)
+    num_chunks = min(len(batch.context_lens), len(batch.q) // 2)  # of two tokens each, at least
+    _attend_chunks(batch, _config(batch, False), out, 0, num_chunks, row_counts)
+
+
+class _Batch(NamedTuple):
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    scales: tuple[torch.Tensor | None, ...]  # of codes: K's and V's
+
+    @property
+    def group(self) -> int:
+        """How many query heads read a KV head."""
+        return self.q.shape[1] // self.kv_cache.shape[2]
+
+    def rows(self, count: int) -> "_Batch":
+        """The first of them: integers that began elsewhere would compile kernels anew."""
+        return self._replace(
+            cu_seqlens_q=self.cu_seqlens_q[: count + 1],
+            context_lens=self.context_lens[:count],
+            block_tables=self.block_tables[:count],
+        )
+
+
+def _check(batch: _Batch) -> None:
+    q, kv_cache, *indices = batch[:5]
+    if q.dim() != 3 or kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
+        raise ValueError(f"q {list(q.shape)} must be 3-D, kv_cache {list(kv_cache.shape)} [2, ...]")
+    if q.shape[1] % kv_cache.shape[2]:
+        raise ValueError(f"{q.shape[1]} heads are no multiple of {kv_cache.shape[2]} KV heads")
+    if kv_cache.shape[4] != q.shape[2]:
+        raise ValueError(f"head_dim is {q.shape[2]} in q and {kv_cache.shape[4]} in kv_cache")
+    if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
+        raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
+    if q.dtype not in _TRITON_DTYPES:
+        raise ValueError(f"q is {q.dtype}: not supported")
+    if not batch.scale > 0:  # the kernels look for the largest score before it is scaled
+        raise ValueError(f"scale={batch.scale} must be positive")
+    if batch.sliding_window is not None and batch.sliding_window < 1:
+        raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
+    if batch.soft_cap is not None and not batch.soft_cap > 0:
+        raise ValueError(f"soft_cap={batch.soft_cap} must be positive")
+    lengths = [len(tensor) for tensor in indices]
+    if lengths != [lengths[1] + 1, lengths[1], lengths[1]]:
+        raise ValueError(
+            f"cu_seqlens_q, context_lens and block_tables have lengths {lengths}: "
+            f"must be num_rows + 1, num_rows, num_rows"
+        )
+    for tensor in indices:
+        if tensor.dtype != torch.int32 or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+            raise ValueError(
+                f"indices must be int32 with last stride 1, not {tensor.dtype}, {tensor.stride()}"
+            )
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MULTIPROCESSORS_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have, of what its multiprocessor shares among its programs."""
+    if device.type != "cuda":
+        return SHARED_MEMORY_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _config(batch: _Batch, is_decode: bool) -> TileConfig:
+    q, has_codes = batch.q, batch.scales[0] is not None
+    shared_memory = _shared_memory(q.device)
+    return tile_config(q.shape[2], q.dtype, batch.group, is_decode, shared_memory, has_codes)
+
+
+def _group_padded(batch: _Batch) -> int:
+    return 1 << (batch.group - 1).bit_length()
+
+
+def _num_shares(batch: _Batch, config: TileConfig, max_context_len: int, num_queries: int) -> int:
+    """As many as keep the GPU busy, or have something to do."""
+    num_kv_heads, window = batch.kv_cache.shape[2], batch.sliding_window
+    num_keys = min(max_context_len, (window or max_context_len) + num_queries - 1)
+    most = len(batch.context_lens) * (num_keys // config.tile_n + 2)
+    at_once = config.num_programs * _num_multiprocessors(batch.q.device) // num_kv_heads
+    return max(1, min(at_once, most))
+
+
+def _decode(
+    batch: _Batch,
+    config: TileConfig,
+    out: torch.Tensor,
+    max_context_len: int,
+    num_shares: int | None,
+    num_queries: int,
+    row_counts: torch.Tensor | None = None,
+) -> None:
+    """Attends for all rows, of one token each, or of up to `num_queries`; or for as many of them as
+    `row_counts` says.
+    """
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
+    (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    if num_shares is None:
+        num_shares = _num_shares(batch, config, max_context_len, num_queries)
+    shape_of_parts = (num_shares, 2, num_queries, num_heads)
+    parts = torch.empty(*shape_of_parts, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(shape_of_parts, dtype=torch.float32, device=q.device)
+    is_dependent = has_dependent_launch()
+    launch = {"launch_pdl": True} if is_dependent else {}
+    rows = (None if num_queries == 1 else cu_seqlens_q, context_lens)
+    shape = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": _padded_head_dim(head_dim),
+        "QUERIES": num_queries,
+        "TILE_N": config.tile_n,
+        "IS_DEPENDENT": is_dependent,
+    }
+    decode_attention_kernel[(num_kv_heads, num_shares)](
+        out,
+        parts,
+        lse,
+        q,
+        *kv_cache,
+        *scales,
+        *rows,
+        block_tables,
+        num_rows,
+        row_counts,
+        scale * _LOG2_E,
+        sliding_window,
+        None if soft_cap is None else soft_cap * _LOG2_E,
+        *q.stride()[:2],
+        *kv_cache.stride()[1:4],
+        block_tables.stride(0),
+        GROUP=batch.group,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m,
+        **_dot(batch, config),
+        **shape,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch,
+    )
+    if num_shares > 1:
+        merge_parts_kernel[(num_queries * num_heads, num_shares - 1)](
+            out,
+            parts,
+            lse,
+            *rows,
+            num_rows,
+            row_counts,
+            num_shares,
+            sliding_window,
+            **shape,
+            num_warps=2,
+            **launch,
+        )
+
+
+def _attend_chunks(
+    batch: _Batch,
+    config: TileConfig,
+    out: torch.Tensor,
+    first_row: int,
+    num_rows: int,
+    row_counts: torch.Tensor | None = None,
+) -> None:
+    """Attends for rows [first_row, first_row + num_rows); those before have one token each. With
+    `row_counts`, for those that it says, of which there are no more.
+    """
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales = batch[5:]
+    num_tokens, _, head_dim = q.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    group_padded = _group_padded(batch)
+    # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
+    # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
+    num_tiles = num_rows + (num_tokens - first_row) // (config.block_m // group_padded)
+    chunk_attention_kernel[(num_tiles * num_kv_heads,)](
+        out,
+        q,
+        *kv_cache,
+        *scales,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        first_row,
+        num_rows,
+        row_counts,
+        num_kv_heads,
+        scale * _LOG2_E,
+        sliding_window,
+        None if soft_cap is None else soft_cap * _LOG2_E,
+        *q.stride()[:2],
+        *kv_cache.stride()[1:4],
+        block_tables.stride(0),
+        GROUP=batch.group,
+        GROUP_PADDED=group_padded,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=_padded_head_dim(head_dim),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=config.block_m,
+        TILE_N=config.tile_n,
+        **_dot(batch, config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _padded_head_dim(head_dim: int) -> int:
+    """What tensor cores take: a power of two, 16 or more."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _dot(batch: _Batch, config: TileConfig) -> dict[str, object]:
+    """In what products are computed; the interpreter misreads bfloat16 in them."""
+    dtype, has_codes = batch.q.dtype, batch.scales[0] is not None
+    dot_dtype = _TRITON_DTYPES[dtype]
+    if triton.knobs.runtime.interpret:
+        dot_dtype = tl.float32
+    elif has_codes and dtype == torch.bfloat16:
+        dot_dtype = tl.float16  # which codes become in fewer instructions, and as exactly
+    return {
+        "DOT_DTYPE": dot_dtype,
+        "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "HAS_E4M3": has_codes and has_e4m3(),
+        "V_IN_ROWS": has_codes and has_warp_products(config.block_m),
+    }

@@ -1,0 +1,258 @@
+"""Products of codes of 8 bits: activations with scales per row or group, weights per output.
+
+    y[m, n] = (sum over groups g of x_scale[m, g] (sum over k in g of x[m, k] w[n, k])) w_scale[n]
+
+Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: a row's
+result depends on nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et
+al. 2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
+product is then `torch._scaled_mm`'s, wherever that has one: see `least_scaled_mm_rows`.
+"""
+
+import logging
+import sys
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.kernels.triton.quantized_rows import LARGEST_CODES, scale_shape
+
+logger = logging.getLogger(__name__)
+
+_MULTIPLE = 16  # of inputs and of outputs, for `torch._scaled_mm`
+NEVER = sys.maxsize  # more rows than any step has
+# From the fewest on with which it is faster: on an H100, our own kernel takes 0.59 to 1.07 of its
+# time with up to 128 rows, and 1.1 to 1.8 with 256 (1,024 to 12,288 inputs). Even numbers and odd
+# ones, on both sides of 256, where a refusal of cuBLAS's is known to end.
+_TRIED_ROWS = (129, 256, 257, 512, 513)
+_least_rows: dict[tuple[int, int, torch.device], int] = {}  # by inputs, outputs and device
+
+
+class TileConfig(NamedTuple):
+    """How a program is cut to the hardware."""
+
+    block_m: int  # rows
+    block_n: int  # outputs
+    block_k: int  # inputs at once
+    num_warps: int
+    num_stages: int
+
+
+def tile_config(num_rows: int, group_size: int | None = None) -> TileConfig:
+    """Chosen by bytes under way, registers and shared memory (99 KiB do).
+
+    Measured for e4m3 only: 4,096 inputs and outputs take an H100 9 us with 16 rows or fewer, 12.5
+    with 128, 22 with 256 and 82 with 2,048; bfloat16 16, 15, 19 and 86.
+
+    Each is compiled when it is first used: the smallest and the largest step, which are tried
+    before serving, use the first and the last, and CUDA graphs of decode steps the second. With
+    groups, a program multiplies one at a time, and more of them are under way.
+    """
+    if group_size is not None:
+        if num_rows <= 16:
+            return TileConfig(16, 64, group_size, num_warps=4, num_stages=6)
+        if num_rows <= 128:
+            return TileConfig(64, 64, group_size, num_warps=4, num_stages=5)
+        return TileConfig(128, 128, group_size, num_warps=8, num_stages=3)
+    if num_rows <= 16:  # as fast as the memory: an H100 has 128 programs for 4096 outputs
+        return TileConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=5)
+    if num_rows <= 128:
+        return TileConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
+    return TileConfig(block_m=128, block_n=128, block_k=128, num_warps=8, num_stages=3)
+
+
+def scaled_product(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+    group_size: int | None = None,
+    scaled_mm_from: int = NEVER,
+) -> torch.Tensor:
+    """[rows, inputs] codes by [outputs, inputs] codes -> [rows, outputs] of `dtype`.
+
+    x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32: x's [rows], or
+    of int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums of
+    e4m3 are float32. scaled_mm_from: so many rows of e4m3 or more are left to `torch._scaled_mm`,
+    as `least_scaled_mm_rows` has found for this weight.
+    """
+    _check(x, x_scale, weight, weight_scale, group_size)
+    (num_rows, inputs), outputs = x.shape, len(weight)
+    if num_rows >= scaled_mm_from:
+        return _scaled_mm(x, x_scale, weight, weight_scale, dtype)
+    out = torch.empty(num_rows, outputs, dtype=dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    config = tile_config(num_rows, group_size)
+    # Programs that follow each other use the same outputs' weights for other rows.
+    # In plain Python: Triton's `cdiv` takes microseconds, in every layer.
+    grid = (-(-num_rows // config.block_m), -(-outputs // config.block_n))
+    _scaled_product[grid](
+        out,
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        num_rows,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        GROUPS=0 if group_size is None else x_scale.shape[1],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def least_scaled_mm_rows(
+    weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> int:
+    """Return from how many rows on `torch._scaled_mm` multiplies by this weight; `NEVER`, if not.
+
+    Which products it has depends on the GPU, on the libraries' versions, and on all three sizes.
+    torch 2.11 with CUDA 13.0 has all on an H100; others have none there of 9,216 inputs with 256
+    rows or fewer, and on an RTX 5000 Blackwell none at all (https://github.com/pytorch/ao/issues/4582
+    and pytorch/issues/192707). So it is asked, before there is anything to serve, and never while a
+    graph is captured: each pair of sizes once.
+    """
+    outputs, inputs = weight.shape
+    # With scales per row, bfloat16 is its only result on every GPU.
+    if dtype != torch.bfloat16 or inputs % _MULTIPLE or outputs % _MULTIPLE:
+        return NEVER
+    key = inputs, outputs, weight.device
+    if key not in _least_rows:
+        _least_rows[key] = _try_scaled_mm(weight, weight_scale)
+    return _least_rows[key]
+
+
+def _try_scaled_mm(weight: torch.Tensor, weight_scale: torch.Tensor) -> int:
+    """Try the most rows first: below a number that is refused, nothing is left to torch."""
+    outputs, inputs = weight.shape
+    least = NEVER
+    for num_rows in reversed(_TRIED_ROWS):
+        x = torch.zeros(num_rows, inputs, dtype=torch.uint8, device=weight.device)
+        x_scale = torch.ones(num_rows, device=weight.device)
+        try:
+            _scaled_mm(x.view(weight.dtype), x_scale, weight, weight_scale, torch.bfloat16)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            logger.info(
+                "torch._scaled_mm refuses e4m3 of %d inputs and %d outputs with %d rows, so that "
+                "nanoserve's own kernel multiplies %s: %s",
+                *(inputs, outputs, num_rows),
+                "any number of them" if least == NEVER else f"up to {least - 1}",
+                str(error).partition("\n")[0],
+            )
+            break
+        least = num_rows
+    return least
+
+
+def _scaled_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale[:, None],
+        scale_b=weight_scale[None, :],
+        out_dtype=dtype,
+        use_fast_accum=False,  # else an H100 adds with 14 bits
+    )
+
+
+def _check(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    group_size: int | None,
+) -> None:
+    tensors = {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale}
+    wrong = None
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        wrong = "x must be [rows, inputs] and weight [outputs, inputs]"
+    elif x.dtype not in LARGEST_CODES or weight.dtype != x.dtype:
+        wrong = "x and weight must be both int8 or both float8_e4m3fn"
+    elif group_size is not None and x.dtype != torch.int8:
+        wrong = f"group_size={group_size}, but e4m3 has a scale for a whole row"
+    elif (
+        x_scale.shape != scale_shape(len(x), x.shape[1], group_size)
+        or weight_scale.shape != weight.shape[:1]
+    ):
+        each = "row" if group_size is None else f"row and {group_size} inputs"
+        wrong = f"x needs a scale for each {each}, weight for each output"
+    elif {x_scale.dtype, weight_scale.dtype} != {torch.float32}:
+        wrong = "scales must be float32"
+    elif not all(t.is_contiguous() for t in tensors.values()):
+        wrong = "all must be contiguous"
+    if wrong is not None:  # told only then: this is called several times in every layer
+        told = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"{wrong}: {told}")
+
+
+# The number of rows changes from step to step: were it specialised, being 1 or divisible by 16
+# would each compile the kernel anew.
+@triton.jit(do_not_specialize=["num_rows"])
+def _scaled_product(
+    out_ptr,  # [num_rows, OUTPUTS]
+    x_ptr,  # [num_rows, INPUTS]
+    x_scale_ptr,  # [num_rows], or [num_rows, GROUPS]
+    weight_ptr,  # [OUTPUTS, INPUTS]
+    weight_scale_ptr,
+    num_rows,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a row's scales, BLOCK_K inputs each; 0: a row has one scale
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # int64: an LM head may have more than 2^31 weights, and a step as many logits.
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    x_mask = (m < num_rows)[:, None] & tl.full([BLOCK_M, BLOCK_K], True, tl.int1)
+    # A mask that is true everywhere costs nothing: the compiler drops it.
+    weight_mask = tl.full([BLOCK_N, BLOCK_K], True, tl.int1)
+    if OUTPUTS % BLOCK_N != 0:
+        weight_mask &= (n < OUTPUTS)[:, None]
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=SUM if GROUPS == 0 else tl.float32)
+    for start in range(0, INPUTS, BLOCK_K):
+        in_row = tl.full([BLOCK_K], True, tl.int1)
+        if INPUTS % BLOCK_K != 0:
+            in_row = k < INPUTS - start
+        x = tl.load(x_ptrs + start, mask=x_mask & in_row[None, :], other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=weight_mask & in_row[None, :], other=0.0)
+        if GROUPS > 0:
+            group = tl.load(
+                x_scale_ptr + m.to(tl.int64) * GROUPS + start // BLOCK_K,
+                mask=m < num_rows,
+                other=0.0,
+            )
+            sums = tl.dot(x, tl.trans(weight), out_dtype=tl.int32).to(tl.float32)
+            # Told, and not left to the compiler: all tiles must round alike.
+            acc = tl.fma(sums, tl.broadcast_to(group[:, None], [BLOCK_M, BLOCK_N]), acc)
+        elif tl.int32 == SUM:
+            acc = tl.dot(x, tl.trans(weight), acc, out_dtype=tl.int32)
+        else:  # a tensor core of an H100 adds with 14 bits; between its runs, float32 does
+            acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BLOCK_K)
+    out = acc.to(tl.float32)
+    if GROUPS == 0:
+        out *= tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)[:, None]
+    out *= tl.load(weight_scale_ptr + n, mask=n < OUTPUTS, other=0.0)[None, :]
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    mask = (m < num_rows)[:, None] & (n < OUTPUTS)[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)

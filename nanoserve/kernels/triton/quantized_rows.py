@@ -1,0 +1,148 @@
+"""Activations in 8 bits: a scale for each row, a token's inputs, or for each group of them.
+
+In a real model a few inputs of a row are up to 25,000 times its median. With one scale for the row,
+int8 rounds nearly all others to 0; e4m3, which has an exponent, does not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.kernels.triton.quantized_kv import to_e4m3
+
+LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+GROUP_SIZES = (32, 64, 128)  # a tensor core multiplies 32 codes at once
+_BLOCK = 2048  # inputs at once: 8 for each of the 256 threads of 8 warps
+_INFINITY = tl.constexpr(0x7F800000)  # the bits of magnitudes that are not finite start here
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a number below 2^22, it rounds, halves to even
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    code_dtype: torch.dtype,
+    largest: torch.Tensor | None = None,
+    group_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, inputs] -> codes of `code_dtype`, the same shape, and float32 scales [rows].
+
+    x is contiguous, of any floating type; code_dtype is int8 or float8_e4m3fn. With a group_size,
+    32, 64 or 128 inputs, scales are [rows, groups], and the last group may have fewer. A scale is
+    the largest magnitude of its row or group over the largest code. `largest`, float32 in the shape
+    of the scales, are magnitudes elsewhere, of the parts that other ranks have: the larger one
+    counts. Of a row or group that holds NaN or infinity, codes are 0 and the scale is NaN.
+    """
+    if x.dim() != 2 or not x.is_contiguous() or not x.is_floating_point():
+        raise ValueError(f"x {x.dtype} {list(x.shape)} is no contiguous, floating [rows, inputs]")
+    if code_dtype not in LARGEST_CODES:
+        raise ValueError(f"code_dtype={code_dtype} is none of {list(LARGEST_CODES)}")
+    shape = scale_shape(len(x), x.shape[1], group_size)
+    if largest is not None and (largest.dtype, largest.shape) != (torch.float32, shape):
+        raise ValueError(
+            f"largest must be float32 {list(shape)}, not {largest.dtype} {list(largest.shape)}"
+        )
+    is_e4m3 = code_dtype == torch.float8_e4m3fn
+    codes = torch.empty(x.shape, dtype=torch.uint8 if is_e4m3 else torch.int8, device=x.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if len(x) == 0:
+        return codes.view(code_dtype), scales
+    largest = None if largest is None else largest.contiguous()
+    common = {"INPUTS": x.shape[1], "LARGEST_CODE": LARGEST_CODES[code_dtype], "BLOCK": _BLOCK}
+    if group_size is None:
+        _quantize_rows[(len(x),)](codes, scales, x, largest, **common, num_warps=8)
+    else:
+        grid = (len(x), -(-x.shape[1] // _BLOCK))
+        _quantize_groups[grid](
+            codes, scales, x, largest, **common, GROUP=group_size, GROUPS=shape[1], num_warps=8
+        )
+    return codes.view(code_dtype), scales
+
+
+def scale_shape(rows: int, inputs: int, group_size: int | None) -> tuple[int, ...]:
+    """Return the shape of the scales. Raises `ValueError` for groups of other sizes."""
+    if group_size is None:
+        return (rows,)
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size={group_size} is none of {list(GROUP_SIZES)}")
+    return (rows, -(-inputs // group_size))
+
+
+@triton.jit
+def _quantize_rows(
+    codes_ptr,
+    scales_ptr,
+    x_ptr,
+    largest_ptr,
+    INPUTS: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x_ptr += row * INPUTS
+    codes_ptr += row * INPUTS
+    # 1) Magnitudes are in the order of their bits, and NaN comes last: as floats it would be lost.
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, INPUTS, BLOCK):
+        x = tl.load(x_ptr + start + i, mask=i < INPUTS - start, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(largest, 0)
+    if largest_ptr is not None:
+        bits = tl.maximum(bits, tl.load(largest_ptr + row).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    is_finite = bits < _INFINITY
+    scale = _scale_of(bits, LARGEST_CODE)
+    tl.store(scales_ptr + row, tl.where(is_finite, scale, float("nan")))
+    # 2) The row again, out of the nearest cache.
+    divisor = tl.broadcast_to(scale, [BLOCK])
+    for start in range(0, INPUTS, BLOCK):
+        mask = i < INPUTS - start
+        x = tl.load(x_ptr + start + i, mask=mask, other=0.0).to(tl.float32)
+        quotient = tl.div_rn(tl.where(is_finite, x, 0.0), divisor)
+        tl.store(codes_ptr + start + i, _codes_of(quotient, codes_ptr), mask=mask)
+
+
+@triton.jit
+def _quantize_groups(
+    codes_ptr,
+    scales_ptr,  # [rows, GROUPS], as is largest
+    x_ptr,
+    largest_ptr,
+    INPUTS: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    x = tl.load(x_ptr + row * INPUTS + i, mask=i < INPUTS, other=0.0).to(tl.float32)
+    x = tl.reshape(x, [BLOCK // GROUP, GROUP])
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    if largest_ptr is not None:
+        elsewhere = tl.load(largest_ptr + row * GROUPS + group, mask=group < GROUPS, other=0.0)
+        bits = tl.maximum(bits, elsewhere.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    is_finite = bits < _INFINITY
+    scale = _scale_of(bits, LARGEST_CODE)
+    scales = tl.where(is_finite, scale, float("nan"))
+    tl.store(scales_ptr + row * GROUPS + group, scales, mask=group < GROUPS)
+    divisor = tl.broadcast_to(scale[:, None], [BLOCK // GROUP, GROUP])
+    quotient = tl.div_rn(tl.where(is_finite[:, None], x, 0.0), divisor)
+    codes = tl.reshape(_codes_of(quotient, codes_ptr), [BLOCK])
+    tl.store(codes_ptr + row * INPUTS + i, codes, mask=i < INPUTS)
+
+
+@triton.jit
+def _scale_of(bits, LARGEST_CODE: tl.constexpr):
+    """Of the largest magnitudes' bits. `/` has two wrong ones: not every code would be nearest."""
+    magnitude = tl.where(bits < _INFINITY, bits.to(tl.float32, bitcast=True), 0.0)
+    largest_code = tl.full(magnitude.shape, LARGEST_CODE, tl.float32)
+    return tl.maximum(tl.div_rn(magnitude, largest_code), _SMALLEST_SCALE)
+
+
+@triton.jit
+def _codes_of(quotient, codes_ptr):
+    if codes_ptr.dtype.element_ty == tl.uint8:
+        return to_e4m3(quotient)
+    else:
+        return ((quotient + _ROUNDER) - _ROUNDER).to(tl.int8)
