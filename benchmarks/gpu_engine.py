@@ -21,8 +21,8 @@ from nanoserve.bench.roofline import limit, planned_steps
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 _QUESTIONS = [
     "What is a KV cache?",

@@ -38,8 +38,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.kernels.triton import dependent_launch, paged_attention
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, choose_tokens
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.models.registry import model_class
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_graphs import graph_sizes

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers import ops
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers import ops
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.rotary import RotaryEmbedding
 
 from .exercise import attention, rotate
 

@@ -8,9 +8,9 @@ import torch
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.ops import TorchOps, rotate
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.ops import TorchOps, rotate
+from nanoserve.models.layers.rotary import RotaryEmbedding
 from nanoserve.models.registry import model_class
 
 from . import worked as transformer

@@ -10,9 +10,9 @@ from tiny_checkpoints import make_qwen3, prompt_logits
 
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import UnquantizedLinearMethod
-from nanoserve.layers.ops import TorchOps
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import UnquantizedLinearMethod
+from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.cuda_graphs import graph_sizes
 

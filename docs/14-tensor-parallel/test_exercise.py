@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.linear import ColumnParallelLinear
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.linear import ColumnParallelLinear
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 from .exercise import ring_all_reduce, rows_of
 

@@ -18,7 +18,7 @@ is `nanoserve/models/qwen3.py`; `phi3.py` and `minicpm.py` beside it change it i
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3Model
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3Model
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
 from nanoserve.models import registry
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 from .exercise import HeronForCausalLM
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from nanoserve.models.quantization.formats.packed import unpack_int32
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 
-from nanoserve.quantization.formats.packed import unpack_int32
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 from .exercise import (
     int4_codes,

@@ -9,7 +9,7 @@ import torch
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.quantization.online import quantize_int8
+from nanoserve.models.quantization.online import quantize_int8
 
 from . import worked
 

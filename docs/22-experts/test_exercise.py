@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy import ndarray
 
-from nanoserve.layers import experts as engine
+from nanoserve.models.layers import experts as engine
 
 from .exercise import group_by_expert, route, sum_of_experts
 

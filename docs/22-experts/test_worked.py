@@ -13,9 +13,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nanoserve.checkpoint.moe_config import MoEConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.experts import SparseMoE
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.experts import SparseMoE
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 from . import scenario, worked
 

@@ -13,7 +13,7 @@ import torch
 from numpy import ndarray
 from tables import table
 
-from nanoserve.layers.experts import SparseMoE
+from nanoserve.models.layers.experts import SparseMoE
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
         "flash_attn3": "nanoserve.attention.flash:FlashAttention3",  # chosen for "flash_attn"
     },
 )
-# `nanoserve.layers.ops.TorchOps` and its subclasses, by the name of the attention backend.
+# `nanoserve.models.layers.ops.TorchOps` and its subclasses, by the name of the attention backend.
 OPERATIONS: Registry[Any] = Registry(
     "operations of attention backend",
     {
-        "torch": "nanoserve.layers.ops:TorchOps",
-        "numba": "nanoserve.layers.numba_ops:NumbaOps",
-        "triton": "nanoserve.layers.triton_ops:TritonOps",
-        "flash_attn": "nanoserve.layers.triton_ops:TritonOps",
-        "flash_attn3": "nanoserve.layers.triton_ops:TritonOps",
+        "torch": "nanoserve.models.layers.ops:TorchOps",
+        "numba": "nanoserve.models.layers.numba_ops:NumbaOps",
+        "triton": "nanoserve.models.layers.triton_ops:TritonOps",
+        "flash_attn": "nanoserve.models.layers.triton_ops:TritonOps",
+        "flash_attn3": "nanoserve.models.layers.triton_ops:TritonOps",
     },
 )
 
 
 def register_attention_backend(
-    name: str, attention: Any, operations: Any = "nanoserve.layers.ops:TorchOps"
+    name: str, attention: Any, operations: Any = "nanoserve.models.layers.ops:TorchOps"
 ) -> None:
     """Add a backend of your own: classes that are made without arguments, or "module:Class".
 

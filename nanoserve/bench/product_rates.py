@@ -19,7 +19,7 @@ def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[f
     if find_spec("numba") is None:
         return rate, rate
     from nanoserve.kernels.cpu.integer_linear import IntegerPanels
-    from nanoserve.quantization.online import quantize_int8
+    from nanoserve.models.quantization.online import quantize_int8
 
     def integers(weight: torch.Tensor) -> IntegerPanels:
         return IntegerPanels(*quantize_int8(weight).operands())

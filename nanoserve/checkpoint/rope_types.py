@@ -1,7 +1,7 @@
 """What the types of rotary position embedding are told in files, and what they must be told.
 
 Here a `RopeConfig` is any object with its fields. What each type means is in
-`nanoserve.layers.rope_scaling`. A checkpoint with none of them comes here only to be refused.
+`nanoserve.models.layers.rope_scaling`. A checkpoint with none of them comes here only to be refused.
 """
 
 from collections.abc import Callable, Mapping

@@ -19,7 +19,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
-from nanoserve.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.device import device_kind, make_context

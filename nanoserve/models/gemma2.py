@@ -14,9 +14,9 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.norm import RMSNorm
+from nanoserve.models.layers.rotary import RotaryEmbedding
 from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 

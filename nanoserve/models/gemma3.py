@@ -5,9 +5,9 @@ the RoPE of a short context, while the others have one for 128 Ki tokens.
 """
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.rotary import RotaryEmbedding
 from nanoserve.models.gemma2 import Gemma2ForCausalLM, Gemma2Model
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.rotary import RotaryEmbedding
 
 
 class Gemma3Model(Gemma2Model):

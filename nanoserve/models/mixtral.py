@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama with experts."""
 
-from nanoserve.layers.experts import SparseMoE
+from nanoserve.models.layers.experts import SparseMoE
 from nanoserve.models.llama import LlamaForCausalLM
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import rotate
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.layers.norm import RMSNorm
+from nanoserve.models.layers.ops import rotate
+from nanoserve.models.layers.rotary import RotaryEmbedding
 
 
 class Qwen3Attention(nn.Module):

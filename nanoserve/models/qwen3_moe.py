@@ -3,8 +3,8 @@
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.experts import SparseMoE
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.experts import SparseMoE
 from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.utils.registry import Registry
 
 MODELS: Registry[type[nn.Module]] = Registry(

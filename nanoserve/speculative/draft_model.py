@@ -24,7 +24,7 @@ from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, Slo
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.layers.context import ParallelContext
+from nanoserve.models.layers.context import ParallelContext
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted

@@ -18,7 +18,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.quantization.linear_methods import choose_linear_method
+from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.sampling.host_copies import to_device
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.utils.checks import require

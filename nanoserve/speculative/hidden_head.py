@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.weight_files import open_weights
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.layers.norm import RMSNorm
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.layers.norm import RMSNorm
 from nanoserve.utils.checks import check_int, json_object, require
 
 _SHAPE = "shape"  # the key in the file's metadata

@@ -22,7 +22,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import ParallelContext
+from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes

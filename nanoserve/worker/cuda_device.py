@@ -23,7 +23,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import ParallelContext
+from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.worker.backend_checks import check_graphs
 from nanoserve.worker.compile_kernels import compile_kernels

@@ -14,8 +14,8 @@ from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.ops import TorchOps
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.registry import weight_bytes
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.cpu_device import CpuDevice
@@ -95,13 +95,13 @@ def make_context(
     num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None
     if config.quantization_activations is not None:
-        from nanoserve.quantization.schemes import check_activations
+        from nanoserve.models.quantization.schemes import check_activations
 
         check_activations(config, model_config)
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
-        from nanoserve.quantization.linear_methods import choose_linear_method
+        from nanoserve.models.quantization.linear_methods import choose_linear_method
 
         with threads(num_threads):
             method = choose_linear_method(config, model_config, device, num_bytes)

@@ -19,7 +19,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
 from nanoserve.kernels.cpu.memory import map_zeros
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 
 _GIB = 2**30
 

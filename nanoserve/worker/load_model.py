@@ -13,7 +13,7 @@ from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
 from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
@@ -47,7 +47,7 @@ def load_model(
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
     load = load_weights
     if is_deferred or model_config.quantization_config:
-        from nanoserve.quantization.deferred import load_deferred as load
+        from nanoserve.models.quantization.deferred import load_deferred as load
     shows_progress = context.tp.rank == 0
     load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     return model
@@ -68,7 +68,7 @@ def check_model(
     if config.load_format != "dummy":
         check = check_weights
         if model_config.quantization_config:
-            from nanoserve.quantization.deferred import check_weights as check
+            from nanoserve.models.quantization.deferred import check_weights as check
         check(model, path, elsewhere)
     num_bytes = kept_bytes(model)
     require(

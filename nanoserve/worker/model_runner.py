@@ -19,7 +19,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput

@@ -1,6 +1,6 @@
 """Which layers each stage of a pipeline has, and where a rank finds its stage.
 
-What a stage is, and how tensors pass from one to the next: `nanoserve.layers.pipeline_parallel`.
+What a stage is, and how tensors pass from one to the next: `nanoserve.models.layers.pipeline_parallel`.
 """
 
 from bisect import bisect_left
@@ -11,9 +11,9 @@ from math import inf
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.pipeline_parallel import PipelineParallel
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.pipeline_parallel import PipelineParallel
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
 from nanoserve.worker.load_model import tensors_of_other_stages

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.process_group import LOOPBACK, Group, join_group
 
 

@@ -25,8 +25,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import Handle, ModelRunner

@@ -20,11 +20,11 @@ from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.numba import NumbaAttention
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.numba_ops import NumbaOps
-from nanoserve.layers.ops import TorchOps, rotate
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.norm import RMSNorm
+from nanoserve.models.layers.numba_ops import NumbaOps
+from nanoserve.models.layers.ops import TorchOps, rotate
+from nanoserve.models.layers.rotary import RotaryEmbedding
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

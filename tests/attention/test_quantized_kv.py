@@ -18,10 +18,10 @@ from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.attention.quantized_kv import SMALLEST_SCALE, dequantize, quantize
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import rotate
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.norm import RMSNorm
+from nanoserve.models.layers.ops import rotate
+from nanoserve.models.layers.rotary import RotaryEmbedding
 from nanoserve.worker.device import _backend
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}

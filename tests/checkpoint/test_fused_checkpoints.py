@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM as ReferenceLlama
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.llama import LlamaForCausalLM
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -21,7 +21,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cpu_device import CpuDevice

@@ -18,8 +18,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
 
 IDS = [(7 * i * i + i) % 300 for i in range(37)]

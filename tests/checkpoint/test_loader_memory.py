@@ -29,7 +29,7 @@ SCRIPT = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.checkpoint.loader import load_weights

@@ -75,7 +75,7 @@ ALLOWED = {
     # Modules of torch and objects of other packages, which are made to be filled in.
     "a linear method makes the weights of its layer": (
         "quantization/*_method.py: layer.*",
-        "layers/linear.py: layer.weight",
+        "models/layers/linear.py: layer.weight",
     ),
     "other packages' objects": (
         "batch_jobs/on_ray.py: DataContext.get_current().enable_progress_bars",

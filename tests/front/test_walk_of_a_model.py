@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from nanoserve.models.quantization.gguf import container
 
 import nanoserve
 from nanoserve import LLM
 from nanoserve.build import load_tokenizer
 from nanoserve.checkpoint.checkpoint import Checkpoint, bundled_checkpoint
 from nanoserve.config import EngineConfig
-from nanoserve.quantization.gguf import container
 
 PACKAGE = Path(nanoserve.__file__).parent
 OPTIONS: dict[str, Any] = {"attention_backend": "torch", "device": "cpu", "num_kv_blocks": 20}

@@ -41,7 +41,7 @@ from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.store_kv import store_kv
-from nanoserve.layers.ops import TorchOps
+from nanoserve.models.layers.ops import TorchOps
 from nanoserve.sampling.noise import row_keys
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import Handle

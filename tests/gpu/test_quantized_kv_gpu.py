@@ -17,7 +17,7 @@ from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.quantized_kv import quantize
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
-from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.models.layers.triton_ops import TritonOps
 
 pytestmark = [
     pytest.mark.gpu,

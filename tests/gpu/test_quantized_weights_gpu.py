@@ -10,17 +10,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+
 from nanoserve import LLM, SamplingParams
 from nanoserve.kernels.triton import quantized_linear
 from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import scaled_product
 from nanoserve.kernels.triton.quantized_rows import GROUP_SIZES, quantize_rows
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import RowParallelLinear
-from nanoserve.quantization.gpu_method import QuantizedLinearMethod
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_fp8
-from nanoserve.quantization.schemes import Scheme
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import RowParallelLinear
+from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
+from nanoserve.models.quantization.online import quantize_fp8
+from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.worker.cuda import Cuda
 
 pytestmark = [

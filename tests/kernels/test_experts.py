@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from nanoserve.kernels.triton import experts as kernels
 from nanoserve.kernels.triton.expert_codes import ExpertCodes
 from nanoserve.kernels.triton.experts import fused_experts, tile_config
-from nanoserve.layers.experts import sum_of_experts
-from nanoserve.quantization.gpu_method import expert_codes
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.models.layers.experts import sum_of_experts
+from nanoserve.models.quantization.gpu_method import expert_codes
+from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,12 +16,12 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.store_kv import store_kv
-from nanoserve.layers import ops as layer_ops
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.norm import RMSNorm
-from nanoserve.layers.ops import TorchOps
-from nanoserve.layers.rotary import RotaryEmbedding
-from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.models.layers import ops as layer_ops
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.norm import RMSNorm
+from nanoserve.models.layers.ops import TorchOps
+from nanoserve.models.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 
 from nanoserve.kernels.triton import grouped_linear, quantized_linear
 from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import scaled_product
 from nanoserve.kernels.triton.quantized_rows import GROUP_SIZES, quantize_rows
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.quantization.gpu_method import QuantizedLinearMethod
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_fp8, quantize_int8
-from nanoserve.quantization.schemes import Scheme
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.layers.tensor_parallel import TensorParallel
+from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
+from nanoserve.models.quantization.online import quantize_fp8, quantize_int8
+from nanoserve.models.quantization.schemes import Scheme
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -543,7 +543,7 @@ def test_int8_activations_want_int8_weights(scheme: Scheme) -> None:
 def test_weights_are_made_in_pieces(
     scheme: Scheme, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoserve.quantization.gpu_method._MAX_VALUES", 100)
+    monkeypatch.setattr("nanoserve.models.quantization.gpu_method._MAX_VALUES", 100)
     weight = torch.randn(7, 40, device=DEVICE)
     made = QuantizedLinearMethod(scheme, DEVICE, torch.float32).to_integers(weight, False)
     assert torch.equal(made.codes, make(weight).codes)

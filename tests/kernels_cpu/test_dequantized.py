@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from integer_weights import random_matrix
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
 
 from nanoserve.kernels.cpu.torch_linear import DequantizedTiles
-from nanoserve.quantization.matrix import QuantizedMatrix
 from nanoserve.worker.threads import threads
 
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.layers import embedding
+from nanoserve.models.layers import embedding
 
 pytest.importorskip("numba")
 
@@ -19,9 +19,9 @@ from nanoserve.kernels.cpu.float_linear import FloatPanels
 from nanoserve.kernels.cpu.integer_linear import pack_codes
 from nanoserve.kernels.cpu.isa import KINDS
 from nanoserve.kernels.cpu.packing import PANEL, pack, rows_of
-from nanoserve.quantization import linear_methods
-from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.models.quantization import linear_methods
+from nanoserve.models.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
+from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 
 class Largest(TorchDispatchMode):

@@ -92,7 +92,7 @@ compiled = _product("widened float32")
 """,
         "integer": """
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels, _product
-from nanoserve.quantization.online import quantize_int8
+from nanoserve.models.quantization.online import quantize_int8
 form = IntegerPanels(*quantize_int8(torch.ones(65, 64)).operands())
 form(torch.ones(3, 64))
 compiled = _product("float32", *form._form)

@@ -24,10 +24,10 @@ from nanoserve.kernels.cpu import packed_linear
 from nanoserve.kernels.cpu.float_linear import FloatPanels, SharedPanels, shares_memory
 from nanoserve.kernels.cpu.gemm_select import Choice
 from nanoserve.kernels.cpu.torch_linear import Packed, Plain, WidenedTiles
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.quantization import linear_methods
-from nanoserve.quantization.cpu_method import FormLinearMethod
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.quantization import linear_methods
+from nanoserve.models.quantization.cpu_method import FormLinearMethod
 
 needs_packing = pytest.mark.skipif(
     not packed_linear.works(), reason="needs a processor that packs bfloat16"

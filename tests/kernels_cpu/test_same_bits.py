@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.kernels.cpu import ops, store_kv
-from nanoserve.layers.numba_ops import NumbaOps
+from nanoserve.models.layers.numba_ops import NumbaOps
 
 def answers():
     dtype = getattr(torch, sys.argv[1])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanoserve.layers.numba_ops import NumbaOps
+from nanoserve.models.layers.numba_ops import NumbaOps
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kernel_arguments.py"
 

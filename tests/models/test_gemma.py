@@ -18,9 +18,9 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.triton_ops import TritonOps
 from nanoserve.models.gemma2 import GemmaRMSNorm
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.models.registry import model_class
 
 MODELS = {"gemma2": (Gemma2ForCausalLM, GEMMA2), "gemma3": (Gemma3ForCausalLM, GEMMA3)}

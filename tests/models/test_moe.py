@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.moe_config import MoEConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.experts import SparseMoE
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.experts import SparseMoE
 from nanoserve.models.mixtral import MixtralMoE
 from nanoserve.models.registry import model_class
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanoserve.layers.ops import TorchOps
+from nanoserve.models.layers.ops import TorchOps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,9 +18,9 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.rope_scaling import inverse_frequencies
-from nanoserve.layers.rotary import RotaryEmbedding
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.rope_scaling import inverse_frequencies
+from nanoserve.models.layers.rotary import RotaryEmbedding
 
 ORIGINAL = "original_max_position_embeddings"
 HEAD_DIM, THETA = 64, 500_000.0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
+from nanoserve.models.quantization.deferred import load_deferred
 from quantized_checkpoints import CASES as QUANTIZED
 from quantized_checkpoints import make_quantized
 from safetensors.torch import load_file, save_file
@@ -27,11 +28,10 @@ from transformers import (
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.pipeline_parallel import PipelineParallel
 from nanoserve.models import registry
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.pipeline_parallel import PipelineParallel
 from nanoserve.models.registry import model_class, register_model
-from nanoserve.quantization.deferred import load_deferred
 from nanoserve.worker.load_model import tensors_of_other_stages
 from nanoserve.worker.pipeline_stage import check_stages, share_layers
 

@@ -20,7 +20,7 @@ from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.commands.describe import describe
-from nanoserve.quantization.online import quantize_int4, quantize_int8
+from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 NONE = {"quantization_activations": "none"}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -32,7 +32,9 @@ needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs numba
 @pytest.fixture(params=["torch", pytest.param("numba", marks=needs_numba)], autouse=True)
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr("nanoserve.quantization.linear_methods.find_spec", lambda name: None)
+        monkeypatch.setattr(
+            "nanoserve.models.quantization.linear_methods.find_spec", lambda name: None
+        )
 
 
 def plain_logits(path: Path, weights: dict[str, Tensor]) -> Tensor:

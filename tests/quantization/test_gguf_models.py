@@ -12,6 +12,7 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
+from nanoserve.models.quantization.deferred import load_deferred
 from tiny_checkpoints import make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
@@ -28,9 +29,8 @@ from transformers import (
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.quantization.deferred import load_deferred
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 SMALL = {"hidden_size": 64, "intermediate_size": 96}  # blocks of 32

@@ -27,7 +27,7 @@ pytest.importorskip("numba")
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels
-from nanoserve.quantization.online import quantize_int4
+from nanoserve.models.quantization.online import quantize_int4
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32, which int4 wants

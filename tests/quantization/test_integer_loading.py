@@ -18,17 +18,18 @@ from transformers import MixtralForCausalLM
 
 pytest.importorskip("numba")
 
+from nanoserve.models.quantization.deferred import fill
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.source import PlainSource
+
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.quantization.linear_methods import choose_linear_method
+from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.models.registry import model_class
-from nanoserve.quantization.deferred import fill
-from nanoserve.quantization.linear_methods import choose_linear_method
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.schemes import Scheme
-from nanoserve.quantization.source import PlainSource
 
 OPTIONS = {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(
             tensors = {own: shape}
     change(tmp_path, tensors)
     for reader in ("source.PlainSource", "formats.gptq.GPTQReader"):
-        target = f"nanoserve.quantization.{reader}.read"
+        target = f"nanoserve.models.quantization.{reader}.read"
         monkeypatch.setattr(target, lambda *args: pytest.fail("read"))
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, quantization=form, **OPTIONS)
@@ -203,7 +204,7 @@ def test_activations_of_integers_are_refused_without_numba(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_qwen3(tmp_path)
-    monkeypatch.setattr("nanoserve.quantization.linear_methods.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoserve.models.quantization.linear_methods.find_spec", lambda name: None)
     options = {"quantization": "int8", "quantization_activations": "int8"}
     with pytest.raises(ValueError, match=r"='int8' needs numba.*'nanoserve\[cpu\]'; 'none'"):
         LLM(tmp_path, **options, **OPTIONS)

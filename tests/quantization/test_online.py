@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.quantization.online import group_size_for, quantize_int4, quantize_int8
+from nanoserve.models.quantization.online import group_size_for, quantize_int4, quantize_int8
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

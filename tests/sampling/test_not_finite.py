@@ -23,7 +23,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling import prompt_logprobs
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.greedy import best_tokens

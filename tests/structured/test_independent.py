@@ -27,7 +27,7 @@ from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-from nanoserve.layers.context import ParallelContext
+from nanoserve.models.layers.context import ParallelContext
 from nanoserve.outputs import RequestOutput
 from nanoserve.speculative.goodput import Goodput
 from nanoserve.speculative.hidden_head import HiddenHead

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import torch
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.source import WeightSource, open_quantized
 from safetensors.torch import save_file
 from tiny_checkpoints import edit_json, prompt_logits
 from torch import Tensor
@@ -10,10 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.source import WeightSource, open_quantized
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 

@@ -3,9 +3,8 @@
 import math
 
 import torch
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
-
-from nanoserve.quantization.matrix import QuantizedMatrix
 
 
 def random_matrix(

@@ -22,7 +22,7 @@ from nanoserve.kernels.cpu.float_linear import FloatPanels
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 from nanoserve.kernels.cpu.packing import pack
 from nanoserve.kernels.cpu.torch_linear import DequantizedTiles, Packed
-from nanoserve.layers.numba_ops import NumbaOps
+from nanoserve.models.layers.numba_ops import NumbaOps
 
 _DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 _ROWS = {"longer in 0", "shorter in 0", "empty in 0"}  # another number of rows

@@ -19,10 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nanoserve.models.quantization.gguf.tokenizer import merges_of
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-
-from nanoserve.quantization.gguf.tokenizer import merges_of
 
 MISTRAL = {
     "mistral-v1": "tokenizer.model.v1",

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class, supported_architectures
 
 TOKEN_IDS = [(7 * i * i + i) % 300 for i in range(45)]

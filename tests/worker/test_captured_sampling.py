@@ -18,7 +18,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sampling_program import SamplingProgram

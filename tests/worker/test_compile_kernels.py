@@ -25,9 +25,9 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.triton_ops import TritonOps
-from nanoserve.quantization.linear_methods import choose_linear_method
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.triton_ops import TritonOps
+from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.speculative.extension import Speculation, prepare_speculation
 from nanoserve.tokenizer import Tokenizer
 from nanoserve.worker.cuda_device import CudaDevice

@@ -31,8 +31,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.graph_programs import DecodeProgram

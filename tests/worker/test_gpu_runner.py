@@ -36,9 +36,9 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import kv_cache_groups
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.layers.triton_ops import TritonOps
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.extension import Speculation

@@ -25,9 +25,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.ops import TorchOps
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.ops import TorchOps
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.shared_memory import anonymous_file, map_memory

@@ -13,9 +13,9 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.kv_groups import group_layers
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.pipeline_parallel import PipelineParallel
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.pipeline_parallel import PipelineParallel
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.kv_cache import (
     KVCacheLayout,

@@ -16,10 +16,10 @@ from transformers import MixtralForCausalLM
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, ParallelContext
-from nanoserve.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanoserve.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.mixtral import MixtralForCausalLM as OurMixtral
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
 from nanoserve.worker.process_group import Group, join_group

@@ -23,9 +23,9 @@ pytest.importorskip("triton")
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.quantization.gpu_method import QuantizedLinearMethod
-from nanoserve.quantization.linear_methods import choose_linear_method
-from nanoserve.quantization.online import quantize_fp8, quantize_int4, quantize_int8
+from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
+from nanoserve.models.quantization.linear_methods import choose_linear_method
+from nanoserve.models.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 
 PROMPTS = [[5, 7, 11], [(7 * i * i + i) % 300 for i in range(14)]]
 # Kernels are interpreted: answers are a step with both prompts, of 17 rows, and a decode step; and

@@ -12,7 +12,7 @@ class ExpertCodes(nn.Module):
     """codes: int8 [experts, outputs, inputs]; scale: float32 [experts, outputs].
 
     `nanoserve.kernels.triton.experts.fused_experts` takes them as they are. The plain formula,
-    `nanoserve.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
+    `nanoserve.models.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
     becomes floats when it is used. Both are buffers: they move when the model does.
     """
 

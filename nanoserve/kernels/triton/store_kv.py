@@ -1,7 +1,7 @@
 """All that stands between the qkv projection and attention, in one kernel.
 
 Query and key heads are normalised (where the model does that) and turned by their positions, see
-`nanoserve/layers/rotary.py`; keys and values go to their slots of the paged KV cache. Each value is
+`nanoserve/models/layers/rotary.py`; keys and values go to their slots of the paged KV cache. Each value is
 read once and written once: as separate operations this would be some ten kernels a layer, and at
 small batches a kernel's launch costs more than its work.
 """

@@ -15,18 +15,18 @@ gpt-oss' `_blocks`, of whose fused experts there is no model here.
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from nanoserve.quantization.formats.fp8 import check_scale, dequantize_fp8
-from nanoserve.quantization.formats.packed import (
+from nanoserve.models.quantization.formats.fp8 import check_scale, dequantize_fp8
+from nanoserve.models.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
     num_groups,
     unpack_int32,
 )
-from nanoserve.quantization.formats.reader import Reader
-from nanoserve.quantization.formats.schemes import Scheme, read_schemes, scheme_of
-from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.formats.reader import Reader
+from nanoserve.models.quantization.formats.schemes import Scheme, read_schemes, scheme_of
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+from torch import Tensor
+
 from nanoserve.utils.checks import require, shown
 
 _MXFP4_GROUP = 32

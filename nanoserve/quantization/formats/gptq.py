@@ -14,16 +14,15 @@ the weights are refused: a model of shifted weights answers, and answers garbage
 """
 
 import torch
-from torch import Tensor
-
-from nanoserve.quantization.formats.packed import (
+from nanoserve.models.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
     num_groups,
     unpack_int32,
 )
-from nanoserve.quantization.formats.reader import Reader
-from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.formats.reader import Reader
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+from torch import Tensor
 
 
 class GPTQReader(Reader):

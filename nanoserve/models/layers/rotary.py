@@ -2,14 +2,14 @@
 
 Pairs (x[i], x[i + d/2]) of a query or key are turned by position x theta^(-2i/d), so that the
 dot product of a query and a key depends on the distance of their positions alone. Types that
-stretch the context have other frequencies: `nanoserve.layers.rope_scaling`.
+stretch the context have other frequencies: `nanoserve.models.layers.rope_scaling`.
 """
 
 import torch
 from torch import nn
 
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,7 +24,7 @@ class RotaryEmbedding(nn.Module):
         # Angles in float32 always: at position 40,000, bfloat16 could not tell neighbours apart.
         inv_freq, scale = 1 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         if rope.rope_type != "default":
-            from nanoserve.layers.rope_scaling import inverse_frequencies
+            from nanoserve.models.layers.rope_scaling import inverse_frequencies
 
             inv_freq, scale = inverse_frequencies(rope, head_dim, context.max_model_len or length)
         angles = torch.outer(torch.arange(context.num_positions or length).float(), inv_freq)

@@ -10,13 +10,13 @@ from nanoserve.kernels.triton.expert_codes import ExpertCodes
 from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import least_scaled_mm_rows, scaled_product
 from nanoserve.kernels.triton.quantized_rows import quantize_rows
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import RowParallelLinear, UnquantizedLinearMethod
-from nanoserve.layers.tensor_parallel import TensorParallel
-from nanoserve.quantization.deferred import Weight, deferred_weight
-from nanoserve.quantization.matrix import QuantizedMatrix, stack_rows
-from nanoserve.quantization.online import quantize_int8
-from nanoserve.quantization.schemes import Scheme
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from nanoserve.models.layers.tensor_parallel import TensorParallel
+from nanoserve.models.quantization.deferred import Weight, deferred_weight
+from nanoserve.models.quantization.matrix import QuantizedMatrix, stack_rows
+from nanoserve.models.quantization.online import quantize_int8
+from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.checks import require
 
 GROUP_SIZE = 32  # inputs of a token that share a scale, as on a CPU

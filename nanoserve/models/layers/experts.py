@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers.context import LayerContext, LinearMethod
+from nanoserve.models.layers.context import LayerContext, LinearMethod
 
 
 class ExpertsMethod(LinearMethod, Protocol):

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from nanoserve.kernels.cpu.checks import check_linear
 from nanoserve.kernels.cpu.torch_linear import Form
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import UnquantizedLinearMethod
-from nanoserve.quantization.deferred import Weight, deferred_weight
-from nanoserve.quantization.matrix import QuantizedMatrix
-from nanoserve.quantization.online import quantize_int8
-from nanoserve.quantization.schemes import Scheme, in_words
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import UnquantizedLinearMethod
+from nanoserve.models.quantization.deferred import Weight, deferred_weight
+from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.online import quantize_int8
+from nanoserve.models.quantization.schemes import Scheme, in_words
 
 
 class FormLinearMethod(UnquantizedLinearMethod):

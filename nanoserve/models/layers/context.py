@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.layers.ops import TorchOps
-from nanoserve.layers.pipeline_parallel import PipelineParallel
-from nanoserve.layers.tensor_parallel import TensorParallel
+from nanoserve.models.layers.ops import TorchOps
+from nanoserve.models.layers.pipeline_parallel import PipelineParallel
+from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoserve.quantization.matrix import QuantizedMatrix
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 
 GROUP_SIZES = (128, 64, 32)
 # Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values

@@ -1,7 +1,7 @@
 """The small operations between the matrix products, in plain torch.
 
 They cost few operations and many bytes, so a GPU wants each of them as one pass over its data:
-`nanoserve.layers.triton_ops` has the same methods as Triton kernels, and is measured against these.
+`nanoserve.models.layers.triton_ops` has the same methods as Triton kernels, and is measured against these.
 `FusedOps` is what the versions with kernels share.
 """
 
@@ -19,7 +19,7 @@ from nanoserve.attention.kv_cache import KVCache
 class TorchOps:
     # Where several operations of a layer are one kernel. None: the layer does them one by one.
     # (heads, rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; no norm is
-    # None. The other is as `nanoserve.layers.experts.sum_of_experts`.
+    # None. The other is as `nanoserve.models.layers.experts.sum_of_experts`.
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
 

@@ -10,9 +10,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.cpu.gemm_select import choose_form
 from nanoserve.kernels.cpu.torch_linear import DequantizedTiles, Form
-from nanoserve.layers.context import LinearMethod
-from nanoserve.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
-from nanoserve.quantization.schemes import Scheme, scheme_of
+from nanoserve.models.layers.context import LinearMethod
+from nanoserve.models.quantization.cpu_method import FormLinearMethod, IntegerLinearMethod
+from nanoserve.models.quantization.schemes import Scheme, scheme_of
 from nanoserve.utils.checks import require
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def _gpu_method(
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
     if model_config.moe is not None and activations == "int8":
         logger.warning("experts' activations stay floats on a GPU")
-    from nanoserve.quantization.gpu_method import QuantizedLinearMethod
+    from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
 
     dtype = getattr(torch, model_config.dtype)
     return QuantizedLinearMethod(scheme, device, dtype, activations)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.layers.context import LayerContext, LinearMethod
+from nanoserve.models.layers.context import LayerContext, LinearMethod
 
 
 class UnquantizedLinearMethod:

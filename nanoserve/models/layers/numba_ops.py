@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanoserve.kernels.cpu.ops import add_rms_norm, rms_norm, silu_and_mul
 from nanoserve.kernels.cpu.store_kv import store_kv
-from nanoserve.layers.ops import FusedOps
+from nanoserve.models.layers.ops import FusedOps
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 

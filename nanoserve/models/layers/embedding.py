@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.layers.context import LayerContext
-from nanoserve.layers.linear import UnquantizedLinearMethod
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.linear import UnquantizedLinearMethod
 
 # Bytes of an embedding from which on it is looked up in the form of a tied LM head, if that gives
 # rows back: a second copy would be a quarter of Qwen3-0.6B. A look-up there takes 20 us more in a

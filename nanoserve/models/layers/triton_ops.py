@@ -8,7 +8,7 @@ from nanoserve.kernels.triton.act_and_mul import act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.store_kv import store_kv
-from nanoserve.layers.ops import FusedOps
+from nanoserve.models.layers.ops import FusedOps
 
 
 class TritonOps(FusedOps):
@@ -20,5 +20,5 @@ class TritonOps(FusedOps):
     store_kv = staticmethod(store_kv)
 
     def sum_of_experts(self, *args: Any) -> torch.Tensor:
-        """Arguments and result as of `nanoserve.layers.experts.sum_of_experts`."""
+        """Arguments and result as of `nanoserve.models.layers.experts.sum_of_experts`."""
         return fused_experts(*args)

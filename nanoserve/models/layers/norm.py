@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.layers.context import LayerContext
+from nanoserve.models.layers.context import LayerContext
 
 
 class RMSNorm(nn.Module):
