@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.architecture_defaults import OTHER_SETTINGS
 from nanoserve.checkpoint.damage import tell_pointer
-from nanoserve.checkpoint.other_settings import OTHER_SETTINGS
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.utils.checks import (
     check_bool,

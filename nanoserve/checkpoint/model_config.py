@@ -15,8 +15,8 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.misfits import check_folder
 from nanoserve.checkpoint.moe_config import MoEConfig
-from nanoserve.checkpoint.other_architectures import tell_architecture
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.unsupported_architectures import tell_architecture
 from nanoserve.config import DTYPES
 from nanoserve.utils.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.utils.parameter_table import PARAMETERS

@@ -82,7 +82,7 @@ ALLOWED = {
         "bench/engines/hugging_face.py: *generation_config*",
         "bench/engines/llama_cpp_engine.py: *batch.n_tokens",
         "commands/parser.py: namespace.*",
-        "quantization/gguf/tokenizer.py: backend.*",
+        "checkpoint/gguf/tokenizer.py: backend.*",
         "replicas/request_router.py: pending_request.routing_context.should_backoff",
         "server/async_llm.py: self._end.atexit",
         "tiny_qwen3/*.py: *.generation_config",

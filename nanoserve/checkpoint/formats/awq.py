@@ -5,6 +5,8 @@ the outputs, and `scales` [groups, out]. A word's nibbles, from the lowest, are 
 6, 1, 3, 5, 7: a GPU gets two neighbours out of it with one mask. Zero points are stored whole.
 """
 
+from torch import Tensor
+
 from nanoserve.models.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
@@ -13,7 +15,6 @@ from nanoserve.models.quantization.formats.packed import (
 )
 from nanoserve.models.quantization.formats.reader import Reader
 from nanoserve.models.quantization.matrix import QuantizedMatrix
-from torch import Tensor
 
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]  # where each of eight outputs lies in its word
 

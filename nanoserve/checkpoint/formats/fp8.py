@@ -7,9 +7,9 @@ output.
 """
 
 import torch
-from nanoserve.models.quantization.formats.reader import Reader
 from torch import Tensor
 
+from nanoserve.models.quantization.formats.reader import Reader
 from nanoserve.utils.checks import require, shown
 
 _SCALES = ("weight_scale_inv", "weight_scale")

@@ -14,6 +14,8 @@ the weights are refused: a model of shifted weights answers, and answers garbage
 """
 
 import torch
+from torch import Tensor
+
 from nanoserve.models.quantization.formats.packed import (
     affine_matrix,
     group_of_input,
@@ -22,7 +24,6 @@ from nanoserve.models.quantization.formats.packed import (
 )
 from nanoserve.models.quantization.formats.reader import Reader
 from nanoserve.models.quantization.matrix import QuantizedMatrix
-from torch import Tensor
 
 
 class GPTQReader(Reader):

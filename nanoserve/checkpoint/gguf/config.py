@@ -12,7 +12,6 @@ from nanoserve.models.quantization.gguf.container import GGUFFile
 from nanoserve.models.quantization.gguf.names import Form
 from nanoserve.models.quantization.gguf.rope import read_rope
 from nanoserve.models.quantization.gguf.settings import Settings, form_of, list_of
-
 from nanoserve.utils.checks import is_int, require, shown
 
 _SAMPLING = {

@@ -10,13 +10,13 @@ the merges follow from these. Both give the ids of llama.cpp.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoserve.models.quantization.gguf.container import GGUFFile
-from nanoserve.models.quantization.gguf.settings import list_of
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nanoserve.models.quantization.gguf.container import GGUFFile
+from nanoserve.models.quantization.gguf.settings import list_of
 from nanoserve.utils.checks import is_int, require, shown
 
 _ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"

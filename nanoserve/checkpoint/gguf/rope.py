@@ -8,10 +8,10 @@ which the converter has computed from that model's own rule, as one list for all
 from typing import Any
 
 import numpy as np
+
 from nanoserve.models.quantization.gguf.container import GGUFFile
 from nanoserve.models.quantization.gguf.names import ROPE_TENSORS
 from nanoserve.models.quantization.gguf.settings import Settings
-
 from nanoserve.utils.checks import check_number, require
 
 

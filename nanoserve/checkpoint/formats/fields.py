@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nanoserve.models.quantization.registry import FORMATS
-
 from nanoserve.utils.checks import is_int, require, shown
 
 

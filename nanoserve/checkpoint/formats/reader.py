@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoserve.models.quantization.formats.stored import Stored, StoredTensors
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
 
 from nanoserve.checkpoint.misfits import some
+from nanoserve.models.quantization.formats.stored import Stored, StoredTensors
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 from nanoserve.utils.checks import require, shown
 
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")

@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from nanoserve.models.quantization.gguf.container import BLOCKS
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from numpy import ndarray
 from torch import Tensor
+
+from nanoserve.models.quantization.gguf.container import BLOCKS
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # (codes, scale, offset or None), each [rows, blocks, values or groups of a block]

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from nanoserve.models.quantization.gguf.blocks import FLOATS, read_values
 from nanoserve.models.quantization.gguf.container import GGUFFile, StoredTensor
 from nanoserve.models.quantization.gguf.names import ROPE_TENSORS, plain_name
 from nanoserve.models.quantization.gguf.settings import Settings, form_of
 from nanoserve.models.quantization.matrix import QuantizedMatrix
-from torch import Tensor
-
 from nanoserve.utils.checks import require
 
 

@@ -1,9 +1,9 @@
 """Integers of few bits in larger ones, and unsigned codes with zero points in canonical form."""
 
 import torch
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
 
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 from nanoserve.utils.checks import require
 
 

@@ -15,6 +15,8 @@ gpt-oss' `_blocks`, of whose fused experts there is no model here.
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from nanoserve.models.quantization.formats.fp8 import check_scale, dequantize_fp8
 from nanoserve.models.quantization.formats.packed import (
     affine_matrix,
@@ -25,8 +27,6 @@ from nanoserve.models.quantization.formats.packed import (
 from nanoserve.models.quantization.formats.reader import Reader
 from nanoserve.models.quantization.formats.schemes import Scheme, read_schemes, scheme_of
 from nanoserve.models.quantization.matrix import QuantizedMatrix
-from torch import Tensor
-
 from nanoserve.utils.checks import require, shown
 
 _MXFP4_GROUP = 32

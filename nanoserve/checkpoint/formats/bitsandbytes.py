@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nanoserve.models.quantization.formats.reader import Reader
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
 
+from nanoserve.models.quantization.formats.reader import Reader
+from nanoserve.models.quantization.matrix import QuantizedMatrix
 from nanoserve.utils.checks import check_int, check_list, is_int, json_object, require
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
