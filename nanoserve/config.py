@@ -308,7 +308,7 @@ class EngineConfig:
 def _registered_choices(name: str) -> list[str]:
     """Return the values of an option, of which users may have registered some."""
     if name == "quantization":
-        from nanoserve.models.quantization.registry import quantization_names
+        from nanoserve.checkpoint.formats.registry import quantization_names
 
         return quantization_names()
     from nanoserve.attention.registry import backend_choices

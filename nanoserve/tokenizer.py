@@ -23,7 +23,7 @@ from nanoserve.utils.checks import shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoserve.models.quantization.gguf.container import GGUFFile
+    from nanoserve.checkpoint.gguf.container import GGUFFile
     from nanoserve.special_tokens import Marks, SpecialTokens
     from nanoserve.token_bytes import TokenBytes
 
@@ -51,7 +51,7 @@ class Tokenizer:
         if isinstance(source, Path) and not source.is_file():
             self._hf = _read_folder(source, trust_remote_code)
         else:
-            from nanoserve.models.quantization.gguf.tokenizer import read_tokenizer
+            from nanoserve.checkpoint.gguf.tokenizer import read_tokenizer
 
             self._hf = read_tokenizer(source)
         if chat_template is not None:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from nanoserve.models.quantization.formats.packed import unpack_int32
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 
+from nanoserve.checkpoint.formats.packed import unpack_int32
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 from .exercise import (

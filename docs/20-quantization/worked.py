@@ -11,12 +11,12 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
-from nanoserve.models.quantization.formats.packed import affine_matrix
-from nanoserve.models.quantization.gguf.container import BLOCKS
 from tables import table
 from torch import Tensor, nn
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.checkpoint.formats.packed import affine_matrix
+from nanoserve.checkpoint.gguf.container import BLOCKS
 from nanoserve.models.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 from nanoserve.tiny_qwen3.corpus import evaluation_sets
 

@@ -149,7 +149,7 @@ def stored_bits(model: Path) -> float | None:
     """Return how many bits a GGUF file has for a weight, scales included; None of a folder."""
     if not model.is_file():
         return None
-    from nanoserve.models.quantization.gguf.container import BLOCKS, GGUFFile
+    from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
 
     counts = [(prod(t.shape), *BLOCKS[t.type]) for t in GGUFFile.open(model).tensors.values()]
     num_bytes = sum(n // per_block * block_bytes for n, per_block, block_bytes in counts)

@@ -20,7 +20,7 @@ from nanoserve.tiny_qwen3 import BUNDLED
 from nanoserve.utils.checks import require
 
 if TYPE_CHECKING:
-    from nanoserve.models.quantization.gguf.container import GGUFFile
+    from nanoserve.checkpoint.gguf.container import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Checkpoint:
         """
         if not self.folder.is_file():
             return self.folder
-        from nanoserve.models.quantization.gguf.container import GGUFFile
+        from nanoserve.checkpoint.gguf.container import GGUFFile
 
         return GGUFFile.open(self.folder)
 

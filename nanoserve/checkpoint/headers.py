@@ -54,7 +54,7 @@ def _sum(entries: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _of_gguf(path: Path) -> dict[str, int]:
-    from nanoserve.models.quantization.gguf.container import BLOCKS, GGUFFile
+    from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
 
     sizes: Counter[str] = Counter()
     for tensor in GGUFFile.open(path).tensors.values():

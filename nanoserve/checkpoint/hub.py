@@ -58,7 +58,7 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
 
 def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | None) -> Path:
     """The file, with the others of its model beside it if there are several."""
-    from nanoserve.models.quantization.gguf.container import parts_of
+    from nanoserve.checkpoint.gguf.container import parts_of
 
     files = parts_of(file)
     # They are patterns, too, of which this one would match others.

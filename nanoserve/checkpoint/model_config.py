@@ -22,7 +22,7 @@ from nanoserve.utils.checks import attribute_error, check_choice, check_int, req
 from nanoserve.utils.parameter_table import PARAMETERS
 
 if TYPE_CHECKING:
-    from nanoserve.models.quantization.gguf.container import GGUFFile
+    from nanoserve.checkpoint.gguf.container import GGUFFile
 
 # A file with any of these is one of Gemma's or MiniCPM's, or of a model of the user's own.
 _SCALES = (
@@ -164,7 +164,7 @@ class ModelConfig:
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
     """Read the two files of a folder, or what a GGUF file, or its path, has in their place."""
     if not isinstance(source, Path) or source.is_file():
-        from nanoserve.models.quantization.gguf.config import read_settings
+        from nanoserve.checkpoint.gguf.config import read_settings
 
         return ConfigFiles(*read_settings(source))
     if (source / "adapter_config.json").is_file() or not (source / "config.json").is_file():
@@ -187,7 +187,7 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
     if file.has("num_experts_per_tok"):
         fields["moe"] = MoEConfig.from_hf(file)
     if file.raw.get("quantization_config"):
-        from nanoserve.models.quantization.formats.fields import check_quantization_config
+        from nanoserve.checkpoint.formats.fields import check_quantization_config
 
         fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.checkpoint.loader import expected_tensors
-from nanoserve.checkpoint.misfits import tell_misfits
-from nanoserve.kernels.cpu.memory import give_back_freed
-from nanoserve.models.quantization.matrix import QuantizedMatrix, stack_rows
-from nanoserve.models.quantization.source import (
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, stack_rows
+from nanoserve.checkpoint.formats.source import (
     PlainSource,
     RandomSource,
     WeightSource,
     open_quantized,
 )
+from nanoserve.checkpoint.loader import expected_tensors
+from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.kernels.cpu.memory import give_back_freed
 
 Weight = Tensor | QuantizedMatrix
 _MAX_VALUES = 2**24  # that are float32 at a time: of an embedding, all would be gigabytes

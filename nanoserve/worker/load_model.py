@@ -47,7 +47,7 @@ def load_model(
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
     load = load_weights
     if is_deferred or model_config.quantization_config:
-        from nanoserve.models.quantization.deferred import load_deferred as load
+        from nanoserve.checkpoint.quantized_loader import load_deferred as load
     shows_progress = context.tp.rank == 0
     load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     return model
@@ -68,7 +68,7 @@ def check_model(
     if config.load_format != "dummy":
         check = check_weights
         if model_config.quantization_config:
-            from nanoserve.models.quantization.deferred import check_weights as check
+            from nanoserve.checkpoint.quantized_loader import check_weights as check
         check(model, path, elsewhere)
     num_bytes = kept_bytes(model)
     require(

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-from nanoserve.models.quantization.source import open_quantized
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve.bench.engines.int8_checkpoint import write_int8
 from nanoserve.bench.engines.vllm_engine import VllmEngine
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.source import open_quantized
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.quantization.online import quantize_int8
 

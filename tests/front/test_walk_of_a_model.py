@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from nanoserve.models.quantization.gguf import container
 
 import nanoserve
 from nanoserve import LLM
 from nanoserve.build import load_tokenizer
 from nanoserve.checkpoint.checkpoint import Checkpoint, bundled_checkpoint
+from nanoserve.checkpoint.gguf import container
 from nanoserve.config import EngineConfig
 
 PACKAGE = Path(nanoserve.__file__).parent

@@ -10,9 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.kernels.triton import quantized_linear
 from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import scaled_product

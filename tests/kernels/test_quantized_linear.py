@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.kernels.triton import grouped_linear, quantized_linear
 from nanoserve.kernels.triton.grouped_linear import grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import scaled_product

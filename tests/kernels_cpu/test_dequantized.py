@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from integer_weights import random_matrix
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.kernels.cpu.torch_linear import DequantizedTiles
 from nanoserve.worker.threads import threads
 

@@ -145,9 +145,9 @@ def test_the_best_kind_is_of_the_dtype(dtype: torch.dtype) -> None:
         (
             {"float_tiles", "integer_tiles", "dequantized_tiles"},
             tile_walk.SOURCES,
-            {"ops", "panels", "processor"},
+            {"ops", "packing", "cpu_features"},
         ),
-        ({"attention"}, attention.SOURCES, {"checks", "ops", "processor", "tile_walk"}),
+        ({"attention"}, attention.SOURCES, {"checks", "ops", "cpu_features", "tile_walk"}),
     ],
 )
 def test_numbas_cache_knows_the_files_that_instructions_come_from(

@@ -16,8 +16,7 @@ from integer_weights import assert_product, random_codes, random_matrix
 
 pytest.importorskip("numba")
 
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.kernels.cpu.cpu_features import has
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels, best_kind
 from nanoserve.kernels.cpu.isa import KINDS, kinds_here

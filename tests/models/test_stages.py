@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from nanoserve.models.quantization.deferred import load_deferred
 from quantized_checkpoints import CASES as QUANTIZED
 from quantized_checkpoints import make_quantized
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from transformers import (
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.models import registry
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.pipeline_parallel import PipelineParallel

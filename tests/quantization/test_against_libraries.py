@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from dequantized_models import open_checkpoint, our_logits, read_all, reference_logits
-from nanoserve.models.quantization.formats.compressed_tensors import mxfp4_matrix
-from nanoserve.models.quantization.source import open_quantized
 from quantized_checkpoints import Written, make_quantized, write_fp8
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json
 from torch import Tensor
+
+from nanoserve.checkpoint.formats.compressed_tensors import mxfp4_matrix
+from nanoserve.checkpoint.formats.source import open_quantized
 
 GROUP = {"strategy": "group", "group_size": 16}
 CHANNEL, TENSOR = {"strategy": "channel"}, {"strategy": "tensor"}

@@ -7,8 +7,9 @@ import torch
 gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, decode, encode  # noqa: E402
-from nanoserve.models.quantization.gguf.blocks import read_values  # noqa: E402
-from nanoserve.models.quantization.gguf.container import _TYPES, BLOCKS  # noqa: E402
+
+from nanoserve.checkpoint.gguf.blocks import read_values  # noqa: E402
+from nanoserve.checkpoint.gguf.container import _TYPES, BLOCKS  # noqa: E402
 
 
 def random_data(kind: str, rows: int, columns: int) -> np.ndarray:

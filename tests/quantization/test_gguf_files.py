@@ -14,14 +14,14 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import ModelWriter, add_setting, close, write_bundled  # noqa: E402
-from nanoserve.models.quantization.gguf.config import config_json  # noqa: E402
-from nanoserve.models.quantization.gguf.container import GGUFFile  # noqa: E402
-from nanoserve.models.quantization.gguf.source import GGUFSource  # noqa: E402
-from nanoserve.models.quantization.gguf.tokenizer import _byte_level as byte_level  # noqa: E402
 from tiny_checkpoints import make_checkpoint  # noqa: E402
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: E402
 
 from nanoserve import LLM  # noqa: E402
+from nanoserve.checkpoint.gguf.config import config_json  # noqa: E402
+from nanoserve.checkpoint.gguf.container import GGUFFile  # noqa: E402
+from nanoserve.checkpoint.gguf.source import GGUFSource  # noqa: E402
+from nanoserve.checkpoint.gguf.tokenizer import _byte_level as byte_level  # noqa: E402
 from nanoserve.checkpoint.model_config import ModelConfig  # noqa: E402
 
 OPTIONS = {"skip_tokenizer_init": True, "device": "cpu", "num_kv_blocks": 8, "max_num_seqs": 4}

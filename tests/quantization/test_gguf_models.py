@@ -12,7 +12,6 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from nanoserve.models.quantization.deferred import load_deferred
 from tiny_checkpoints import make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +28,7 @@ from transformers import (
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 

@@ -18,12 +18,11 @@ from transformers import MixtralForCausalLM
 
 pytest.importorskip("numba")
 
-from nanoserve.models.quantization.deferred import fill
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-from nanoserve.models.quantization.source import PlainSource
-
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.source import PlainSource
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.quantized_loader import fill
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 from nanoserve.models.layers.context import LayerContext

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from integer_weights import random_matrix
-from nanoserve.models.quantization.matrix import QuantizedMatrix, stack_rows
 from torch import Tensor
+
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, stack_rows
 
 offsets = pytest.mark.parametrize("has_offset", [False, True])
 orders = pytest.mark.parametrize("is_ordered", [False, True], ids=["runs", "act order"])

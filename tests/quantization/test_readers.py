@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from dequantized_models import open_checkpoint, our_logits, read_all, reference_logits
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from quantized_checkpoints import (
     CASES,
     Writer,
@@ -19,6 +18,8 @@ from quantized_checkpoints import (
     split_into_shards,
     write_int8,
 )
+
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 
 cases = pytest.mark.parametrize(("write", "config"), CASES.values(), ids=CASES)
 

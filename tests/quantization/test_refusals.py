@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from dequantized_models import open_checkpoint, read_all
-from nanoserve.models.quantization.formats.fields import check_quantization_config
-from nanoserve.models.quantization.registry import FORMATS
-from nanoserve.models.quantization.source import open_quantized
 from quantized_checkpoints import (
     CASES,
     make_quantized,
@@ -27,6 +24,9 @@ from quantized_checkpoints import (
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
+from nanoserve.checkpoint.formats.fields import check_quantization_config
+from nanoserve.checkpoint.formats.registry import FORMATS
+from nanoserve.checkpoint.formats.source import open_quantized
 from nanoserve.checkpoint.model_config import ModelConfig
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
@@ -310,16 +310,14 @@ def test_a_quant_state_that_contradicts_its_file_is_refused(state: Any, tmp_path
 
 @pytest.mark.parametrize("module", ["fields", "schemes"])
 def test_a_config_is_checked_without_torch(module: str) -> None:
-    code = (
-        f"import sys, nanoserve.models.quantization.formats.{module}; print('torch' in sys.modules)"
-    )
+    code = f"import sys, nanoserve.checkpoint.formats.{module}; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
 
 
 def test_patterns_end_soon(tmp_path: Path) -> None:
     """The slowest that are accepted, on the longest name, which they nearly match."""
-    from nanoserve.models.quantization.formats.schemes import read_schemes, scheme_of
+    from nanoserve.checkpoint.formats.schemes import read_schemes, scheme_of
 
     config = with_scheme(targets=["re:.*a.*a.*b", "Linear"])
     schemes = read_schemes(config)
@@ -331,7 +329,7 @@ def test_patterns_end_soon(tmp_path: Path) -> None:
 
 
 def test_ignored_modules_must_not_be_quantised(tmp_path: Path) -> None:
-    from nanoserve.models.quantization.formats.schemes import read_schemes, scheme_of
+    from nanoserve.checkpoint.formats.schemes import read_schemes, scheme_of
 
     config = PACKED | {"ignore": ["re:.*q_proj"]}
     with pytest.raises(ValueError, match="`ignore` says that it is not"):

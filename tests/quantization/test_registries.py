@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-from nanoserve.models.quantization.registry import FORMATS, SCHEMES
-from nanoserve.models.quantization.source import PlainSource
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.registry import FORMATS, SCHEMES
+from nanoserve.checkpoint.formats.source import PlainSource
 from nanoserve.models.quantization.online import quantize_int8
 from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.registry import Registry

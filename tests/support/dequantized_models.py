@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-from nanoserve.models.quantization.source import WeightSource, open_quantized
 from safetensors.torch import save_file
 from tiny_checkpoints import edit_json, prompt_logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.source import WeightSource, open_quantized
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.layers.context import LayerContext

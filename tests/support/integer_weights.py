@@ -3,8 +3,9 @@
 import math
 
 import torch
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from torch import Tensor
+
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 
 
 def random_matrix(

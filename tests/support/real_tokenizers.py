@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nanoserve.models.quantization.gguf.tokenizer import merges_of
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+from nanoserve.checkpoint.gguf.tokenizer import merges_of
 
 MISTRAL = {
     "mistral-v1": "tokenizer.model.v1",

@@ -7,14 +7,14 @@ the outputs, and `scales` [groups, out]. A word's nibbles, from the lowest, are 
 
 from torch import Tensor
 
-from nanoserve.models.quantization.formats.packed import (
+from nanoserve.checkpoint.formats.packed import (
     affine_matrix,
     group_of_input,
     num_groups,
     unpack_int32,
 )
-from nanoserve.models.quantization.formats.reader import Reader
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.reader import Reader
 
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]  # where each of eight outputs lies in its word
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.formats.reader import Reader
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.reader import Reader
 from nanoserve.utils.checks import check_int, check_list, is_int, json_object, require
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")

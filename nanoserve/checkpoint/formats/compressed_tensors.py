@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.formats.fp8 import check_scale, dequantize_fp8
-from nanoserve.models.quantization.formats.packed import (
+from nanoserve.checkpoint.formats.fp8 import check_scale, dequantize_fp8
+from nanoserve.checkpoint.formats.packed import (
     affine_matrix,
     group_of_input,
     num_groups,
     unpack_int32,
 )
-from nanoserve.models.quantization.formats.reader import Reader
-from nanoserve.models.quantization.formats.schemes import Scheme, read_schemes, scheme_of
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.reader import Reader
+from nanoserve.checkpoint.formats.schemes import Scheme, read_schemes, scheme_of
 from nanoserve.utils.checks import require, shown
 
 _MXFP4_GROUP = 32

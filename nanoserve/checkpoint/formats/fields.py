@@ -6,7 +6,7 @@ It imports no torch: `config.json` is checked before anything is read, or even f
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanoserve.models.quantization.registry import FORMATS
+from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.utils.checks import is_int, require, shown
 
 
@@ -65,7 +65,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
         "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
     },
-    "gguf": {},  # which is what `nanoserve.models.quantization.gguf.config` writes
+    "gguf": {},  # which is what `nanoserve.checkpoint.gguf.config` writes
 }
 # These say how the file was made, which kernel its makers used, or which modules are not quantised:
 # the file itself says that.
@@ -122,7 +122,7 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
     for name in {**_FIELDS[method], **config}:
         _check_field(method, name, config.get(name))
     if method == "compressed-tensors":
-        from nanoserve.models.quantization.formats.schemes import read_schemes
+        from nanoserve.checkpoint.formats.schemes import read_schemes
 
         read_schemes(config)
     elif method == "fp8":

@@ -9,7 +9,7 @@ output.
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.formats.reader import Reader
+from nanoserve.checkpoint.formats.reader import Reader
 from nanoserve.utils.checks import require, shown
 
 _SCALES = ("weight_scale_inv", "weight_scale")

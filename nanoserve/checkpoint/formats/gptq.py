@@ -16,14 +16,14 @@ the weights are refused: a model of shifted weights answers, and answers garbage
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.formats.packed import (
+from nanoserve.checkpoint.formats.packed import (
     affine_matrix,
     group_of_input,
     num_groups,
     unpack_int32,
 )
-from nanoserve.models.quantization.formats.reader import Reader
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.reader import Reader
 
 
 class GPTQReader(Reader):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.utils.checks import require
 
 

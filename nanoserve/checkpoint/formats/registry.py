@@ -9,10 +9,10 @@ from typing import Any
 
 from nanoserve.utils.registry import Registry
 
-_FORMATS = "nanoserve.models.quantization.formats"
+_FORMATS = "nanoserve.checkpoint.formats"
 _SCHEMES = "nanoserve.models.quantization.schemes"
 # By the `quant_method` of config.json: what opens such a checkpoint, (folder or file,
-# quantization_config) -> a `nanoserve.models.quantization.source.WeightSource`. A format of your own
+# quantization_config) -> a `nanoserve.checkpoint.formats.source.WeightSource`. A format of your own
 # checks its `quantization_config` itself.
 FORMATS: Registry[Callable[..., Any]] = Registry(
     "quant_method",
@@ -22,7 +22,7 @@ FORMATS: Registry[Callable[..., Any]] = Registry(
         "awq": f"{_FORMATS}.awq:AWQReader",
         "gptq": f"{_FORMATS}.gptq:GPTQReader",
         "bitsandbytes": f"{_FORMATS}.bitsandbytes:open_bitsandbytes",
-        "gguf": "nanoserve.models.quantization.gguf.source:open_gguf",
+        "gguf": "nanoserve.checkpoint.gguf.source:open_gguf",
     },
 )
 # By the option `quantization`: a `nanoserve.models.quantization.schemes.Scheme`.

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.formats.fields import check_quantization_config, method_of
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.checkpoint.loader import expected_tensors, stored_tensors
 from nanoserve.checkpoint.tied_tensors import check_tied
 from nanoserve.checkpoint.weight_files import open_weights
-from nanoserve.models.quantization.formats.fields import check_quantization_config, method_of
-from nanoserve.models.quantization.matrix import QuantizedMatrix
-from nanoserve.models.quantization.registry import FORMATS
 
 
 class WeightSource(Protocol):

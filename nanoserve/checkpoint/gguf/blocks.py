@@ -16,8 +16,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from nanoserve.models.quantization.gguf.container import BLOCKS
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.gguf.container import BLOCKS
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # (codes, scale, offset or None), each [rows, blocks, values or groups of a block]

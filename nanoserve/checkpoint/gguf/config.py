@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nanoserve.models.quantization.gguf.container import GGUFFile
-from nanoserve.models.quantization.gguf.names import Form
-from nanoserve.models.quantization.gguf.rope import read_rope
-from nanoserve.models.quantization.gguf.settings import Settings, form_of, list_of
+from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.names import Form
+from nanoserve.checkpoint.gguf.rope import read_rope
+from nanoserve.checkpoint.gguf.settings import Settings, form_of, list_of
 from nanoserve.utils.checks import is_int, require, shown
 
 _SAMPLING = {

@@ -1,7 +1,7 @@
 """What GGUF calls a tensor -> what a checkpoint in safetensors calls it, for each architecture.
 
 llama.cpp's converter (convert_hf_to_gguf.py) also changes some values; `FORMS` says for which
-architectures, and `nanoserve.models.quantization.gguf.source` undoes it.
+architectures, and `nanoserve.checkpoint.gguf.source` undoes it.
 """
 
 import re
@@ -33,7 +33,7 @@ _OUTSIDE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# They are no weights: `nanoserve.models.quantization.gguf.rope` reads them.
+# They are no weights: `nanoserve.checkpoint.gguf.rope` reads them.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 

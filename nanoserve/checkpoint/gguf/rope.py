@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.models.quantization.gguf.container import GGUFFile
-from nanoserve.models.quantization.gguf.names import ROPE_TENSORS
-from nanoserve.models.quantization.gguf.settings import Settings
+from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.names import ROPE_TENSORS
+from nanoserve.checkpoint.gguf.settings import Settings
 from nanoserve.utils.checks import check_number, require
 
 

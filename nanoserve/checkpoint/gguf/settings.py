@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nanoserve.models.quantization.gguf.container import GGUFFile
-from nanoserve.models.quantization.gguf.names import FORMS, Form
+from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.names import FORMS, Form
 from nanoserve.utils.checks import check_int, check_number, require, shown
 
 # They say how the file was made, or repeat what its tensors say.

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.gguf.blocks import FLOATS, read_values
-from nanoserve.models.quantization.gguf.container import GGUFFile, StoredTensor
-from nanoserve.models.quantization.gguf.names import ROPE_TENSORS, plain_name
-from nanoserve.models.quantization.gguf.settings import Settings, form_of
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
+from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
+from nanoserve.checkpoint.gguf.names import ROPE_TENSORS, plain_name
+from nanoserve.checkpoint.gguf.settings import Settings, form_of
 from nanoserve.utils.checks import require
 
 

@@ -15,8 +15,8 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanoserve.models.quantization.gguf.container import GGUFFile
-from nanoserve.models.quantization.gguf.settings import list_of
+from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.settings import list_of
 from nanoserve.utils.checks import is_int, require, shown
 
 _ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"

@@ -23,7 +23,13 @@ from nanoserve.kernels.cpu.elements import FAST, array_at, exp, store, to_float
 from nanoserve.kernels.cpu.quantized_kv import quantize_head
 from nanoserve.kernels.cpu.tile_walk import written_by
 
-SOURCES = "attention_tiles", "fixed_point", "quantized_kv", "vectors", "values"  # see `written_by`
+SOURCES = (
+    "attention_tiles",
+    "fixed_point",
+    "quantized_kv",
+    "vectors",
+    "elements",
+)  # see `written_by`
 _LARGEST = np.float32(fixed_point.LARGEST)
 _AHEAD = 8192  # bytes
 _INNER = {**FAST, "cache": False}  # `attend_decode`, of which they are parts, is kept as a whole

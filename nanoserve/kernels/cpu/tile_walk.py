@@ -26,7 +26,7 @@ _VECTORS = PANEL // LANES
 # Bytes: measured with two threads on an EPYC, 10 % more of them a second than a panel ahead.
 _AHEAD = 1024
 
-SOURCES = ("tile_walk", "vectors", "values", "integer_inputs", "integer_kinds")  # see `written_by`
+SOURCES = ("tile_walk", "vectors", "elements", "integer_inputs", "isa")  # see `written_by`
 
 # (rows, vectors, first row, first vector, where to fetch from, bytes of it for each step)
 Tile = Callable[[int, int, ir.Value, ir.Value, ir.Value, ir.Value], None]

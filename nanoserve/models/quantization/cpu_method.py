@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.quantized_loader import Weight, deferred_weight
 from nanoserve.kernels.cpu.checks import check_linear
 from nanoserve.kernels.cpu.torch_linear import Form
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.linear import UnquantizedLinearMethod
-from nanoserve.models.quantization.deferred import Weight, deferred_weight
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from nanoserve.models.quantization.online import quantize_int8
 from nanoserve.models.quantization.schemes import Scheme, in_words
 

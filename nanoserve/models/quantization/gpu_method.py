@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, stack_rows
+from nanoserve.checkpoint.quantized_loader import Weight, deferred_weight
 from nanoserve.kernels.triton.expert_codes import ExpertCodes
 from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import least_scaled_mm_rows, scaled_product
@@ -13,8 +15,6 @@ from nanoserve.kernels.triton.quantized_rows import quantize_rows
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from nanoserve.models.layers.tensor_parallel import TensorParallel
-from nanoserve.models.quantization.deferred import Weight, deferred_weight
-from nanoserve.models.quantization.matrix import QuantizedMatrix, stack_rows
 from nanoserve.models.quantization.online import quantize_int8
 from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.checks import require

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoserve.models.quantization.matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 
 GROUP_SIZES = (128, 64, 32)
 # Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values

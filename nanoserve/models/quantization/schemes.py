@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.registry import SCHEMES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.models.quantization.matrix import QuantizedMatrix
 from nanoserve.models.quantization.online import quantize_fp8, quantize_int4, quantize_int8
-from nanoserve.models.quantization.registry import SCHEMES
 from nanoserve.utils.checks import require
 
 _GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
