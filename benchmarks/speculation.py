@@ -45,8 +45,8 @@ from nanoserve.bench.hardware import choose_device, describe
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.speculative.config import METHODS
+from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.tiny_qwen3.acceptance import held_out_questions
-from nanoserve.tokenizer import Tokenizer
 
 TEXTS = ("copy", "chat", "random")
 _TURN = 20  # tokens of each sequence

@@ -122,7 +122,7 @@ def _run_shown(name: str) -> str:
     return (
         f"![A recorded run, {words}: requests from top to bottom, steps from left to right]"
         f"({run.with_suffix('.svg').name})\n\n"
-        f"*Step through it:* `python -m nanoserve.trace {run.relative_to(facts.ROOT).as_posix()}` "
+        f"*Step through it:* `nanoserve trace {run.relative_to(facts.ROOT).as_posix()}` "
         f"makes a page of it."
     )
 

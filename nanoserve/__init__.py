@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanoserve.commands.engine_args import AsyncEngineArgs, EngineArgs
     from nanoserve.engine.guard import GuardedEngine as LLMEngine
-    from nanoserve.inputs import TextPrompt, TokensPrompt
     from nanoserve.llm import LLM
     from nanoserve.models.registry import register_model
     from nanoserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.server.async_llm import AsyncLLM
     from nanoserve.structured.params import StructuredOutputsParams
+    from nanoserve.text.prompt_types import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,8 +68,8 @@ _HOME = {
     "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
     "EngineArgs": "nanoserve.commands.engine_args",
     "AsyncEngineArgs": "nanoserve.commands.engine_args",
-    "TextPrompt": "nanoserve.inputs",
-    "TokensPrompt": "nanoserve.inputs",
+    "TextPrompt": "nanoserve.text.prompt_types",
+    "TokensPrompt": "nanoserve.text.prompt_types",
     "StructuredOutputsParams": "nanoserve.structured.params",
 }
 

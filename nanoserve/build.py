@@ -15,9 +15,9 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.policy import load_scheduler_class
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.text.tokenizer_protocol import Tokenizer
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.device import device_kind, make_executor
 
@@ -74,7 +74,7 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
     """Return the checkpoint's own, or that of the option `tokenizer`; None if none is wanted."""
     if config.skip_tokenizer_init:
         return None
-    from nanoserve.tokenizer import Tokenizer  # transformers takes seconds to import
+    from nanoserve.text.tokenizer import Tokenizer  # transformers takes seconds to import
 
     if config.tokenizer is not None:
         checkpoint = Checkpoint.open(config.tokenizer, config)

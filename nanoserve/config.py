@@ -186,7 +186,7 @@ class EngineConfig:
             value = getattr(self, name)
             require(isinstance(value, str | Path | None), f"{name}={value!r} must be a folder")
         if self.chat_template is not None:
-            from nanoserve.chat_template import load_chat_template
+            from nanoserve.text.chat_template import load_chat_template
 
             self.chat_template = load_chat_template(
                 self.chat_template, has_tokenizer=not self.skip_tokenizer_init

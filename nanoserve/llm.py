@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.build import build_engine
-from nanoserve.chat import prompts_of
 from nanoserve.drop_in.keywords import tokenized
 from nanoserve.drop_in.metrics import start_counting
 from nanoserve.drop_in.options import engine_config
@@ -20,12 +19,13 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.progress import UseTqdm, with_progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.streams import Streams
+from nanoserve.text.chat import prompts_of
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
     from nanoserve.engine_options import EngineOptions
-    from nanoserve.inputs import ChatOptions, Conversation
+    from nanoserve.text.prompt_types import ChatOptions, Conversation
 
 
 class LLM(LLMMethods):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.announce import summary
 from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, search_all
-from nanoserve.chat import prompts_of
 from nanoserve.drop_in.keywords import refuse_keywords
 from nanoserve.drop_in.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.text.chat import prompts_of
 from nanoserve.utils.checks import attribute_error
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from nanoserve.commands.engine_args import EngineArgs
-    from nanoserve.inputs import ChatOptions, Conversation, Conversations
     from nanoserve.progress import UseTqdm
+    from nanoserve.text.prompt_types import ChatOptions, Conversation, Conversations
     from nanoserve.worker.sleep import Sleeper
 
 

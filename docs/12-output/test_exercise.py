@@ -9,9 +9,9 @@ import pytest
 
 import nanoserve
 from nanoserve import RequestOutputKind, SamplingParams
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.sequence import Sequence
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.detokenizer import Detokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 from .exercise import TextStream
 

@@ -7,7 +7,7 @@ from its queue. So the run is the same each time.
 from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.chat import prompts_of
+from nanoserve.text.chat import prompts_of
 
 _QUESTIONS = ("What is a KV cache?", "What is a block table?", "What is preemption?")
 

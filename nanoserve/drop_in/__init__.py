@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
     from nanoserve.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
-    from nanoserve.inputs import PromptType
+    from nanoserve.text.prompt_types import PromptType
 
 # Besides what `nanoserve` itself exports.
 __all__ = [
@@ -65,7 +65,7 @@ _HOME = {
     ),
     "AsyncLLMEngine": "nanoserve:AsyncLLM",
     "FlexibleArgumentParser": "nanoserve.commands.engine_args",
-    "PromptType": "nanoserve.inputs",
+    "PromptType": "nanoserve.text.prompt_types",
     "VllmConfig": "nanoserve.config:EngineConfig",
     "cleanup_dist_env_and_memory": f"{__name__}.memory",
     "init_logger": "logging:getLogger",

@@ -8,8 +8,8 @@ from typing import Any
 from nanoserve.drop_in.sampling import LIKE
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.inputs import ChatOptions
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.text.prompt_types import ChatOptions
 from nanoserve.utils.checks import check_bool, check_int, require, shown
 
 _TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}

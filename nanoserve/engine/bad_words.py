@@ -1,6 +1,6 @@
 """Bad words as tokens: every sequence of tokens that completes one, whatever stands before it."""
 
-from nanoserve.engine.tokenizer import Tokenizer
+from nanoserve.text.tokenizer_protocol import Tokenizer
 
 # Characters on the left of a word, in prose, code and Markdown; of a long one, the first alone.
 _BEFORE_A_WORD = "\n\t([{<\"'`*_-/.:#“"

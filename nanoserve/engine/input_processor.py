@@ -21,7 +21,7 @@ from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.utils.checks import is_int
 
 if TYPE_CHECKING:
-    from nanoserve.engine.tokenizer import Tokenizer
+    from nanoserve.text.tokenizer_protocol import Tokenizer
 
 _TOKENIZERS_OUTPUT = (
     ": of what a tokenizer returns, give prompt['input_ids'], or let apply_chat_template return "

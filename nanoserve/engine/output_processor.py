@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.logprobs import PromptLogprobsCollector, collect_logprobs
 from nanoserve.engine.plan import Plan, Row
@@ -12,9 +11,10 @@ from nanoserve.engine.request import Completion, Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
+from nanoserve.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from nanoserve.engine.tokenizer import Tokenizer
+    from nanoserve.text.tokenizer_protocol import Tokenizer
 
 logger = logging.getLogger(__name__)
 

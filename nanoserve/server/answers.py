@@ -10,8 +10,8 @@ from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.server.errors import ApiError
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.protocol import GenerationBody
-from nanoserve.token_bytes import TextPositions
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.token_bytes import TextPositions
+from nanoserve.text.tokenizer import Tokenizer
 
 
 class Answer:

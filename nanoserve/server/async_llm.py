@@ -14,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.chat import prompts_of
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.request import Request
@@ -25,6 +23,8 @@ from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.output_reader import EngineDeadError, EngineOwner, OutputReader
+from nanoserve.text.chat import prompts_of
+from nanoserve.text.detokenizer import Detokenizer
 from nanoserve.utils.checks import check_choice, check_int, require
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.engine_options import EngineOptions
-    from nanoserve.inputs import ChatOptions
     from nanoserve.server.engine_process import EngineFront
     from nanoserve.structured.params import StructuredOutputsParams
-    from nanoserve.tokenizer import Message
+    from nanoserve.text.prompt_types import ChatOptions
+    from nanoserve.text.tokenizer import Message
 
 logger = logging.getLogger(__name__)
 

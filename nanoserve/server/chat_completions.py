@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-from nanoserve.chat import chat_prompts
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
@@ -13,6 +12,7 @@ from nanoserve.server.errors import ApiError
 from nanoserve.server.protocol import ChatBody
 from nanoserve.server.tools.grammar import behind_reasoning
 from nanoserve.server.tools.reasoning import thought_at_end
+from nanoserve.text.chat import chat_prompts
 
 
 def chat_requests(

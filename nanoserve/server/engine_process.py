@@ -39,7 +39,7 @@ from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.token_feed import NewTokens
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.worker.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_for_ever
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoserve.outputs import Logprob
-from nanoserve.token_bytes import TextPositions, TokenBytes, name_of
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.token_bytes import TextPositions, TokenBytes, name_of
+from nanoserve.text.tokenizer import Tokenizer
 
 Entry = dict[int, Logprob] | None  # of one token; None for a prompt's first, which nothing predicts
 _LEAST = -9999.0  # JSON has no infinity

@@ -3,13 +3,13 @@
 import asyncio
 from typing import TYPE_CHECKING, Union
 
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.server.engine_thread import EngineThread
 from nanoserve.server.token_feed import FollowedRequest, NewTokens, can_follow
 from nanoserve.streams import merged_deltas
+from nanoserve.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from nanoserve.server.engine_process import EngineProcess

@@ -19,7 +19,6 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from nanoserve.chat import text_of
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.first_error import stops_at_first_error
@@ -30,6 +29,7 @@ from nanoserve.server.tools.asked import (
     with_parsed_arguments,
 )
 from nanoserve.structured.params import StructuredOutputsParams
+from nanoserve.text.chat import text_of
 from nanoserve.utils.parameter_table import PARAMETERS
 
 # Fields of `GenerationBody` that `SamplingParams` takes as they are.

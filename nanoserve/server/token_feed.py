@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
@@ -20,6 +19,7 @@ from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
+from nanoserve.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
 

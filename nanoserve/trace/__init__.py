@@ -3,7 +3,7 @@
     with LLM("tiny-qwen3", trace="run.jsonl") as llm:
         llm.generate(prompts, params)
 
-    python -m nanoserve.trace run.jsonl        writes run.html, which any browser opens
+    nanoserve trace run.jsonl        writes run.html, which any browser opens
 
 `recorder.py` says what is in the file.
 """

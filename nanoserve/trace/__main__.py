@@ -1,8 +1,8 @@
 """Look at a recorded trace.
 
-python -m nanoserve.trace run.jsonl                    writes run.html, to be opened in a browser
-python -m nanoserve.trace run.jsonl -o page.html       or another file
-python -m nanoserve.trace run.jsonl --chrome run.json  writes a Chrome trace, for ui.perfetto.dev
+nanoserve trace run.jsonl                    writes run.html, to be opened in a browser
+nanoserve trace run.jsonl -o page.html       or another file
+nanoserve trace run.jsonl --chrome run.json  writes a Chrome trace, for ui.perfetto.dev
 
 The address `run.html#step=12` opens the page at that step.
 """
@@ -20,7 +20,7 @@ from nanoserve.trace.stages import tell_stages
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
-        prog="python -m nanoserve.trace", description="Look at what LLM(..., trace=...) recorded."
+        prog="nanoserve trace", description="Look at what LLM(..., trace=...) recorded."
     )
     parser.add_argument("trace", type=Path, help="what was recorded, as JSON Lines")
     parser.add_argument("-o", "--output", type=Path, metavar="run.html", help="the page")
@@ -68,4 +68,4 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError, RecursionError) as error:  # a file that is missing or no trace
-        sys.exit(f"python -m nanoserve.trace: {error}")
+        sys.exit(f"nanoserve trace: {error}")

@@ -41,11 +41,11 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.text.incremental_decoder import TokenTexts
 from nanoserve.trace.reader import FORMAT, VERSION
 from nanoserve.trace.whole_lines import WholeLines
 

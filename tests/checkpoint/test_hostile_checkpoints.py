@@ -23,7 +23,7 @@ from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.worker.cpu_device import CpuDevice
 
 OPTIONS = {"skip_tokenizer_init": True, "num_kv_blocks": 8, "max_num_seqs": 4}

@@ -8,10 +8,10 @@ import pytest
 from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve import SamplingParams
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.sequence import Sequence
-from nanoserve.engine.stop_strings import StopStrings
 from nanoserve.sampling_params import RequestOutputKind
+from nanoserve.text.detokenizer import Detokenizer
+from nanoserve.text.stop_strings import StopStrings
 
 
 def naive_search(text: str, num_old: int, strings: list[str]) -> tuple[int, int] | None:
@@ -117,7 +117,7 @@ def test_requests_with_the_same_stop_strings_share_what_was_built_of_them(monkey
             built.append(strings)
             super().__init__(strings)
 
-    monkeypatch.setattr("nanoserve.engine.detokenizer.StopStrings", Counted)
+    monkeypatch.setattr("nanoserve.text.detokenizer.StopStrings", Counted)
     engine = make_engine(byte_tokenizer())
     for name in "abc":
         engine.add_request(name, name, SamplingParams(n=3, max_tokens=3, stop=["never", "seen"]))

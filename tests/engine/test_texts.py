@@ -20,12 +20,12 @@ from tokenizers import decoders, models
 import nanoserve
 from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine.bad_words import BadWords
-from nanoserve.engine.detokenizer import Detokenizer
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import TokenLogprobs
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.detokenizer import Detokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 UNKNOWN = "\ufffd"
@@ -356,7 +356,7 @@ class Mishap(Exception):
 def cursed(monkeypatch: pytest.MonkeyPatch) -> int:
     """A token of which no text can be made."""
     token_id = BACKEND.token_to_id("▁Paris")
-    from nanoserve.engine.incremental_decoder import TokenTexts
+    from nanoserve.text.incremental_decoder import TokenTexts
 
     text_of = TokenTexts._text_of
 

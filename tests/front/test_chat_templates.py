@@ -8,9 +8,9 @@ import pytest
 
 import nanoserve
 from nanoserve import LLM, SamplingParams
-from nanoserve.chat import prompts_of
-from nanoserve.chat_template import load_chat_template
 from nanoserve.config import EngineConfig
+from nanoserve.text.chat import prompts_of
+from nanoserve.text.chat_template import load_chat_template
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 OURS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ note }}"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 import nanoserve
 from nanoserve import LLM, SamplingParams
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 BUNDLED = Path(nanoserve.__file__).parent / "tiny_qwen3" / "checkpoint"
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)

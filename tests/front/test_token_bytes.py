@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.server.logprobs import offsets_in_prompt
-from nanoserve.token_bytes import TextPositions, TokenBytes, name_of
-from nanoserve.tokenizer import Tokenizer as OurTokenizer
+from nanoserve.text.token_bytes import TextPositions, TokenBytes, name_of
+from nanoserve.text.tokenizer import Tokenizer as OurTokenizer
 
 WORDS = ["a", "b", "the", "KV", "\u00e9", "\u4e2d", "\u4e2d\u6587", "\n", "."]
 

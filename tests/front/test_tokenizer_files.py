@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import nanoserve
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 TEXTS = [
     "the Paris", " the Paris", "  the", "a\n the", "x</s> the", "def x:\n    return 1", "你好",

@@ -19,8 +19,8 @@ from counting_executor import byte_tokenizer, make_engine, run
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.incremental_decoder import TokenTexts
 from nanoserve.engine.listeners import BlockListener
+from nanoserve.text.incremental_decoder import TokenTexts
 from nanoserve.trace import start_trace
 from nanoserve.trace.page import make_page
 from nanoserve.trace.phases import chrome_trace, phases, step_end
@@ -421,14 +421,14 @@ def test_what_is_no_trace_is_refused_with_its_line(
 
 
 def look(*arguments: str | Path) -> str:
-    """`python -m nanoserve.trace`; what it says when it refuses."""
+    """`nanoserve trace`; what it says when it refuses."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["trace", *map(str, arguments)])
         try:
             runpy.run_module("nanoserve.trace", run_name="__main__")
         except SystemExit as refused:
             message = str(refused.code)
-            assert message.startswith("python -m nanoserve.trace: ") and "\n" not in message
+            assert message.startswith("nanoserve trace: ") and "\n" not in message
             return message
     return ""
 

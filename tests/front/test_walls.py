@@ -188,7 +188,7 @@ UPWARD = {
     ("drop_in", "server"): "vLLM's metrics are those of the server",
     ("parameter_table", "structured"): "a format that is asked for is checked by its feature",
     ("sampling_params", "drop_in"): "vLLM's parameters are translated when one is not known",
-    ("trace", "commands"): "python -m nanoserve.trace is a command",
+    ("trace", "commands"): "nanoserve trace is a command",
 }
 
 

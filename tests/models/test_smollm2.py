@@ -23,7 +23,7 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")  # transform
 from real_texts import TEXTS  # noqa: E402
 
 from nanoserve import LLM  # noqa: E402
-from nanoserve.tokenizer import Tokenizer  # noqa: E402
+from nanoserve.text.tokenizer import Tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.size("full")
 

@@ -17,7 +17,7 @@ from tiny_checkpoints import make_qwen3  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
-from nanoserve.tokenizer import Tokenizer  # noqa: E402
+from nanoserve.text.tokenizer import Tokenizer  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "What is a KV cache?"}]
 

@@ -10,7 +10,7 @@ import pytest
 from serving import served
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.chat import chat_prompts
+from nanoserve.text.chat import chat_prompts
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hi"}
 ONE = {"enum": [1, 2]}

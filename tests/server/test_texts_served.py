@@ -11,7 +11,7 @@ from tiny_checkpoints import make_checkpoint
 from transformers import LlamaForCausalLM
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from nanoserve.engine.detokenizer import Detokenizer
+from nanoserve.text.detokenizer import Detokenizer
 from nanoserve.trace.reader import read_trace
 
 OPTIONS = {"num_kv_blocks": 64, "max_model_len": 256, "dtype": "float32"}

@@ -25,7 +25,7 @@ from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import count_legal
 from nanoserve.structured.guidance import Guidance
 from nanoserve.structured.params import StructuredOutputsParams
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 WEATHER = {
     "type": "object",

@@ -18,7 +18,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import Grammar, count_legal
 from nanoserve.structured.guidance import Guidance
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
 

@@ -25,7 +25,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.structured.config import StructuredOutputsConfig
 from nanoserve.structured.grammar import count_legal
 from nanoserve.structured.xgrammar import XGrammar
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
 SCHEMAS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.speculative.extension import Speculation
 from nanoserve.speculative.head_proposer import HeadProposer
 from nanoserve.speculative.hidden_head import HiddenHead
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.worker.mixed_program import MixedProgram
 from nanoserve.worker.model_runner import ModelRunner
 

@@ -22,7 +22,7 @@ from nanoserve import LLM, RequestOutput, SamplingParams, StructuredOutputsParam
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.sampling.host_copies import to_device, to_host
-from nanoserve.tokenizer import Tokenizer
+from nanoserve.text.tokenizer import Tokenizer
 
 NUM_ROWS = 8
 OPTIONS: dict[str, Any] = {"max_num_seqs": NUM_ROWS, "num_kv_blocks": 60, "max_model_len": 100}

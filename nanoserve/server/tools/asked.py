@@ -7,7 +7,7 @@ from typing import Any
 from nanoserve.server.body_cost import BodyCost
 from nanoserve.server.errors import ApiError
 from nanoserve.server.tools.formats import ToolFormat
-from nanoserve.tool_arguments import arguments_of
+from nanoserve.text.tool_arguments import arguments_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_TOOLS = 128

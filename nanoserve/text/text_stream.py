@@ -6,8 +6,8 @@ tokens. The decoder holds back what a later token may still change.
 
 from typing import TYPE_CHECKING
 
-from nanoserve.engine.incremental_decoder import IncrementalDecoder
-from nanoserve.engine.stop_strings import StopStrings
+from nanoserve.text.incremental_decoder import IncrementalDecoder
+from nanoserve.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence

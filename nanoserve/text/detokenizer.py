@@ -7,11 +7,11 @@ Either way it is the same decoder, so the pieces of a stream concatenate to the 
 
 from typing import TYPE_CHECKING
 
-from nanoserve.engine.incremental_decoder import IncrementalDecoder, TokenTexts
-from nanoserve.engine.stop_strings import StopStrings
-from nanoserve.engine.text_stream import TextStream
-from nanoserve.engine.tokenizer import Tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.text.incremental_decoder import IncrementalDecoder, TokenTexts
+from nanoserve.text.stop_strings import StopStrings
+from nanoserve.text.text_stream import TextStream
+from nanoserve.text.tokenizer_protocol import Tokenizer
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence

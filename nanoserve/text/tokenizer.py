@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanoserve.checkpoint.gguf.container import GGUFFile
-    from nanoserve.special_tokens import Marks, SpecialTokens
-    from nanoserve.token_bytes import TokenBytes
+    from nanoserve.text.special_tokens import Marks, SpecialTokens
+    from nanoserve.text.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what others wrote
@@ -93,13 +93,13 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> "TokenBytes":
-        from nanoserve.token_bytes import TokenBytes
+        from nanoserve.text.token_bytes import TokenBytes
 
         return TokenBytes(self.backend)
 
     @cached_property
     def special_tokens(self) -> "SpecialTokens":
-        from nanoserve.special_tokens import SpecialTokens
+        from nanoserve.text.special_tokens import SpecialTokens
 
         return SpecialTokens(self.backend)
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoserve.chat_template import load_chat_template
-from nanoserve.inputs import Conversation, Conversations, Message
-from nanoserve.tool_arguments import with_objects
+from nanoserve.text.chat_template import load_chat_template
+from nanoserve.text.prompt_types import Conversation, Conversations, Message
+from nanoserve.text.tool_arguments import with_objects
 from nanoserve.utils.checks import check_bool, check_choice, require, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from nanoserve.engine.guard import GuardedEngine
-    from nanoserve.tokenizer import Tokenizer
+    from nanoserve.text.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
 # A template's loop over the parts of a content: then they are given as they are.

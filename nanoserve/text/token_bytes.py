@@ -8,7 +8,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer as TokenizerBackend
 
-from nanoserve.engine.incremental_decoder import BYTE_OF_SYMBOL, decoder_steps
+from nanoserve.text.incremental_decoder import BYTE_OF_SYMBOL, decoder_steps
 
 _SINGLE_BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 _SPACE = "\u2581"  # SentencePiece's

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 
 class Tokenizer(Protocol):
-    """As `nanoserve.tokenizer.Tokenizer`."""
+    """As `nanoserve.text.tokenizer.Tokenizer`."""
 
     backend: TokenizerBackend
     eos_token_id: int | None

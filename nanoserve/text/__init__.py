@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, chat templates, special tokens, detokenizer, stop strings."""
