@@ -15,7 +15,7 @@ import torch
 from attention import SIZES, measure_peaks
 from gpu_job import Job, Measurements
 
-import nanoserve.worker.device
+import nanoserve.worker.build_executor
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.roofline import limit, planned_steps
 from nanoserve.bench.shapes import SHAPES
@@ -349,7 +349,7 @@ def _engine_over(job: Job, ranks: TensorParallel) -> str:
     """Its layers reduce and gather over the group, in graphs where there are any."""
     alone = _answers(job, device=job.device)
     parallel = ParallelContext(ranks)
-    with mock.patch.object(nanoserve.worker.device, "ParallelContext", lambda: parallel):
+    with mock.patch.object(nanoserve.worker.build_executor, "ParallelContext", lambda: parallel):
         together = _answers(job, device=job.device)
     if together != alone:
         raise AssertionError("its answers are others than without the group")

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from nanoserve.announce import announce
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -19,7 +18,8 @@ from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.tokenizer_protocol import Tokenizer
 from nanoserve.utils.registry import Registry
-from nanoserve.worker.device import device_kind, make_executor
+from nanoserve.worker.build_executor import device_kind, make_executor
+from nanoserve.worker.startup_summary import announce
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence as AbstractSequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.announce import summary
 from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.drop_in.keywords import refuse_keywords
 from nanoserve.drop_in.metrics import Metric, snapshot
@@ -18,6 +17,7 @@ from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.chat import prompts_of
 from nanoserve.utils.checks import attribute_error
+from nanoserve.worker.startup_summary import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

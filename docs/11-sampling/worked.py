@@ -218,7 +218,7 @@ def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
     import torch
 
     from nanoserve.sampling.greedy import best_tokens
-    from nanoserve.sampling.noise import Noise, row_keys
+    from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
     zeros = np.zeros(num_draws, dtype=np.uint64)
     keys = row_keys(zeros, np.arange(num_draws), zeros)
@@ -248,7 +248,7 @@ def neighbours_table(seed: int, position: int) -> str:
 
     import numpy as np
 
-    from nanoserve.sampling.noise import row_keys
+    from nanoserve.sampling.gumbel_noise import row_keys
 
     rows = []
     for num_others in range(3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoserve.engine.draft_tokens import accept_draft_tokens
-from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
 from .exercise import verify_by_drawing, verify_by_rejection
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
 from . import worked
 

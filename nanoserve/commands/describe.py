@@ -22,7 +22,7 @@ from nanoserve.drop_in.options import engine_config
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.worker.device import device_kind, make_context
+from nanoserve.worker.build_executor import device_kind, make_context
 from nanoserve.worker.kv_cache import (
     KVCacheLayout,
     decide_num_kv_blocks,

@@ -21,7 +21,7 @@ from nanoserve.models.registry import supported_architectures
 from nanoserve.replicas.settings import ReplicaSettings, num_cores_here, resources_of
 from nanoserve.server.settings import ServerSettings
 from nanoserve.utils.checks import require
-from nanoserve.worker.device import device_kind
+from nanoserve.worker.build_executor import device_kind
 
 try:
     import ray

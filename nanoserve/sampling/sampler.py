@@ -33,7 +33,7 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 class Sampled(NamedTuple):
     """Tokens that a step has chosen; tensors may not have been computed yet.
 
-    token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.no_token`.
+    token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.diagnostics`.
     logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries].
     states: of the rows that must learn their token, by row. errors: by row, why it has no token:
     what the request's own processors raised, say. Such a row's token means nothing.

@@ -190,7 +190,7 @@ class Race:
         self._noise: Any = None  # made when the first row samples
 
     def __call__(self, logits: "torch.Tensor", rows: "Rows") -> None:
-        from nanoserve.sampling.noise import Noise, row_keys
+        from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
         if self._noise is None:
             self._noise = Noise(logits.shape[1], logits.device)

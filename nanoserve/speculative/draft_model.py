@@ -30,7 +30,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.speculative.proposer import count_accepted
 from nanoserve.utils.checks import require
 from nanoserve.utils.parameter_table import names_of
-from nanoserve.worker.device import make_context, make_runner
+from nanoserve.worker.build_executor import make_context, make_runner
 from nanoserve.worker.load_model import MemoryBeside, memory_beside
 
 if TYPE_CHECKING:

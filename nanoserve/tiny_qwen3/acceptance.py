@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.gumbel_noise import Noise, row_keys
 from nanoserve.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.tiny_qwen3.corpus import Message, evaluation_sets
 from nanoserve.tiny_qwen3.evaluate import MAX_ANSWER_TOKENS

@@ -225,7 +225,7 @@ class ModelRunner:
         # 1) By output: its token, or why it has none.
         new_ids, errors = [[token_id] for token_id in token_ids], sampled.errors
         if -1 in token_ids:
-            from nanoserve.sampling.no_token import errors_of_rows
+            from nanoserve.sampling.diagnostics import errors_of_rows
 
             errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
         for output in errors:

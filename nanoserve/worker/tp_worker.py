@@ -25,7 +25,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.models.registry import register_model, supported_architectures
-from nanoserve.worker.device import choose_device, make_runner
+from nanoserve.worker.build_executor import choose_device, make_runner
 from nanoserve.worker.heads import register_head
 from nanoserve.worker.heartbeat import beat_for_ever
 from nanoserve.worker.process_group import LOOPBACK, find_store

@@ -21,8 +21,8 @@ from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.worker import device
-from nanoserve.worker.device import choose_attention_backend
+from nanoserve.worker import build_executor
+from nanoserve.worker.build_executor import choose_attention_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PAGE = 256
@@ -319,7 +319,7 @@ def test_the_choice_is_the_backend_that_is_made(
     model_config = replace(ModelConfig.from_checkpoint(checkpoint), dtype="bfloat16")
     config = EngineConfig("m", attention_backend="flash_attn")
     name = choose_attention_backend(config, model_config, CUDA)
-    attention, ops = device._backend(name)
+    attention, ops = build_executor._backend(name)
     assert type(attention) is FlashAttention3 and type(ops).__name__ == "TritonOps"
     assert attention.capturable
 

@@ -22,7 +22,7 @@ from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.norm import RMSNorm
 from nanoserve.models.layers.ops import rotate
 from nanoserve.models.layers.rotary import RotaryEmbedding
-from nanoserve.worker.device import _backend
+from nanoserve.worker.build_executor import _backend
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 KINDS = list(CODE_DTYPES)

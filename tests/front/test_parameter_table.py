@@ -13,7 +13,7 @@ from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import _default_sampling
 from nanoserve.commands import chat
 from nanoserve.drop_in.sampling import FOREIGN
-from nanoserve.sampling import no_token
+from nanoserve.sampling import diagnostics
 from nanoserve.server import protocol
 from nanoserve.speculative.draft_model import _simplified
 from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of, stages_before
@@ -60,7 +60,7 @@ def test_a_parameter_is_a_field_and_a_row() -> None:
 
 def test_the_lists_are_those_that_were_kept_by_hand() -> None:
     assert {*protocol._SAME} == OF_BODIES
-    assert [*no_token._CHANGES] == CHANGE_LOGITS
+    assert [*diagnostics._CHANGES] == CHANGE_LOGITS
     assert names_of("filter") == ("min_p", "top_k", "top_p")
     assert names_of("temperature") == ("temperature",)
     assert chat._FLAGS == FLAGS
@@ -108,7 +108,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         draft_model = importlib.import_module("nanoserve.speculative.draft_model")
         model_config = importlib.import_module("nanoserve.checkpoint.model_config")
         body = importlib.import_module("nanoserve.server.protocol")
-        errors = importlib.import_module("nanoserve.sampling.no_token")
+        errors = importlib.import_module("nanoserve.sampling.diagnostics")
         flags = importlib.import_module("nanoserve.commands.chat")._FLAGS
         with pytest.raises(ValueError, match=r"num_speculative_tokens=6 must be .* in \[0, 5\]"):
             params(num_speculative_tokens=6)

@@ -42,7 +42,7 @@ from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.models.layers.ops import TorchOps
-from nanoserve.sampling.noise import row_keys
+from nanoserve.sampling.gumbel_noise import row_keys
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import Handle
 
@@ -415,7 +415,7 @@ def test_choose_tokens(num_rows: int, vocab_size: int, dtype: torch.dtype, seed:
 
 
 def exponentials(key: np.uint32, vocab_size: int) -> np.ndarray:
-    """The noise of `nanoserve.sampling.noise` in float64, hashed by numpy's own integers."""
+    """The noise of `nanoserve.sampling.gumbel_noise` in float64, hashed by numpy's own integers."""
     x = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ key
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)

@@ -1,4 +1,4 @@
-"""The sampling kernel against the race of `nanoserve/sampling/noise.py`.
+"""The sampling kernel against the race of `nanoserve/sampling/gumbel_noise.py`.
 
 Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -9,7 +9,7 @@ import torch
 from noise_kernel import KEYS, assert_noise_is_exact
 
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
-from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEAR_TIE = 1e-4  # the kernel's logarithms and torch's differ in their last bits

@@ -11,7 +11,7 @@ from in_stages import change_logits
 
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling import filters, logprobs, processors, sampler
-from nanoserve.sampling.noise import Noise
+from nanoserve.sampling.gumbel_noise import Noise
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.sampling_params import SamplingParams
 

@@ -19,7 +19,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
-from nanoserve.sampling.noise import Noise, row_keys
+from nanoserve.sampling.gumbel_noise import Noise, row_keys
 from nanoserve.speculative.proposer import TextProposer
 
 VOCAB_SIZE = 64

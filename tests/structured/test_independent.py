@@ -31,7 +31,7 @@ from nanoserve.models.layers.context import ParallelContext
 from nanoserve.outputs import RequestOutput
 from nanoserve.speculative.goodput import Goodput
 from nanoserve.speculative.hidden_head import HiddenHead
-from nanoserve.worker.device import make_runner
+from nanoserve.worker.build_executor import make_runner
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from grammars import PERSON

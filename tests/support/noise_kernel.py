@@ -1,4 +1,4 @@
-"""The noise of the sampler's kernel, by itself, beside that of `nanoserve.sampling.noise`."""
+"""The noise of the sampler's kernel, by itself, beside that of `nanoserve.sampling.gumbel_noise`."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from nanoserve.kernels.triton.choose_tokens import _log_exponential
-from nanoserve.sampling.noise import Noise
+from nanoserve.sampling.gumbel_noise import Noise
 
 # With these keys token 0 has the smallest and the largest bits that there are.
 KEYS = (0, 0xD5F9EFC4, 12345)

@@ -30,8 +30,8 @@ from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.speculative.extension import Speculation, prepare_speculation
 from nanoserve.text.tokenizer import Tokenizer
+from nanoserve.worker.build_executor import attention_options
 from nanoserve.worker.cuda_device import CudaDevice
-from nanoserve.worker.device import attention_options
 from nanoserve.worker.model_runner import ModelRunner
 
 HAS_GRAMMARS = find_spec("llguidance") is not None

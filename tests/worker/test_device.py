@@ -12,7 +12,7 @@ import torch
 from nanoserve import LLM
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.worker.device import choose_attention_backend, choose_device, device_kind
+from nanoserve.worker.build_executor import choose_attention_backend, choose_device, device_kind
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CPU_DEFAULT = "numba" if find_spec("numba") else "torch"

@@ -43,8 +43,8 @@ from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.speculative.config import METHODS
 from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.build_executor import attention_options
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
-from nanoserve.worker.device import attention_options
 from nanoserve.worker.draft_program import DraftProgram, fill_rows
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.graph_programs import DecodeProgram

@@ -1,6 +1,6 @@
 """Sampling on a CPU: temperature, noise and argmax in one pass over the logits.
 
-`nanoserve.sampling.noise` makes the noise of a whole vocabulary: some fifteen operators of torch,
+`nanoserve.sampling.gumbel_noise` makes the noise of a whole vocabulary: some fifteen operators of torch,
 and two logarithms for each token. But hardly any token can win. Here each gets a bound first, from
 the bits of its random number; only where that is above the best so far is the noise computed.
 """

@@ -1,6 +1,6 @@
 """Greedy and plain temperature sampling on the GPU, for all rows of a step at once.
 
-The draw is the exponential race of `nanoserve/sampling/noise.py`, argmax(logit / temperature -
+The draw is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit / temperature -
 log E), with the noise computed where it is used: from the same hash of (seed, position, stream,
 token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
 once and nothing of their size is written. One program takes a part of one row's vocabulary, since
@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 SETTINGS_WORDS = tl.constexpr(8)  # of a slot: 32 bytes
 _PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
 
-# The constants of the hash, as in `nanoserve/sampling/noise.py`.
+# The constants of the hash, as in `nanoserve/sampling/gumbel_noise.py`.
 _WEYL = tl.constexpr(0x9E3779B9)
 _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B)
