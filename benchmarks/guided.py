@@ -32,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from nanoserve import LLM, StructuredOutputsParams
 from nanoserve.bench.hardware import choose_device, describe
 from nanoserve.bench.shapes import SHAPES
-from nanoserve.structured.guided import GrammarMask, Guided
+from nanoserve.features.structured.constrained_sequence import GrammarMask, Guided
 
 _TURN = 20  # tokens of each sequence
 _SCHEMA = {

@@ -19,7 +19,7 @@ import torch
 
 import nanoserve
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from nanoserve.beam_search import BeamSearchParams
+from nanoserve.features.beam_search import BeamSearchParams
 
 
 def no_even_ids(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ from nanoserve.bench.compare import run_child
 from nanoserve.bench.hardware import choose_device, describe
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.speculative.config import METHODS
+from nanoserve.features.speculative.config import METHODS
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.tiny_qwen3.acceptance import held_out_questions
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import svg
 
-from nanoserve.trace.reader import Trace, read_trace
+from nanoserve.features.trace.reader import Trace, read_trace
 
 _LEFT, _RIGHT, _TOP, _LINE = 92, 24, 44, 30
 _WAITING, _VICTIM = svg.FAINT, svg.RED

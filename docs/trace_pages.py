@@ -8,8 +8,8 @@ from pathlib import Path
 
 from facts import DOCS
 
-from nanoserve.trace.page import make_page
-from nanoserve.trace.reader import read_trace
+from nanoserve.features.trace.page import make_page
+from nanoserve.features.trace.reader import read_trace
 
 
 def scenarios() -> dict[str, Path]:

@@ -19,15 +19,19 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 if TYPE_CHECKING:
-    from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanoserve.commands.engine_args import AsyncEngineArgs, EngineArgs
     from nanoserve.engine.guard import GuardedEngine as LLMEngine
+    from nanoserve.features.beam_search import (
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+    )
+    from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.llm import LLM
     from nanoserve.models.registry import register_model
     from nanoserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.server.async_llm import AsyncLLM
-    from nanoserve.structured.params import StructuredOutputsParams
     from nanoserve.text.prompt_types import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
@@ -58,9 +62,9 @@ _HOME = {
     "RequestOutputKind": "nanoserve.sampling_params",
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
-    "BeamSearchOutput": "nanoserve.beam_search",
-    "BeamSearchParams": "nanoserve.beam_search",
-    "BeamSearchSequence": "nanoserve.beam_search",
+    "BeamSearchOutput": "nanoserve.features.beam_search",
+    "BeamSearchParams": "nanoserve.features.beam_search",
+    "BeamSearchSequence": "nanoserve.features.beam_search",
     "Logprob": "nanoserve.outputs",
     "RequestMetrics": "nanoserve.outputs",
     "register_model": "nanoserve.models.registry",
@@ -70,7 +74,7 @@ _HOME = {
     "AsyncEngineArgs": "nanoserve.commands.engine_args",
     "TextPrompt": "nanoserve.text.prompt_types",
     "TokensPrompt": "nanoserve.text.prompt_types",
-    "StructuredOutputsParams": "nanoserve.structured.params",
+    "StructuredOutputsParams": "nanoserve.features.structured.params",
 }
 
 

@@ -34,8 +34,8 @@ FEATURES: Registry[PrepareFeature] = Registry(
     "feature",
     {
         "pipeline_parallel_size": "nanoserve.engine.pipeline:prepare_pipeline",
-        "speculative_config": "nanoserve.speculative.extension:prepare_speculation",
-        "kv_events_config": "nanoserve.kv_events.publisher:prepare_kv_events",
+        "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
+        "kv_events_config": "nanoserve.features.kv_events.publisher:prepare_kv_events",
     },
 )
 

@@ -17,7 +17,7 @@ COMMANDS: Registry[Command] = Registry(
         "chat": "nanoserve.commands.chat:main",
         "bench": "nanoserve.bench.command:main",
         "info": "nanoserve.commands.info:main",
-        "trace": "nanoserve.trace.__main__:main",
+        "trace": "nanoserve.features.trace.__main__:main",
     },
 )
 _PURPOSES = {

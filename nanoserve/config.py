@@ -115,15 +115,17 @@ class EngineConfig:
     # Tell each request how much of its prompt was cached, which tells it what others have asked.
     enable_prompt_tokens_details: bool = True
 
-    # Guess tokens and verify several in a step: a dictionary, see nanoserve.speculative.config.
+    # Guess tokens and verify several in a step: a dictionary, see nanoserve.features.speculative.config.
     speculative_config: Any = None
-    # How grammars of requests are computed: a dictionary, see nanoserve.structured.config.
+    # How grammars of requests are computed: a dictionary, see nanoserve.features.structured.config.
     structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     max_logprobs: int = 20  # most that a request may ask for; -1: the whole vocabulary
-    trace: str | Path | None = None  # a file that gets a record of every step; see nanoserve.trace
+    trace: str | Path | None = (
+        None  # a file that gets a record of every step; see nanoserve.features.trace
+    )
     disable_log_stats: bool = True  # False counts what `LLM.get_metrics` tells
-    # Publish what the prefix cache gains and loses: a dictionary, see nanoserve.kv_events.config.
+    # Publish what the prefix cache gains and loses: a dictionary, see nanoserve.features.kv_events.config.
     kv_events_config: Any = None
 
     num_threads: int | None = None  # of a CPU. None: all of torch's, or one for a small model
@@ -161,16 +163,16 @@ class EngineConfig:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, excludes_low=True)
         check_list("logits_processors", self.logits_processors, callable, "callables")
         if self.speculative_config is not None:
-            from nanoserve.speculative.config import SpeculativeConfig
+            from nanoserve.features.speculative.config import SpeculativeConfig
 
             self.speculative_config = SpeculativeConfig.of(self.speculative_config, self)
         if self.structured_outputs_config is not None:
-            from nanoserve.structured.config import StructuredOutputsConfig
+            from nanoserve.features.structured.config import StructuredOutputsConfig
 
             guiding = StructuredOutputsConfig.of(self.structured_outputs_config)
             self.structured_outputs_config = guiding
         if self.kv_events_config is not None:
-            from nanoserve.kv_events.config import KVEventsConfig
+            from nanoserve.features.kv_events.config import KVEventsConfig
 
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         self._check_names()

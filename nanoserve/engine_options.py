@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from nanoserve.kv_events.config import KVEventsConfig
-from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.features.kv_events.config import KVEventsConfig
+from nanoserve.features.speculative.config import SpeculativeConfig
+from nanoserve.features.structured.config import StructuredOutputsConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 

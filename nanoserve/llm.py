@@ -14,11 +14,11 @@ from nanoserve.drop_in.metrics import start_counting
 from nanoserve.drop_in.options import engine_config
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.request import Request
+from nanoserve.features.progress import UseTqdm, with_progress
+from nanoserve.features.streams import Streams
 from nanoserve.llm_methods import LLMMethods
 from nanoserve.outputs import RequestOutput
-from nanoserve.progress import UseTqdm, with_progress
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.streams import Streams
 from nanoserve.text.chat import prompts_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LLM(LLMMethods):
             start_counting(self.engine)
         self._trace = contextlib.ExitStack()
         if self.engine.config.trace is not None:
-            from nanoserve.trace import start_trace
+            from nanoserve.features.trace import start_trace
 
             self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())

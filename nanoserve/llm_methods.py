@@ -8,11 +8,11 @@ from collections.abc import Sequence as AbstractSequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.drop_in.keywords import refuse_keywords
 from nanoserve.drop_in.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
+from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from nanoserve.commands.engine_args import EngineArgs
-    from nanoserve.progress import UseTqdm
+    from nanoserve.features.progress import UseTqdm
+    from nanoserve.features.sleep import Sleeper
     from nanoserve.text.prompt_types import ChatOptions, Conversation, Conversations
-    from nanoserve.worker.sleep import Sleeper
 
 
 class LLMMethods:
@@ -80,7 +80,7 @@ class LLMMethods:
         use_tqdm: "UseTqdm" = False,
         concurrency_limit: int | None = None,
     ) -> "list[BeamSearchOutput]":
-        """The best `beam_width` continuations of every prompt; see `nanoserve.beam_search`.
+        """The best `beam_width` continuations of every prompt; see `nanoserve.features.beam_search`.
 
         `concurrency_limit`: at most so many prompts are searched at once; None is all of them.
         """
@@ -149,7 +149,7 @@ class LLMMethods:
 
     def _get_sleeper(self) -> "Sleeper":
         if self._sleeper is None:
-            from nanoserve.worker.sleep import Sleeper
+            from nanoserve.features.sleep import Sleeper
 
             self._sleeper = Sleeper(self.engine)
         return self._sleeper

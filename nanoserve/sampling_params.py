@@ -10,7 +10,7 @@ from nanoserve.utils.checks import require
 from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of
 
 if TYPE_CHECKING:
-    from nanoserve.structured.params import StructuredOutputsParams
+    from nanoserve.features.structured.params import StructuredOutputsParams
 
 # (output_token_ids, logits [vocab_size]) -> logits; tensors, but this module imports no torch.
 RowProcessor = Callable[[list[int], Any], Any]
@@ -76,7 +76,7 @@ class SamplingParams:
     num_speculative_tokens: at most so many tokens are guessed per step, 0 for none; None leaves it
         to the engine (`speculative_config`). What is generated does not depend on it.
     structured_outputs: a grammar, a JSON schema, a regular expression or a choice that the output
-        obeys; see `nanoserve.structured.params.StructuredOutputsParams`.
+        obeys; see `nanoserve.features.structured.params.StructuredOutputsParams`.
     detokenize: make text of the tokens; without, `text` stays empty, and there are no stop strings.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
     spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces

@@ -9,8 +9,8 @@ import pytest
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.trace.reader import Pool, read_trace
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.trace.reader import Pool, read_trace
 
 from . import worked
 

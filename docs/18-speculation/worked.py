@@ -211,7 +211,7 @@ def chosen_drafts(runs: Sequence[int], sequences: Sequence[int], most: int) -> s
 
 
 def _chosen(run: int, count: int, most: int) -> str:
-    from nanoserve.speculative.goodput import Goodput
+    from nanoserve.features.speculative.goodput import Goodput
 
     goodput = Goodput(most)
     for drafts in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
@@ -263,15 +263,15 @@ def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
 
 def looked_up(words: str, most: int) -> str:
     """What the engine's `NgramProposer` proposes behind a text of words."""
-    from nanoserve.speculative.ngram import NgramProposer
+    from nanoserve.features.speculative.ngram import NgramProposer
 
     return _proposed(NgramProposer(3, 4), [], words, most)
 
 
 def voted(finished: Sequence[str], words: str, most: int) -> str:
     """What the engine's `SuffixProposer` proposes, when these requests have ended before."""
-    from nanoserve.speculative.config import SpeculativeConfig
-    from nanoserve.speculative.suffix import SuffixProposer
+    from nanoserve.features.speculative.config import SpeculativeConfig
+    from nanoserve.features.speculative.suffix import SuffixProposer
 
     config = SpeculativeConfig("suffix", suffix_decoding_min_token_prob=0.4)
     return _proposed(SuffixProposer(config), finished, words, most)

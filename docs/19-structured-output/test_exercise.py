@@ -9,8 +9,8 @@ import pytest
 
 from nanoserve import SamplingParams
 from nanoserve.engine.sequence import Sequence
-from nanoserve.structured.grammar import count_legal
-from nanoserve.structured.guided import Guided
+from nanoserve.features.structured.constrained_sequence import Guided
+from nanoserve.features.structured.grammar import count_legal
 
 from .exercise import Automaton, TokenAutomaton
 

@@ -51,7 +51,7 @@ class Histogram(Metric):
 def start_counting(engine: "GuardedEngine") -> None:
     """Count from here on. Raises `ValueError` if the package that knows metrics is missing."""
     try:
-        from nanoserve.server.metrics import start_metrics
+        from nanoserve.features.metrics import start_metrics
     except ModuleNotFoundError as error:
         raise ValueError(
             f"disable_log_stats=False needs {error.name}: pip install 'nanoserve[serve]'"
@@ -62,7 +62,7 @@ def start_counting(engine: "GuardedEngine") -> None:
 def snapshot(engine: "GuardedEngine") -> list[Metric]:
     """Return all metrics as they are now."""
     try:
-        from nanoserve.server.metrics import metrics_of
+        from nanoserve.features.metrics import metrics_of
     except ModuleNotFoundError:  # then nothing can have been counted
         counted = []
     else:

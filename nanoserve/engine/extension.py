@@ -83,7 +83,7 @@ class Extension:
 # Extensions that a request needs, by name (`Request.extensions`), as "module:Class"; an engine
 # that gets no such request never imports them. They are made with the engine as their argument.
 EXTENSIONS: Registry[Callable[[Any], Extension]] = Registry(
-    "extension", {"structured_outputs": "nanoserve.structured.extension:StructuredOutputs"}
+    "extension", {"structured_outputs": "nanoserve.features.structured.extension:StructuredOutputs"}
 )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
+from nanoserve.features.metrics import start_metrics
 from nanoserve.replicas.replica import Replica
 from nanoserve.replicas.settings import ReplicaSettings
-from nanoserve.server.metrics import start_metrics
 
 _ROUTER = "nanoserve.replicas.request_router:FleetRouter"
 _NO_LIMIT = 100_000  # it is the ingress that refuses, by its max_queue

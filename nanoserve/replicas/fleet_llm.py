@@ -11,13 +11,13 @@ from fastapi import Response
 from ray.serve.handle import DeploymentHandle
 
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.metrics import exposition
 from nanoserve.replicas.expositions import merged
 from nanoserve.replicas.fleet import Fleet
 from nanoserve.replicas.live_replicas import LiveReplicas
 from nanoserve.server.app import ApiServer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.engine_thread import News
-from nanoserve.server.metrics import exposition
 from nanoserve.server.output_reader import EngineDeadError
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
 from nanoserve.engine.context_length import ContextLengthError
+from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.server.answers import Answer
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.server.chat_completions import ChatAnswer, chat_prompt, chat_requests
@@ -28,7 +29,6 @@ from nanoserve.server.foreign_fields import UnknownNames, check_fields
 from nanoserve.server.guard import Guard, read_body
 from nanoserve.server.guides import refusal
 from nanoserve.server.live import LiveView, add_live
-from nanoserve.server.metrics import exposition, start_metrics
 from nanoserve.server.missing_endpoints import missing_endpoint
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.page import add_page

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from nanoserve.commands.engine_args import EngineArgs
     from nanoserve.engine_options import EngineOptions
+    from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.server.engine_process import EngineFront
-    from nanoserve.structured.params import StructuredOutputsParams
     from nanoserve.text.prompt_types import ChatOptions
     from nanoserve.text.tokenizer import Message
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
+from nanoserve.features.structured.params import KINDS, StructuredOutputsParams
 from nanoserve.server.errors import ApiError
-from nanoserve.structured.params import KINDS, StructuredOutputsParams
 
 # vLLM's older fields, and what they are called in `structured_outputs`.
 _ALIASES = {

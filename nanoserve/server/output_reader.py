@@ -4,11 +4,11 @@ import asyncio
 from typing import TYPE_CHECKING, Union
 
 from nanoserve.engine.request import Request
+from nanoserve.features.streams import merged_deltas
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.server.engine_thread import EngineThread
 from nanoserve.server.token_feed import FollowedRequest, NewTokens, can_follow
-from nanoserve.streams import merged_deltas
 from nanoserve.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:

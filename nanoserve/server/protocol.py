@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import ApiError
 from nanoserve.server.first_error import stops_at_first_error
@@ -28,7 +29,6 @@ from nanoserve.server.tools.asked import (
     with_both_names_of_reasoning,
     with_parsed_arguments,
 )
-from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.text.chat import text_of
 from nanoserve.utils.parameter_table import PARAMETERS
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.features.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.gumbel_noise import Noise, row_keys
-from nanoserve.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.tiny_qwen3.corpus import Message, evaluation_sets
 from nanoserve.tiny_qwen3.evaluate import MAX_ANSWER_TOKENS
 from nanoserve.tiny_qwen3.train_draft import DRAFT_PATH

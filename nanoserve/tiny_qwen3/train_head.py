@@ -1,4 +1,4 @@
-"""Train the head that guesses ahead of the bundled model: `nanoserve.speculative.hidden_head`.
+"""Train the head that guesses ahead of the bundled model: `nanoserve.features.speculative.hidden_head`.
 
     python -m nanoserve.tiny_qwen3.train_head [--output FILE] [--steps N]
 
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, softmax
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.features.speculative.hidden_head import HiddenHead
 from nanoserve.tiny_qwen3.train import Recipe, RowPacker, train_model
 
 HEAD_PATH = Path(__file__).with_name("head.safetensors")

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from nanoserve.commands.parser import Parser
-from nanoserve.trace.page import make_page
-from nanoserve.trace.phases import chrome_trace
-from nanoserve.trace.reader import Pool, Trace, read_trace
-from nanoserve.trace.stages import tell_stages
+from nanoserve.features.trace.page import make_page
+from nanoserve.features.trace.phases import chrome_trace
+from nanoserve.features.trace.reader import Pool, Trace, read_trace
+from nanoserve.features.trace.stages import tell_stages
 
 
 def main(arguments: list[str] | None = None) -> None:

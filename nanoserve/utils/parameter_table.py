@@ -6,7 +6,7 @@ A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. What reads
     --------------  ------------------------------------------------------------------------------
     check           `SamplingParams.validate`
     stage, neutral  `SamplingParams.changes_logits`, `filters_logits`; a draft model, which keeps
-                    temperature and filters (`speculative/draft_model.py`); the error of a row that
+                    temperature and filters (`features/speculative/draft_model.py`); the error of a row that
                     its constraints leave no token (`sampling/diagnostics.py`)
     is_http         bodies of HTTP requests (`server/protocol.py`, where it is a field, too)
     recommended_as  the reader of generation_config.json (`checkpoint/model_config.py`)
@@ -82,7 +82,9 @@ def output_kind(name: str, value: Any) -> RequestOutputKind:
 
 
 def structured_outputs(name: str, value: Any) -> Any:
-    from nanoserve.structured.params import StructuredOutputsParams  # few requests have a grammar
+    from nanoserve.features.structured.params import (
+        StructuredOutputsParams,  # few requests have a grammar
+    )
 
     return StructuredOutputsParams.of(value)
 

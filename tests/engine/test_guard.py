@@ -27,9 +27,9 @@ from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.structured import backends, extension
 from nanoserve.outputs import CompletionOutput, RequestMetrics
-from nanoserve.speculative.extension import Speculation
-from nanoserve.structured import backends, extension
 
 SOON = 10.0  # seconds, for what only a hang would miss
 DELTA = RequestOutputKind.DELTA

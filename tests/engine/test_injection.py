@@ -26,19 +26,19 @@ from nanoserve.engine import interrupts
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.pipeline import PipelineSchedule
-from nanoserve.speculative.extension import Speculation
-from nanoserve.streams import Streams
-from nanoserve.structured import backends, extension
-from nanoserve.structured.extension import StructuredOutputs
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.streams import Streams
+from nanoserve.features.structured import backends, extension
+from nanoserve.features.structured.extension import StructuredOutputs
 
 PACKAGE = Path(nanoserve.__file__).parent
 FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {
     str(PACKAGE / name)
     for name in (
         "streams.py",
-        "speculative/extension.py",
-        "structured/extension.py",
-        "structured/guided.py",
+        "features/speculative/extension.py",
+        "features/structured/extension.py",
+        "features/structured/constrained_sequence.py",
     )
 }
 NUM_BLOCKS = 7

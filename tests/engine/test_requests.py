@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.trace.reader import read_trace
+from nanoserve.features.trace.reader import read_trace
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, drop_in, progress
+from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, drop_in
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.missing import IN_DROP_IN, METHODS, NAMES
 from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS, engine_config
 from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.drop_in.speculation import FOREIGN as FOREIGN_SPECULATION
+from nanoserve.features import progress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]

@@ -67,8 +67,8 @@ ROOMS = {
     "kv_events/": {"kv-events"},
     "replicas/": {"serve", "ray"},
     "server/": {"serve"},
-    "structured/guidance.py": {"guided"},
-    "structured/xgrammar.py": {"xgrammar"},
+    "features/structured/guidance.py": {"guided"},
+    "features/structured/xgrammar.py": {"xgrammar"},
 }
 # Other engines live in environments of their own, and one is built from a repository's folder.
 NOT_OURS = {"flash_attn_interface", "llama_cpp", "nanovllm", "vllm"}

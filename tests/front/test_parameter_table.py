@@ -13,9 +13,9 @@ from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import _default_sampling
 from nanoserve.commands import chat
 from nanoserve.drop_in.sampling import FOREIGN
+from nanoserve.features.speculative.draft_model import _simplified
 from nanoserve.sampling import diagnostics
 from nanoserve.server import protocol
-from nanoserve.speculative.draft_model import _simplified
 from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of, stages_before
 
 # What the lists were when each was kept by hand.
@@ -105,7 +105,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         )
         table.PARAMETERS["detokenize"] = table.Parameter(table.switch, "mask", is_http=True)
         params = importlib.import_module("nanoserve.sampling_params").SamplingParams
-        draft_model = importlib.import_module("nanoserve.speculative.draft_model")
+        draft_model = importlib.import_module("nanoserve.features.speculative.draft_model")
         model_config = importlib.import_module("nanoserve.checkpoint.model_config")
         body = importlib.import_module("nanoserve.server.protocol")
         errors = importlib.import_module("nanoserve.sampling.diagnostics")

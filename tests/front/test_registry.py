@@ -29,15 +29,15 @@ from nanoserve.build import FEATURES
 from nanoserve.cli import _PURPOSES, COMMANDS, main, register_command
 from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import EXTENSIONS, register_extension
-from nanoserve.models.registry import MODELS
-from nanoserve.sampling import stages
-from nanoserve.sampling.stages import STAGES, register_stage
-from nanoserve.speculative.config import METHODS, SpeculativeConfig
-from nanoserve.structured.config import (
+from nanoserve.features.speculative.config import METHODS, SpeculativeConfig
+from nanoserve.features.structured.config import (
     GRAMMAR_BACKENDS,
     StructuredOutputsConfig,
     register_grammar_backend,
 )
+from nanoserve.models.registry import MODELS
+from nanoserve.sampling import stages
+from nanoserve.sampling.stages import STAGES, register_stage
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.heads import HEADS
 

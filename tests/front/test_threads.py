@@ -19,7 +19,7 @@ import nanoserve
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
 from nanoserve.engine.executor import StepResult
-from nanoserve.streams import Streams
+from nanoserve.features.streams import Streams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[[5, 6, 7 + i], [9, i]] for i in range(4)]

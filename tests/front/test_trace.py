@@ -20,13 +20,13 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.listeners import BlockListener
+from nanoserve.features.trace import start_trace
+from nanoserve.features.trace.page import make_page
+from nanoserve.features.trace.phases import chrome_trace, phases, step_end
+from nanoserve.features.trace.reader import Pool, Trace, read_trace
+from nanoserve.features.trace.recorder import SequenceTexts
+from nanoserve.features.trace.whole_lines import WholeLines
 from nanoserve.text.incremental_decoder import TokenTexts
-from nanoserve.trace import start_trace
-from nanoserve.trace.page import make_page
-from nanoserve.trace.phases import chrome_trace, phases, step_end
-from nanoserve.trace.reader import Pool, Trace, read_trace
-from nanoserve.trace.recorder import SequenceTexts
-from nanoserve.trace.whole_lines import WholeLines
 
 NODE = shutil.which("node")
 
@@ -425,7 +425,7 @@ def look(*arguments: str | Path) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["trace", *map(str, arguments)])
         try:
-            runpy.run_module("nanoserve.trace", run_name="__main__")
+            runpy.run_module("nanoserve.features.trace", run_name="__main__")
         except SystemExit as refused:
             message = str(refused.code)
             assert message.startswith("nanoserve trace: ") and "\n" not in message

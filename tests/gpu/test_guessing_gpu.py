@@ -13,8 +13,8 @@ from proposers import Mixed, Oracle, Wrong
 pytest.importorskip("triton")
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.head_proposer import HeadProposer
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.head_proposer import HeadProposer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,15 +15,15 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.prefix_cache import chain_hash
 from nanoserve.engine.sequence import Sequence
-from nanoserve.kv_events.config import KVEventsConfig
-from nanoserve.kv_events.events import (
+from nanoserve.features.kv_events.config import KVEventsConfig
+from nanoserve.features.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
     wire_hash,
 )
-from nanoserve.kv_events.publisher import make_kv_events
+from nanoserve.features.kv_events.publisher import make_kv_events
 from nanoserve.sampling_params import SamplingParams
 
 
@@ -365,7 +365,7 @@ def test_events_of_a_prefix_cache_that_is_off_are_refused() -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.kv_events.config.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoserve.features.kv_events.config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs pyzmq, msgspec: pip install 'nanoserve\[kv-ev"):
         EngineConfig("none", kv_events_config={"enable_kv_cache_events": True})
 

@@ -15,8 +15,9 @@ from tiny_checkpoints import edit_json, make_qwen3
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from nanoserve import LLM, SamplingParams, beam_search
-from nanoserve.beam_search import BeamSearchOutput
+from nanoserve import LLM, SamplingParams
+from nanoserve.features import beam_search
+from nanoserve.features.beam_search import BeamSearchOutput
 
 PAD = 0
 # transformers keeps the EOS that ends a beam.

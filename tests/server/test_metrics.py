@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client", reason="metrics need pip install 'nanos
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanoserve.server.metrics import Histogram, Metrics, metrics_of
+from nanoserve.features.metrics import Histogram, Metrics, metrics_of
 
 # What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

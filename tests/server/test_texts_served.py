@@ -11,8 +11,8 @@ from tiny_checkpoints import make_checkpoint
 from transformers import LlamaForCausalLM
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nanoserve.features.trace.reader import read_trace
 from nanoserve.text.detokenizer import Detokenizer
-from nanoserve.trace.reader import read_trace
 
 OPTIONS = {"num_kv_blocks": 64, "max_model_len": 256, "dtype": "float32"}
 NEWLINE, HALF = FIRST_BYTE + 0x0A, FIRST_BYTE + 0xF0

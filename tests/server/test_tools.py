@@ -17,14 +17,14 @@ import jsonschema
 import openai
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.grammar import count_legal
+from nanoserve.features.structured.guidance import Guidance
+from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.server.tools.asked import Function, ToolUse
 from nanoserve.server.tools.formats import FORMATS
 from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
 from nanoserve.server.tools.reasoning import STARTS, Thought
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.grammar import count_legal
-from nanoserve.structured.guidance import Guidance
-from nanoserve.structured.params import StructuredOutputsParams
 from nanoserve.text.tokenizer import Tokenizer
 
 WEATHER = {

@@ -24,7 +24,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.draft_model import DraftModelProposer, prepare_draft_model
+from nanoserve.features.speculative.draft_model import DraftModelProposer, prepare_draft_model
 from nanoserve.worker.load_model import MemoryBeside
 
 VOCAB_SIZE = 512

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanoserve.speculative.goodput import Goodput
-from nanoserve.speculative.step_costs import StepCosts
+from nanoserve.features.speculative.goodput import Goodput
+from nanoserve.features.speculative.step_costs import StepCosts
 
 STEPS = 3000
 MOST = 8  # draft tokens of a row

@@ -8,9 +8,9 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.head_proposer import DraftRows, HeadProposer
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.head_proposer import DraftRows, HeadProposer
+from nanoserve.features.speculative.hidden_head import HiddenHead
 
 HIDDEN_SIZE = 192  # of the bundled model
 QUESTIONS = ["What is a KV cache?", "Why is decoding slow?", "What is a block table?"]

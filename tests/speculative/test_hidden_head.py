@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nanoserve.features.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.speculative.hidden_head import HiddenHead, read_head
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE, NUM_ROWS, NUM_DRAFTS = 12, 20, 5, 3
 

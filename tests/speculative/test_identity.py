@@ -12,9 +12,9 @@ from proposers import Mixed, Oracle, Wrong, speculation_of
 from tiny_checkpoints import TINY_QWEN3, make_qwen3
 
 from nanoserve import LLM
-from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.speculative.hidden_head import HiddenHead
-from nanoserve.speculative.suffix import SuffixProposer
+from nanoserve.features.speculative.config import SpeculativeConfig
+from nanoserve.features.speculative.hidden_head import HiddenHead
+from nanoserve.features.speculative.suffix import SuffixProposer
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix"}

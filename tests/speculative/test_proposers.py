@@ -7,9 +7,9 @@ import pytest
 
 from nanoserve import SamplingParams
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.speculative.ngram import NgramProposer
-from nanoserve.speculative.suffix import SuffixProposer
+from nanoserve.features.speculative.config import SpeculativeConfig
+from nanoserve.features.speculative.ngram import NgramProposer
+from nanoserve.features.speculative.suffix import SuffixProposer
 
 
 def sequence(token_ids: list[int], num_prompt_tokens: int = 1, **fields: Any) -> Sequence:

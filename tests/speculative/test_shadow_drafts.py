@@ -16,8 +16,8 @@ from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.proposer import TextProposer
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.proposer import TextProposer
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
 

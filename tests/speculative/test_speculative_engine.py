@@ -16,9 +16,9 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.proposer import TextProposer
-from nanoserve.trace.reader import read_trace
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.proposer import TextProposer
+from nanoserve.features.trace.reader import read_trace
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -19,8 +19,8 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.speculative.proposer import TextProposer
 from nanoserve.sampling.gumbel_noise import Noise, row_keys
-from nanoserve.speculative.proposer import TextProposer
 
 VOCAB_SIZE = 64
 TOKENS = 8  # that have any probability

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
-from nanoserve.structured import checker
-from nanoserve.structured.checker import Checker
-from nanoserve.structured.source import Source
+from nanoserve.features.structured import checker
+from nanoserve.features.structured.checker import Checker
+from nanoserve.features.structured.source import Source
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 

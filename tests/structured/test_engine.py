@@ -14,10 +14,10 @@ from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.engine.guard import GuardedEngine
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
-from nanoserve.structured import extension as structured_extension
-from nanoserve.structured.compiler import Compiler
-from nanoserve.structured.extension import StructuredOutputs
-from nanoserve.structured.source import Source
+from nanoserve.features.structured import extension as structured_extension
+from nanoserve.features.structured.compiler import Compiler
+from nanoserve.features.structured.extension import StructuredOutputs
+from nanoserve.features.structured.source import Source
 
 PROMPT = [5, 6, 7]
 EOS = 2

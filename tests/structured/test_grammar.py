@@ -15,9 +15,9 @@ from random_grammars import RandomSchema, random_regex
 
 from nanoserve import StructuredOutputsParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.grammar import Grammar, count_legal
-from nanoserve.structured.guidance import Guidance
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.grammar import Grammar, count_legal
+from nanoserve.features.structured.guidance import Guidance
 from nanoserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048

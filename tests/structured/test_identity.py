@@ -18,12 +18,12 @@ pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from grammars import GRAMMARS, FromScratch
 
 from nanoserve.engine.extension import Extension
-from nanoserve.speculative.config import SpeculativeConfig
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.suffix import SuffixProposer
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.extension import StructuredOutputs
-from nanoserve.structured.guidance import to_llguidance
+from nanoserve.features.speculative.config import SpeculativeConfig
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.suffix import SuffixProposer
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.extension import StructuredOutputs
+from nanoserve.features.structured.guidance import to_llguidance
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -27,18 +27,18 @@ from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.speculative.goodput import Goodput
+from nanoserve.features.speculative.hidden_head import HiddenHead
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.outputs import RequestOutput
-from nanoserve.speculative.goodput import Goodput
-from nanoserve.speculative.hidden_head import HiddenHead
 from nanoserve.worker.build_executor import make_runner
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from grammars import PERSON
 
-from nanoserve.structured import extension as structured_extension
-from nanoserve.structured.extension import COMPILING, StructuredOutputs
-from nanoserve.structured.source import Source
+from nanoserve.features.structured import extension as structured_extension
+from nanoserve.features.structured.extension import COMPILING, StructuredOutputs
+from nanoserve.features.structured.source import Source
 
 VOCAB_SIZE, EOS = 2048, 2
 MAX_MODEL_LEN = 64

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.structured.limits import (
+from nanoserve.features.structured.limits import (
     MOST_BRACKETS,
     MOST_LEVELS,
     MOST_LEVELS_OF_XGRAMMAR,
@@ -18,7 +18,7 @@ from nanoserve.structured.limits import (
     check_bounds,
     check_schema,
 )
-from nanoserve.structured.source import Source
+from nanoserve.features.structured.source import Source
 
 Link = Callable[[dict[str, Any]], dict[str, Any]]
 

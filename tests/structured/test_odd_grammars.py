@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from nanoserve import LLM, StructuredOutputsParams
-from nanoserve.structured import checker
-from nanoserve.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured import checker
+from nanoserve.features.structured.config import StructuredOutputsConfig
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from odd_grammars import OddSchemas, odd_grammar
 
-from nanoserve.structured.guidance import Guidance
+from nanoserve.features.structured.guidance import Guidance
 
 
 def test_odd_grammars_are_refused_or_compiled(

@@ -11,8 +11,8 @@ from fresh_modules import fresh_modules
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.config import EngineConfig
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.source import Source
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.source import Source
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "null"}}}
 ENGINE = StructuredOutputsConfig()
@@ -131,7 +131,7 @@ def test_options_of_the_engine(options: Any, what: str) -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.structured.config.find_spec", lambda name: None)
+    monkeypatch.setattr("nanoserve.features.structured.config.find_spec", lambda name: None)
     with LLM("tiny-qwen3", num_kv_blocks=8) as llm:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
         with pytest.raises(ValueError, match=r"pip install 'nanoserve\[guided\]'"):
@@ -151,4 +151,4 @@ def test_an_engine_without_a_grammar_loads_nothing_of_it() -> None:
     assert "nanoserve.engine.llm_engine" in loaded  # else it would have been another engine
     guiding = {"llguidance", "xgrammar", "nanoserve.sampling.token_masks"}
     assert not guiding & loaded
-    assert not [name for name in loaded if name.startswith("nanoserve.structured")]
+    assert not [name for name in loaded if name.startswith("nanoserve.features.structured")]

@@ -17,10 +17,10 @@ pytest.importorskip("jsonschema", reason="pip install jsonschema")
 import jsonschema
 from llguidance import LLMatcher, LLTokenizer
 
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.guidance import to_llguidance
-from nanoserve.structured.params import StructuredOutputsParams
-from nanoserve.structured.schemas import rewritten
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.guidance import to_llguidance
+from nanoserve.features.structured.params import StructuredOutputsParams
+from nanoserve.features.structured.schemas import rewritten
 
 BYTES = LLTokenizer("byte")
 STRING: dict[str, Any] = {"type": "string"}

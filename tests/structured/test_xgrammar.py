@@ -22,9 +22,9 @@ import jsonschema
 from random_grammars import RandomSchema, random_regex
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.grammar import count_legal
-from nanoserve.structured.xgrammar import XGrammar
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.grammar import count_legal
+from nanoserve.features.structured.xgrammar import XGrammar
 from nanoserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048

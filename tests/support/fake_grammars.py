@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.proposer import TextProposer
-from nanoserve.structured.params import StructuredOutputsParams
-from nanoserve.structured.source import Source
+from nanoserve.features.speculative.proposer import TextProposer
+from nanoserve.features.structured.params import StructuredOutputsParams
+from nanoserve.features.structured.source import Source
 
 
 def guided_by(pattern: str, delay: int = 0) -> StructuredOutputsParams:

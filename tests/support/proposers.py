@@ -6,8 +6,8 @@ from typing import Any
 
 from nanoserve import LLM
 from nanoserve.engine.sequence import Sequence
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.proposer import TextProposer
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.proposer import TextProposer
 
 
 def speculation_of(llm: LLM) -> Speculation:

@@ -1,6 +1,6 @@
 """A draft method of one's own: the last token, again and again."""
 
-from nanoserve.speculative.proposer import MakeProposer, TextProposer
+from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
 
 
 class EchoProposer(TextProposer):

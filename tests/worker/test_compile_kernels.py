@@ -25,10 +25,10 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.speculative.extension import Speculation, prepare_speculation
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.models.quantization.linear_methods import choose_linear_method
-from nanoserve.speculative.extension import Speculation, prepare_speculation
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.worker.build_executor import attention_options
 from nanoserve.worker.cuda_device import CudaDevice

@@ -36,12 +36,12 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import kv_cache_groups
+from nanoserve.features.speculative.config import METHODS
+from nanoserve.features.speculative.extension import Speculation
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.sampling.fused_sampler import FusedSampler
-from nanoserve.speculative.config import METHODS
-from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.build_executor import attention_options
 from nanoserve.worker.cuda_device import CudaDevice, Fetched
@@ -673,7 +673,7 @@ def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(
         "nanoserve.build.make_executor",
         lambda *args, **named: targets.append(make_target(*args, **named)) or targets[0],
     )
-    monkeypatch.setattr("nanoserve.speculative.draft_model.make_runner", make_draft)
+    monkeypatch.setattr("nanoserve.features.speculative.draft_model.make_runner", make_draft)
     with LLM(checkpoint, device="cpu", **options) as llm:
         proposer = llm.engine.extensions[0].proposer
         assert proposer._runner.num_kv_blocks == llm.engine.executor.num_kv_blocks

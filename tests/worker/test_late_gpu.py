@@ -17,9 +17,9 @@ import nanoserve.worker.mixed_program as mixed_program
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.speculative.extension import Speculation
-from nanoserve.speculative.head_proposer import HeadProposer
-from nanoserve.speculative.hidden_head import HiddenHead
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.head_proposer import HeadProposer
+from nanoserve.features.speculative.hidden_head import HiddenHead
 from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.worker.mixed_program import MixedProgram
 from nanoserve.worker.model_runner import ModelRunner

@@ -34,9 +34,9 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.speculative.extension import Speculation
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.triton_ops import TritonOps
-from nanoserve.speculative.extension import Speculation
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.draft_program import DraftProgram

@@ -16,6 +16,7 @@ import pytest
 import torch
 from mixed_life import TINY_POOL, assert_same_life, mixed_life
 from model_fuzz import VOCAB_SIZE, ModelRun, reference_engine
+from nanoserve.features.trace.__main__ import summary
 from quantized_checkpoints import CASES, make_quantized
 from shared_engine import SharedEngine
 from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3
@@ -29,10 +30,9 @@ from transformers import (
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.trace.__main__ import summary
-from nanoserve.trace.phases import chrome_trace
-from nanoserve.trace.reader import read_trace
-from nanoserve.trace.stages import stage_uses
+from nanoserve.features.trace.phases import chrome_trace
+from nanoserve.features.trace.reader import read_trace
+from nanoserve.features.trace.stages import stage_uses
 from nanoserve.worker.pipeline_stage import share_layers, split_layers
 
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}

@@ -17,10 +17,10 @@ from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.sleep import Sleeper
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.sleep import Sleeper
 
 PROMPTS = [[5, 6, 7], [*range(40)], [9] * 33]
 PARAMS = [

@@ -4,15 +4,15 @@ import json
 import re
 from collections.abc import Callable
 
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.lark import COMPACT, json_rule
+from nanoserve.features.structured.params import StructuredOutputsParams
+from nanoserve.features.structured.regex import portable
+from nanoserve.features.structured.schema_numbers import spelled
 from nanoserve.server.errors import ApiError
 from nanoserve.server.guides import refusal
 from nanoserve.server.tools.asked import Function, ToolUse
 from nanoserve.server.tools.reasoning import CLOSE, OPEN, Thought
-from nanoserve.structured.config import StructuredOutputsConfig
-from nanoserve.structured.lark import COMPACT, json_rule
-from nanoserve.structured.params import StructuredOutputsParams
-from nanoserve.structured.regex import portable
-from nanoserve.structured.schema_numbers import spelled
 
 _MOST_CALLS = 16
 _ANY_ARGUMENTS = '{"type": "object"}'

@@ -1,0 +1,161 @@
+"""Suffix decoding (Oliaro et al. 2024): the longest match, in finished requests too, by frequency.
+
+Agents ask the same thing with small changes, again and again, and what they get is long stretches
+of what others got. So outputs of finished requests are searched besides the sequence's own tokens.
+Of all places where the last tokens occurred, those count where the most tokens before agree; they
+vote for the next token, one after the other, and a draft ends where they are too divided.
+
+The paper keeps a suffix tree. Here an index says where the last few tokens have occurred, a match
+is followed back from there, and only the latest places are looked at: a bound on time and memory.
+"""
+
+from collections import Counter, OrderedDict
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.sequence import Sequence
+from nanoserve.features.speculative.config import SpeculativeConfig
+from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
+
+_KEY = 3  # tokens that must agree
+_MOST_PLACES = 8  # of one key in one index
+_MOST_TOKENS = 100_000  # of finished requests, of one cache key
+_MOST_CACHE_KEYS = 16
+_NO_TOKEN = -1  # behind each finished text
+
+# Tokens, and the position behind an occurrence in them.
+Place = tuple[list[int], int]
+
+
+def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
+    """Return what makes the proposer of method "suffix"."""
+    return lambda executor, scheduler: SuffixProposer(config.speculative_config)
+
+
+class SuffixProposer(TextProposer):
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._depth = config.suffix_decoding_max_tree_depth
+        self._spec_factor = config.suffix_decoding_max_spec_factor
+        self._min_prob = config.suffix_decoding_min_token_prob
+        self._max_requests = config.suffix_decoding_max_cached_requests
+        self._own: dict[Sequence, PlaceIndex] = {}
+        # An accepted draft token is quick, which shows what others got: those alone share an index
+        # that share a cache.
+        self._finished: OrderedDict[tuple[str, ...], FinishedTexts] = OrderedDict()
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        token_ids, own = seq.token_ids, self._own.get(seq)
+        if len(token_ids) < _KEY:
+            return []
+        if own is None or own.num_added > len(token_ids):
+            own = self._own[seq] = PlaceIndex(token_ids)
+        # What ends with the last token is not there yet: nothing is known to follow it.
+        own.add(_KEY, len(token_ids) - 1)
+        key = tuple(token_ids[-_KEY:])
+        places = own.places(key)
+        finished = self._finished.get(seq.cache_key)
+        if finished is not None:
+            places += finished.places(key)
+        if not places:
+            return []
+        lengths = [self._match_length(token_ids, place) for place in places]
+        longest = max(lengths)
+        best = [place for place, n in zip(places, lengths, strict=True) if n == longest]
+        return self._follow(best, token_ids, min(most, int(self._spec_factor * longest)))
+
+    def forget(self, seq: Sequence) -> None:
+        self._own.pop(seq, None)
+        if self._max_requests and seq.num_output_tokens > _KEY:
+            finished = self._finished.pop(seq.cache_key, None) or FinishedTexts(self._max_requests)
+            self._finished[seq.cache_key] = finished
+            finished.add(seq.output_token_ids)
+            if len(self._finished) > _MOST_CACHE_KEYS:
+                self._finished.popitem(last=False)
+
+    def _match_length(self, token_ids: list[int], place: Place) -> int:
+        text, end = place
+        length, most = _KEY, min(self._depth, end, len(token_ids))
+        while length < most and text[end - 1 - length] == token_ids[-1 - length]:
+            length += 1
+        return length
+
+    def _follow(self, places: list[Place], own: list[int], most: int) -> list[int]:
+        """Return what most places have next, while they agree enough."""
+        drafts: list[int] = []
+        probability = 1.0
+        while len(drafts) < most:
+            following = [_following(place, own, drafts) for place in places]
+            votes = Counter(token_id for token_id in following if token_id is not None)
+            if not votes:
+                break
+            ((token_id, count),) = votes.most_common(1)
+            probability *= count / len(places)
+            if probability < self._min_prob:
+                break
+            places = [p for p, t in zip(places, following, strict=True) if t == token_id]
+            drafts.append(token_id)
+        return drafts
+
+
+def _following(place: Place, own: list[int], drafts: list[int]) -> int | None:
+    """Return the token that comes there after so many draft tokens; None behind a text's end."""
+    text, end = place
+    end += len(drafts)
+    if end < len(text):
+        return text[end] if text[end] != _NO_TOKEN else None
+    # Behind the end of the sequence itself come its draft tokens.
+    return drafts[end - len(text)] if text is own else None
+
+
+class PlaceIndex:
+    """An index of a list that grows: where each `_KEY` tokens have occurred lately.
+
+    Most have once: that is a number, and only for others there is a list.
+    """
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.num_added = 0
+        self._ends: dict[tuple[int, ...], int | list[int]] = {}
+
+    def add(self, first: int, last: int) -> None:
+        """Add what ends at `first` ... `last`, if it was not added before."""
+        first, token_ids, ends = max(first, self.num_added + 1), self.token_ids, self._ends
+        tails = (token_ids[first - _KEY + i : last - _KEY + i + 1] for i in range(_KEY))
+        for end, key in enumerate(zip(*tails, strict=True), first):
+            known = ends.get(key)
+            if known is None:
+                ends[key] = end
+            elif isinstance(known, int):
+                ends[key] = [known, end]
+            else:
+                known.append(end)
+                del known[:-_MOST_PLACES]
+        self.num_added = max(self.num_added, last)
+
+    def places(self, key: tuple[int, ...]) -> list[Place]:
+        ends = self._ends.get(key, [])
+        return [(self.token_ids, end) for end in ([ends] if isinstance(ends, int) else ends)]
+
+
+class FinishedTexts:
+    """The latest finished texts, in two halves: when the newer is full, the older one goes."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._most_texts = max(1, max_requests // 2)
+        self._older, self._newer = PlaceIndex([]), PlaceIndex([])
+        self._num_texts = 0
+
+    def add(self, text: list[int]) -> None:
+        is_full = len(self._newer.token_ids) > _MOST_TOKENS // 2
+        if self._num_texts == self._most_texts or is_full:
+            self._older, self._newer = self._newer, PlaceIndex([])
+            self._num_texts = 0
+        self._num_texts += 1
+        start = len(self._newer.token_ids)
+        self._newer.token_ids += [*text, _NO_TOKEN]
+        # No match reaches back into the text before, and behind its last token nothing follows.
+        self._newer.add(start + _KEY, start + len(text) - 1)
+
+    def places(self, key: tuple[int, ...]) -> list[Place]:
+        return self._older.places(key) + self._newer.places(key)

@@ -1,0 +1,69 @@
+"""Who knows grammars, by name; each is imported when the first request asks for it."""
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Any
+
+from xxhash import xxh3_128_digest
+
+from nanoserve.features.structured.checker import Checker
+from nanoserve.features.structured.compiler import Compiler
+from nanoserve.features.structured.config import GRAMMAR_BACKENDS, StructuredOutputsConfig
+from nanoserve.features.structured.limits import check_bounds
+from nanoserve.features.structured.source import Source
+
+_Key = tuple[str, str, str, bytes]
+
+_MOST_KNOWN = 1024
+# By library and source, why it cannot be compiled, or None: the last ones that were asked for.
+_known: "OrderedDict[_Key, Future[str | None]]" = OrderedDict()
+_checkers: dict[str, Checker] = {}
+_lock = threading.Lock()
+
+
+def check(library: str, source: Source) -> None:
+    """Check a grammar without a tokenizer, which takes longer to be read.
+
+    Raises `ValueError` for one that cannot be compiled: it is too deep or too wide, the library
+    refuses it, or compiling it takes too long or crashes.
+    """
+    key = (library, source.kind, source.whitespace, xxh3_128_digest(source.text.encode()))
+    with _lock:
+        known = _known.get(key)
+        if known is not None:
+            _known.move_to_end(key)
+        else:
+            mine = _known[key] = Future()
+            while len(_known) > _MOST_KNOWN:
+                _known.popitem(last=False)
+    if known is None:
+        known = mine
+        try:
+            mine.set_result(_fault(library, source))
+        except BaseException as error:  # no verdict on the grammar: the next one asks again
+            with _lock:
+                if _known.get(key) is mine:
+                    del _known[key]
+            mine.set_exception(error)
+    fault = known.result()
+    if fault is not None:
+        raise ValueError(f"structured_outputs: {source.kind}: {fault}")
+
+
+def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
+    """Return a compiler, whose backend is imported when the first grammar is compiled."""
+    name = config.backend_name
+    return Compiler(lambda: GRAMMAR_BACKENDS.get(name)(tokenizer.backend, vocab_size))
+
+
+def _fault(library: str, source: Source) -> str | None:
+    try:
+        check_bounds(source, library)
+    except ValueError as error:
+        return str(error)
+    with _lock:
+        if library not in _checkers:
+            _checkers[library] = Checker(library)
+        checker = _checkers[library]
+    return checker.check(source)

@@ -1,0 +1,78 @@
+"""The process in which grammars are compiled for the first time, to see whether that goes well.
+
+Run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a pipe. A grammar
+that overflows a native stack, or takes memory or time without end, ends this process alone.
+"""
+
+import os
+import resource
+import signal
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.stacks import start_thread
+from nanoserve.utils.registry import Registry
+
+READY = "ready"
+_STACK = 16 * 2**20  # a quarter of what the threads have that compile what was found good here
+_MEMORY = 2 * 2**30  # bytes beyond what the libraries take
+_IDLE = 60.0  # seconds without an order after which this process ends
+
+
+def main(file_descriptor: int, location: str) -> None:
+    """Answer each `Source` with what is wrong with it, or None, until the pipe is closed.
+
+    location: of the backend that checks them, as "module:Class".
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
+    pipe = Connection(file_descriptor)
+    try:
+        backend = Registry("grammar backend", {"this one": location}).get("this one")
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    _limit_memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash as often as somebody likes
+    os.nice(5)  # what runs goes first
+    pipe.send(READY)
+    thread = start_thread(_answer, (pipe, backend.check, backend.check_seconds), _STACK, "check")
+    thread.join()
+
+
+def _answer(pipe: Connection, check: Any, seconds: int) -> None:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while pipe.poll(_IDLE):
+            source = Source(*pipe.recv())
+            _limit_time(seconds)
+            try:
+                check(source)
+            except ValueError as error:
+                pipe.send(str(error))
+            except Exception as error:  # a library's own kind
+                pipe.send(f"{type(error).__name__}: {error!s:.300}")
+            else:
+                pipe.send(None)
+
+
+def _limit_time(seconds: int) -> None:
+    """Have the system end this process once it has computed for `seconds` from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime) + seconds + 1
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def _limit_memory() -> None:
+    """Have allocations fail beyond `_MEMORY`; where the system does not tell sizes, do nothing."""
+    with suppress(OSError, ValueError):
+        with open("/proc/self/statm") as file:
+            taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = taken + _MEMORY
+        if hard != resource.RLIM_INFINITY:
+            most = min(most, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))

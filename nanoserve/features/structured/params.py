@@ -1,0 +1,237 @@
+"""What an output must look like: `SamplingParams(structured_outputs=...)`, under vLLM's names."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.schema_numbers import float_of
+from nanoserve.features.structured.schemas import rewritten
+from nanoserve.features.structured.source import Source
+from nanoserve.utils.checks import check_bool, check_list, is_text, require, shown
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# Characters, far above what is of use. What is larger costs nothing.
+_MOST_CHARACTERS = {
+    "json": 2**19,
+    "regex": 2**14,
+    "choice": 2**19,
+    "grammar": 2**15,
+    "%llguidance": 2**19,  # what tools make
+    "structural_tag": 2**19,
+    "whitespace_pattern": 2**8,
+}
+_MOST_CHOICES = 10_000
+_MOST_STRUCTURES = 128
+_WHITESPACE = r"[ \n\r\t]*"
+_DEEPEST = 100  # lists and dictionaries within each other
+
+
+@dataclass
+class StructuredOutputsParams:
+    """One of these, and the output will match it from its first character to its last.
+
+    json: a JSON schema, as a dictionary or as text; the output is JSON that it validates.
+    regex: a regular expression that matches the whole output.
+    choice: a list of texts, of which the output is one.
+    grammar: a context-free grammar, in the dialect of Lark or in GBNF.
+    json_object: True: any JSON object.
+    structural_tag: free text in which whatever begins with a trigger must go on as one of these
+        structures: {"structures": [{"begin": text, "schema": {...}, "end": text}, ...],
+        "triggers": [text, ...]}, as a dictionary or as text.
+
+    disable_any_whitespace: False lets JSON be set out with spaces and line ends, which some models
+        then never stop writing. None: as the engine's `structured_outputs_config` says.
+    disable_additional_properties: objects of a schema have no other properties than those it names,
+        unless it says so itself (`"additionalProperties": true`). None: as the engine's
+        `structured_outputs_config` says.
+    lenient: keywords of a schema that no output can be made to obey (`uniqueItems`, a look-ahead)
+        are ignored, and named in the log. None: as the engine's `structured_outputs_config` says.
+    whitespace_pattern: a regular expression for what may stand between the parts of JSON.
+
+    Raises `ValueError` unless exactly one is given, and for what is too large. What a backend does
+    not support is a `ValueError` when a request is made: it names the construct.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    lenient: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Called on construction, and again when a request is made: fields can be assigned to."""
+        if self.json_object is not None:
+            check_bool("json_object", self.json_object)
+        for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        require(
+            len(given) == 1,
+            f"structured_outputs must have exactly one of {KINDS}; it has {given}",
+        )
+        if self.whitespace_pattern is not None:
+            _check_text("whitespace_pattern", self.whitespace_pattern)
+        kind = given[0]
+        if kind == "choice":
+            num = len(self.choice) if isinstance(self.choice, list | tuple) else 0
+            told = f"choice has {num} texts; at most {_MOST_CHOICES} are allowed"
+            require(num <= _MOST_CHOICES, told)
+            check_list("choice", self.choice, is_text, "texts that are not empty", False)
+            _check_size("choice", sum(map(len, self.choice)))
+            _check_encodes("choice", "".join(self.choice))
+        elif kind in ("regex", "grammar"):
+            text = getattr(self, kind)
+            is_made = is_text(text) and text.startswith("%llguidance")
+            _check_text("%llguidance" if is_made else kind, text)
+
+    def source(self, config: StructuredOutputsConfig) -> Source:
+        """The grammar as text, completed by what the engine says of JSON."""
+        if self.regex is not None:
+            return Source("regex", self.regex)
+        if self.choice is not None:
+            return Source("choice", json.dumps(self.choice))
+        if self.grammar is not None:
+            return Source("grammar", self.grammar)
+        if self.structural_tag is not None:
+            text, tag = _dumped("structural_tag", self.structural_tag)
+            _check_tag(tag)
+            return Source("structural_tag", self._rewritten_tag(tag, config))
+        text = '{"type": "object"}'
+        if self.json is not None:
+            text = self._rewritten("json", _dumped("json", self.json)[0], config)
+        is_compact = self.disable_any_whitespace
+        if is_compact is None:
+            is_compact = config.disable_any_whitespace
+        return Source("json", text, self.whitespace_pattern or ("" if is_compact else _WHITESPACE))
+
+    def _rewritten(self, kind: str, schema: str, config: StructuredOutputsConfig) -> str:
+        """Return a schema in the words that the libraries know."""
+        own = self.disable_additional_properties, self.lenient
+        closes, is_lenient = (
+            theirs if mine is None else mine
+            for mine, theirs in zip(
+                own, (config.disable_additional_properties, config.lenient), strict=True
+            )
+        )
+        try:
+            return rewritten(schema, closes, is_lenient)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {kind}: {error}") from None
+
+    def _rewritten_tag(self, tag: dict[str, Any], config: StructuredOutputsConfig) -> str:
+        made = []
+        for structure in tag["structures"]:
+            schema = self._rewritten("structural_tag", json.dumps(structure["schema"]), config)
+            made.append(structure | {"schema": json.loads(schema)})
+        return json.dumps(tag | {"structures": made})
+
+    def check(self, config: StructuredOutputsConfig | None, tokenizer: Any) -> None:
+        """Raise `ValueError` for what no output can be made to obey: it names the construct.
+
+        config, tokenizer: the engine's.
+        """
+        require(tokenizer is not None, "structured_outputs needs a tokenizer, and there is none")
+        from nanoserve.features.structured.backends import check
+
+        config = config or StructuredOutputsConfig()
+        check(config.backend_name, self.source(config))
+
+    @classmethod
+    def of(cls, value: Any) -> "StructuredOutputsParams":
+        """What `SamplingParams` was given: one of these, or a dictionary of its fields."""
+        if isinstance(value, cls):
+            return replace(value)  # checked again, and the request's own
+        require(
+            isinstance(value, dict) and all(isinstance(name, str) for name in value),
+            f"structured_outputs={shown(value)} must be StructuredOutputsParams",
+        )
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        require(not unknown, f"structured_outputs has no {unknown}; it has {known}")
+        return cls(**value)
+
+
+def _check_text(name: str, value: Any) -> None:
+    require(is_text(value), f"{name}={shown(value)} must be a text that is not empty")
+    _check_size(name, len(value))
+    _check_encodes(name, value)
+
+
+def _check_encodes(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds what is no text: {error}") from error
+
+
+def _check_size(name: str, size: int) -> None:
+    most = _MOST_CHARACTERS[name]
+    require(size <= most, f"{name} has {size} characters; at most {most} are allowed")
+
+
+def _dumped(name: str, value: Any) -> tuple[str, Any]:
+    """A schema as text and as an object, whichever it was given as."""
+    if isinstance(value, str):
+        _check_text(name, value)
+    elif not isinstance(value, dict):
+        raise ValueError(f"{name}={shown(value)} must be a dictionary, or JSON as text")
+    try:
+        value = json.loads(value, parse_float=float_of) if isinstance(value, str) else value
+        text = json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    require(isinstance(value, dict), f"{name}={shown(value)} must be a JSON object")
+    _check_size(name, len(text))
+    require(
+        _depth(text) <= _DEEPEST,
+        f"{name} has lists and objects {_depth(text)} deep; at most {_DEEPEST} are allowed",
+    )
+    return text, value
+
+
+def _check_tag(tag: dict[str, Any]) -> None:
+    expected = (
+        "structural_tag must be {'structures': [{'begin': text, 'schema': {...}, 'end': text}, "
+        "...], 'triggers': [text, ...]}"
+    )
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    require(isinstance(structures, list) and isinstance(triggers, list) and structures, expected)
+    require(all(map(is_text, triggers)), expected)
+    num = len(structures)
+    told = f"structural_tag has {num} structures; at most {_MOST_STRUCTURES} are allowed"
+    require(num <= _MOST_STRUCTURES, told)
+    for structure in structures:
+        is_whole = isinstance(structure, dict) and isinstance(structure.get("schema"), dict)
+        require(is_whole and is_text(structure.get("begin")), expected)
+        require(isinstance(structure.get("end"), str), expected)
+        begin = structure["begin"]
+        is_triggered = any(begin.startswith(trigger) for trigger in triggers)
+        require(is_triggered, f"structural_tag: begin={begin!r} starts with none of {triggers}")
+
+
+def _depth(text: str) -> int:
+    """How deep brackets lie in each other in JSON."""
+    depth = deepest = 0
+    is_inside = is_escaped = False
+    for character in text:
+        if is_inside:
+            is_inside = is_escaped or character != '"'
+            is_escaped = not is_escaped and character == "\\"
+        elif character == '"':
+            is_inside = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest

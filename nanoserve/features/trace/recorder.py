@@ -1,0 +1,313 @@
+"""Every step of the engine as one line of JSON: who ran, on which KV blocks, and what gave way.
+
+The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan, its
+batch and its result, and the engine does not know of it. The first line of a trace is its header,
+the last one says when the engine was closed. A line in between is a step:
+
+    step        number of its batch; a number that is missing is a step that raised and was undone
+    time        seconds from the start of the trace to the start of the step
+    times       of which it spent in each part of the loop
+    arrived     sequences seen for the first time, with their prompts
+    aborted     sequences that ended between the step before and this one
+    undone      sequences that lost their blocks to a step that raised, before this one
+    preempted   sequences that lost their blocks in this one
+    admitted    sequences that began to run, for the first time or again
+    batch       the header of the packed batch
+    rows        its rows, in order; see `TraceRecorder._row`
+    evicted     blocks that have left the prefix cache since the step before
+    published   blocks that have entered it since then, perhaps with other content than before
+    finished    sequences that ended with this step
+    waiting     the queue after this step, its head first
+    running     the running sequences after this step, in order of admission
+    stages      of a pipeline: when each of them began with this step and when it had done, in
+                seconds of its own machine's clock from the start of the trace
+
+Where several steps are under way, those behind this one are planned already: `waiting` and
+`running` are without what they admit, and with what they preempt, and blocks that they evict and
+cache are among those of this one.
+
+A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
+row has the blocks that are new in it, after a (new) admission all of them.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from nanoserve.engine.batch import Batch
+from nanoserve.engine.block_manager import blocks_needed
+from nanoserve.engine.executor import StepResult
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.listeners import BlockListener, CachedBlock
+from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.features.trace.reader import FORMAT, VERSION
+from nanoserve.features.trace.whole_lines import WholeLines
+from nanoserve.text.incremental_decoder import TokenTexts
+
+_OPTIONS = (
+    "model",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "long_prefill_token_threshold",
+    "scheduling_policy",
+    "enable_prefix_caching",
+)
+
+
+class TraceRecorder:
+    """Writes what `engine` does to `file`, a line for every step."""
+
+    def __init__(self, engine: GuardedEngine, file: WholeLines) -> None:
+        self._engine, self._scheduler = engine, engine.scheduler
+        tokenizer = engine.tokenizer
+        self._token_texts = None if tokenizer is None else TokenTexts(tokenizer.backend)
+        self._block_size = engine.config.block_size
+        self._texts: dict[Sequence, SequenceTexts] = {}  # of all sequences that have not ended
+        self._tables: dict[Sequence, list[int]] = {}  # of those that run
+        self.cache_changes = CacheChanges()
+        self._file = file
+        self._start = time.perf_counter()
+        options = {name: getattr(engine.config, name) for name in _OPTIONS}
+        self._write(
+            {"format": FORMAT, "version": VERSION}
+            | {"started": datetime.now().astimezone().isoformat(timespec="seconds")}
+            | options
+            | {"num_kv_blocks": engine.executor.num_kv_blocks}
+            | {"max_model_len": engine.executor.max_model_len}
+        )
+
+    def observe(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
+        """Write one step. It is over: what finished has given back its blocks already.
+
+        Its results must not be lost to a trace: without memory for a line, the trace ends.
+        """
+        if not self._file.is_complete:
+            return
+        try:
+            self._write(self._step(plan, batch, result, times))
+        except MemoryError as error:
+            self._file.give_up(error)
+
+    def _step(
+        self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes
+    ) -> dict[str, Any]:
+        parts = asdict(times)
+        start = self._seconds(time.perf_counter() - sum(parts.values()))
+        arrived = self._introduce(plan)
+        planned = {row.seq: None for row in plan.rows}  # in batch order
+        aborted = self._ended(seq for seq in self._texts if seq not in planned)
+        undone = self._undone(plan)
+        for seq in [*undone, *plan.preempted]:
+            self._tables.pop(seq, None)
+        header = batch.header
+        tables = batch.block_tables(header.num_rows, header.table_width)[0].tolist()
+        sampled = (row.seq for row in plan.sampled)
+        new_ids = dict(zip(sampled, result.token_ids, strict=True))
+        rows = [
+            self._row(plan, row, new_ids.get(row.seq, []), table)
+            for row, table in zip(plan.rows, tables, strict=True)
+        ]
+        evicted, cached = self.cache_changes.take()
+        return {
+            "step": header.step,
+            "time": start,
+            "times": {part: round(seconds, 7) for part, seconds in parts.items()},
+            "arrived": arrived,
+            "aborted": aborted,
+            "undone": _numbers(undone),
+            "preempted": _numbers(plan.preempted),
+            "admitted": _numbers(plan.admitted),
+            "batch": header._asdict(),
+            "rows": rows,
+            "evicted": evicted,
+            "published": cached,
+            "finished": self._ended(planned),
+            "waiting": _numbers(filter(self._texts.__contains__, self._scheduler.waiting)),
+            "running": _numbers(filter(self._texts.__contains__, self._scheduler.running)),
+        } | self._stages(header.step)
+
+    def _stages(self, step: int) -> dict[str, Any]:
+        if self._engine.config.pipeline_parallel_size == 1:
+            return {}
+        spans = self._engine.executor.spans(step)
+        return {"stages": [[self._seconds(moment) for moment in span] for span in spans]}
+
+    def end(self) -> None:
+        """Write the last line. The engine is closed already: what was left in it is aborted."""
+        if not self._file.is_complete:
+            return
+        now = self._seconds(time.perf_counter())
+        self._write({"closed": now, "aborted": self._ended(self._texts)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.append(json.dumps(record, ensure_ascii=False, separators=(",", ":")))
+
+    def _seconds(self, clock: float) -> float:
+        return round(clock - self._start, 6)
+
+    def _introduce(self, plan: Plan) -> list[dict[str, Any]]:
+        """Sequences that were never seen before. An arrival may run at once, or wait."""
+        seen = {*(row.seq for row in plan.rows), *self._scheduler.waiting}
+        new = sorted(seen.difference(self._texts), key=lambda seq: seq.arrival)
+        return [self._arrival(seq) for seq in new]
+
+    def _arrival(self, seq: Sequence) -> dict[str, Any]:
+        """`texts` are those of the prompt's tokens: together they are its text."""
+        texts = self._texts[seq] = SequenceTexts(self._token_texts)
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        return {
+            "seq": seq.arrival,
+            "request": seq.request_id,
+            "index": seq.index,  # which completion of its prompt
+            "priority": int(seq.priority),
+            "time": self._seconds(seq.metrics.arrival_time),
+            "prompt": prompt,
+            "texts": [texts.next(token_id) for token_id in prompt],
+        }
+
+    def _ended(self, sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
+        """Forget those of `sequences` that are finished; how each of them ended."""
+        ended = [seq for seq in sequences if seq.finished]
+        for seq in ended:
+            del self._texts[seq]
+            self._tables.pop(seq, None)
+        return [
+            {"seq": seq.arrival, "reason": seq.finish_reason, "stop_reason": seq.stop_reason}
+            for seq in ended
+        ]
+
+    def _undone(self, plan: Plan) -> list[Sequence]:
+        """Sequences that no step preempted, and that wait, or had to be admitted once more."""
+        plans = [plan, *self._engine.plans_under_way]
+        preempted = {seq for each in plans for seq in each.preempted}
+        return [
+            seq
+            for seq in self._tables
+            if (seq.status is SequenceStatus.WAITING and seq not in preempted)
+            or seq in plan.admitted
+        ]
+
+    def _row(
+        self, plan: Plan, row: Row, new_ids: list[int], packed_table: list[int]
+    ) -> dict[str, Any]:
+        """Describe one sequence in a step, in which `new_ids` were sampled for it.
+
+        seq: its arrival number.
+        kind: "decode" for a single token of the output, or else "prefill"; so a prompt is computed,
+            and all that is computed again after a preemption.
+        computed, new: tokens whose K and V were in the cache before, and those of this step.
+        hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
+        blocks: what is new in its block table.
+        yields: whether it has got a token, which is then `token`, with its `text`; `token` is null
+            if that was an error.
+        guesses: the draft tokens behind its last token, each with its text; only if there are any.
+            The first `right` of them were accepted and have joined, before `token`.
+        """
+        seq, computed, n, drafts = row.seq, row.start, row.n, plan.draft_tokens.get(row.seq, [])
+        # A table reaches beyond a step that computes a chunk; one that has been given back does
+        # not, because only a sequence that has caught up finishes.
+        num_used = blocks_needed(computed + n, self._block_size)
+        table = list(seq.block_table) or packed_table[:num_used]
+        is_admitted = seq not in self._tables
+        num_known = 0 if is_admitted else len(self._tables[seq])
+        self._tables[seq] = table
+        is_decode = n - len(drafts) == 1 and computed >= seq.num_prompt_tokens
+        written = {
+            "seq": seq.arrival,
+            "kind": "decode" if is_decode else "prefill",
+            "computed": computed,
+            "new": n,
+            "hits": computed // self._block_size if is_admitted else 0,
+            "blocks": table[num_known:],
+            "yields": bool(row.num_sampled),
+        }
+        *accepted, token = _taken(seq, new_ids, computed + n - len(drafts)) or [None]
+        if drafts:
+            written |= self._drafts(seq, drafts, accepted)
+        if row.num_sampled:
+            written["token"] = token
+            written["text"] = self._texts[seq].next(token)
+        return written
+
+    def _drafts(self, seq: Sequence, drafts: list[int], accepted: list[int]) -> dict[str, Any]:
+        texts = self._texts[seq]
+        shown = [[token_id, texts.next(token_id)] for token_id in accepted]
+        shown += [[token_id, texts.alone(token_id)] for token_id in drafts[len(accepted) :]]
+        return {"guesses": shown, "right": len(accepted)}
+
+
+class SequenceTexts:
+    """The texts of a sequence's tokens, one by one; together they are the text of all.
+
+    A token that ends within a character has none: the one that completes the character has it.
+    Without a tokenizer, no token has.
+    """
+
+    def __init__(self, texts: TokenTexts | None) -> None:
+        self._texts = texts
+        self._decoder = None if texts is None else texts.decoder([], False, False, True)
+
+    def next(self, token_id: int | None) -> str:
+        if self._decoder is None or token_id is None:
+            return ""
+        return self._decoder.feed([token_id])
+
+    def alone(self, token_id: int) -> str:
+        """Of a token that has not joined."""
+        return "" if self._texts is None else self._texts.text_of_token(token_id)
+
+
+def _taken(seq: Sequence, new_ids: list[int], num_tokens: int) -> list[int]:
+    """Return those of `new_ids` that count: `seq` had `num_tokens` before, and may have ended.
+
+    They are the tokens that joined it, and a stop token or EOS that ended it without joining.
+    """
+    if seq.finish_reason is None:
+        return new_ids
+    num_joined = len(seq.token_ids) - num_tokens
+    is_ended_by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    return new_ids[: num_joined + is_ended_by_token]
+
+
+def _numbers(sequences: Iterable[Sequence]) -> list[int]:
+    return [seq.arrival for seq in sequences]
+
+
+class CacheChanges(BlockListener):
+    """Notes which blocks entered and left the prefix cache until they are taken."""
+
+    def __init__(self) -> None:
+        self._cached: set[int] = set()  # when changes were taken last
+        self._added: dict[int, None] = {}  # since then and still cached, in order
+        self._removed: set[int] = set()  # since then, even if cached again
+
+    def on_cached(self, cached: CachedBlock) -> None:
+        self._added[cached.block] = None
+
+    def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
+        self._added.pop(block, None)
+        self._removed.add(block)
+
+    def on_cleared(self) -> None:
+        self._added.clear()
+        self._removed |= self._cached
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Return the blocks (evicted, cached) since the last call.
+
+        A block that was evicted and cached anew, with other content, is in both; one that came and
+        went meanwhile is in neither.
+        """
+        evicted = sorted(self._cached & self._removed)
+        added = list(self._added)
+        self._cached.difference_update(evicted)
+        self._cached.update(added)
+        self._added.clear()
+        self._removed.clear()
+        return evicted, added
