@@ -306,7 +306,7 @@ def tp(job: Job) -> Measurements:
 
         yield from tensor_parallel_tests(job)
         return
-    from nanoserve.worker.process_group import join_group, serve_store
+    from nanoserve.features.parallel.process_group import join_group, serve_store
 
     device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
     group = join_group(0, 1, serve_store(1), device, timeout=60)

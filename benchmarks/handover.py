@@ -21,8 +21,8 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.worker.shared_memory import anonymous_file, map_memory
 
 _ROUNDS = 400
 _BLOCK_SIZE = 16

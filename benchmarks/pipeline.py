@@ -28,9 +28,9 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.features.trace.reader import read_trace
 from nanoserve.features.trace.stages import tell_stages
 
@@ -42,7 +42,7 @@ _BRAIN = 2e-4  # seconds for a step's plan and its results
 class SimulatedStages:
     """Stages in a time of their own: what counts is when each has a step to compute.
 
-    The last one is the brain's, as in `nanoserve.worker.pipeline`: it computes a step when that is
+    The last one is the brain's, as in `nanoserve.features.parallel.pipeline`: it computes a step when that is
     collected, and nothing while the brain plans.
     """
 

@@ -33,7 +33,7 @@ PrepareFeature = Callable[[EngineConfig, ModelConfig], Callable[[GuardedEngine],
 FEATURES: Registry[PrepareFeature] = Registry(
     "feature",
     {
-        "pipeline_parallel_size": "nanoserve.engine.pipeline:prepare_pipeline",
+        "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
         "kv_events_config": "nanoserve.features.kv_events.publisher:prepare_kv_events",
     },

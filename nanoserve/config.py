@@ -30,7 +30,7 @@ _SMALLEST = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "distributed_timeout_seconds": 1,
-    "worker_timeout_seconds": 4,  # a few beats of nanoserve.worker.heartbeat
+    "worker_timeout_seconds": 4,  # a few beats of nanoserve.features.parallel.heartbeat
     "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
     "priority_aging": 1,
     "num_kv_blocks": 1,

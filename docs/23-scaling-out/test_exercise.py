@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nanoserve.worker.pipeline_stage import split_layers
+from nanoserve.features.parallel.pipeline_stage import split_layers
 
 from .exercise import bubble, run_pipeline, share_layers
 

@@ -4,7 +4,7 @@ import pytest
 
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.worker.pipeline_stage import join_stage
+from nanoserve.features.parallel.pipeline_stage import join_stage
 
 from . import worked
 

@@ -35,12 +35,12 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.request import Request
+from nanoserve.features.parallel.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_for_ever
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.server.engine_thread import Done, EngineThread, News
 from nanoserve.server.token_feed import NewTokens
 from nanoserve.text.tokenizer import Tokenizer
-from nanoserve.worker.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_for_ever
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
+from nanoserve.features.parallel.heartbeat import BEAT, WorkWatch
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.server.token_feed import NewTokens, TokenFeed
-from nanoserve.worker.heartbeat import BEAT, WorkWatch
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 EXECUTORS: Registry[Callable[..., Executor]] = Registry(
     "executor",
     {
-        "tensor_parallel": "nanoserve.worker.tensor_parallel:TensorParallelExecutor",
-        "pipeline": "nanoserve.worker.pipeline:PipelineExecutor",
+        "tensor_parallel": "nanoserve.features.parallel.tensor_parallel:TensorParallelExecutor",
+        "pipeline": "nanoserve.features.parallel.pipeline:PipelineExecutor",
     },
 )
 

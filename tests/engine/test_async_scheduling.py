@@ -20,11 +20,11 @@ from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import SequenceRoom, group_layers
-from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 

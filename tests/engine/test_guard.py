@@ -23,10 +23,10 @@ from nanoserve.engine.interrupts import EngineLock
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.output_processor import OutputProcessor
 from nanoserve.engine.output_queues import OutputQueues
-from nanoserve.engine.pipeline import PipelineSchedule
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.structured import backends, extension
 from nanoserve.outputs import CompletionOutput, RequestMetrics

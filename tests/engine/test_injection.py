@@ -25,7 +25,7 @@ from nanoserve import RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine import interrupts
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.pipeline import PipelineSchedule
+from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.streams import Streams
 from nanoserve.features.structured import backends, extension

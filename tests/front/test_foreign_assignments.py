@@ -37,7 +37,7 @@ ALLOWED = {
     "a batch is numbered, and the handle of a step filled in, by the runner that made them": (
         "worker/model_runner.py: batch.step",
         "worker/*.py: handle.*",
-        "worker/pipeline.py: launched.sample_inputs",
+        "features/parallel/pipeline.py: launched.sample_inputs",
     ),
     "a request that is not queued yet belongs to whoever has made or received it": (
         "replicas/fleet.py: params.seed",
@@ -89,8 +89,8 @@ ALLOWED = {
         "tokenizer.py: backend.*",
         "tokenizer.py: self._hf.chat_template",
         "worker/compile_ahead.py: module.*",
-        "worker/process_group.py: *Op",
-        "worker/ray_workers.py: self._processes*.pid",
+        "features/parallel/process_group.py: *Op",
+        "features/parallel/ray_workers.py: self._processes*.pid",
     ),
     "a class that is decorated": ("sampling_params.py: cls.__init__",),
 }

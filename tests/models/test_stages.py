@@ -28,12 +28,12 @@ from transformers import (
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import load_deferred
+from nanoserve.features.parallel.pipeline_stage import check_stages, share_layers
 from nanoserve.models import registry
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.pipeline_parallel import PipelineParallel
 from nanoserve.models.registry import model_class, register_model
 from nanoserve.worker.load_model import tensors_of_other_stages
-from nanoserve.worker.pipeline_stage import check_stages, share_layers
 
 LAYERS = {"num_hidden_layers": 3}
 TIED = {"tie_word_embeddings": True}

@@ -18,11 +18,11 @@ from fake_serve import FakeServe
 from ray_server import read_stream
 from serving import Served, behind_http, wait_until
 
+from nanoserve.features.parallel import heartbeat
 from nanoserve.replicas import fleet_llm
 from nanoserve.replicas.fleet_llm import FleetLLM, FleetServer
 from nanoserve.server.output_reader import EngineDeadError
 from nanoserve.server.settings import ServerSettings
-from nanoserve.worker import heartbeat
 
 
 class FleetServed(Served):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import is_idle, served, wait_until
 
-from nanoserve.worker import heartbeat
+from nanoserve.features.parallel import heartbeat
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 

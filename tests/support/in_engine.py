@@ -4,7 +4,7 @@ import os
 import time
 
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.worker import heartbeat
+from nanoserve.features.parallel import heartbeat
 
 
 def num_free_blocks(engine: GuardedEngine) -> int:

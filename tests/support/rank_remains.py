@@ -23,7 +23,7 @@ def workers() -> set[int]:
     for entry in Path("/proc").iterdir():
         try:
             command, environment = (entry / "cmdline").read_bytes(), entry / "environ"
-            is_worker = b"nanoserve.worker.tp_worker" in command.split(b"\0")
+            is_worker = b"nanoserve.features.parallel.tp_worker" in command.split(b"\0")
             if is_worker and MARK.encode() in environment.read_bytes().split(b"\0"):
                 found.add(int(entry.name))
         except OSError:

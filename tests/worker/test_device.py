@@ -153,7 +153,7 @@ def test_other_ranks_get_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPa
         jobs.append(job)
         raise Handed
 
-    monkeypatch.setattr("nanoserve.worker.tensor_parallel.Workers", workers)
+    monkeypatch.setattr("nanoserve.features.parallel.tensor_parallel.Workers", workers)
     with pytest.raises(Handed):
         LLM(checkpoint, skip_tokenizer_init=True, tensor_parallel_size=2)
     (options,) = (job["options"] for job in jobs)

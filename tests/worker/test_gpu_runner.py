@@ -36,6 +36,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import kv_cache_groups
+from nanoserve.features.parallel.tensor_parallel import options_of_workers
 from nanoserve.features.speculative.config import METHODS
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.models.layers.context import LayerContext, ParallelContext
@@ -52,7 +53,6 @@ from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sampling_program import SamplingProgram
-from nanoserve.worker.tensor_parallel import options_of_workers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

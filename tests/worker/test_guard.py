@@ -17,21 +17,21 @@ import torch
 from fake_cuda import FakeCuda
 from packed_batches import make_plan, make_sequence
 
+import nanoserve.features.parallel.tp_worker as tp_worker
 import nanoserve.sampling.fused_sampler as fused_sampler
-import nanoserve.worker.tp_worker as tp_worker
 from nanoserve import SamplingParams
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
+from nanoserve.features.parallel.tp_worker import SharedSteps
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.shared_memory import anonymous_file, map_memory
-from nanoserve.worker.tp_worker import SharedSteps
 
 CALLERS, OWN = 0, 1
 

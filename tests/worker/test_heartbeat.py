@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.worker import heartbeat, worker_processes
-from nanoserve.worker.heartbeat import BEAT, IDLE_LIMIT, WORK_LIMIT, Pulse, WorkWatch
-from nanoserve.worker.tp_worker import Reporter
-from nanoserve.worker.worker_processes import WorkerError, Workers
+from nanoserve.features.parallel import heartbeat, worker_processes
+from nanoserve.features.parallel.heartbeat import BEAT, IDLE_LIMIT, WORK_LIMIT, Pulse, WorkWatch
+from nanoserve.features.parallel.tp_worker import Reporter
+from nanoserve.features.parallel.worker_processes import WorkerError, Workers
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="asks /proc for processor time"

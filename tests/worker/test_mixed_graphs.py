@@ -34,6 +34,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.features.parallel.tensor_parallel import options_of_workers
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.triton_ops import TritonOps
@@ -43,7 +44,6 @@ from nanoserve.worker.draft_program import DraftProgram
 from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes, pad_step
 from nanoserve.worker.model_runner import ModelRunner
-from nanoserve.worker.tensor_parallel import options_of_workers
 
 # ---------------------------------------------------------------- sizes, and what they cover
 

@@ -16,13 +16,13 @@ from transformers import MixtralForCausalLM
 
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.features.parallel.process_group import Group, join_group
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.mixtral import MixtralForCausalLM as OurMixtral
 from nanoserve.models.qwen3 import Qwen3ForCausalLM
-from nanoserve.worker.process_group import Group, join_group
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]

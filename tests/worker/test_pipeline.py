@@ -30,10 +30,10 @@ from transformers import (
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.features.parallel.pipeline_stage import share_layers, split_layers
 from nanoserve.features.trace.phases import chrome_trace
 from nanoserve.features.trace.reader import read_trace
 from nanoserve.features.trace.stages import stage_uses
-from nanoserve.worker.pipeline_stage import share_layers, split_layers
 
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}
 MOE = {

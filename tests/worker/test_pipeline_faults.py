@@ -18,7 +18,7 @@ from rank_remains import (
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.worker.worker_processes import WorkerError
+from nanoserve.features.parallel.worker_processes import WorkerError
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="looks for processes in /proc"

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoserve.worker.process_group import Group, join_group
-from nanoserve.worker.worker_processes import WorkerError, Workers
+from nanoserve.features.parallel.process_group import Group, join_group
+from nanoserve.features.parallel.worker_processes import WorkerError, Workers
 
 GPU = torch.device("cuda", 1)
 MIB = 2**20
@@ -142,7 +142,7 @@ def test_why_a_group_could_not_be_aborted_is_logged(caplog: pytest.LogCaptureFix
 # Rank 1 has come, and comes to no collective: as if gloo had not noticed that it is dead.
 LEAVE_A_SUM = """
 import threading, torch
-from nanoserve.worker.process_group import find_store, join_group, serve_store
+from nanoserve.features.parallel.process_group import find_store, join_group, serve_store
 
 groups, stores = {}, [serve_store(2)]
 stores.append(find_store(stores[0].port, 2))

@@ -16,7 +16,7 @@ from rank_remains import PATIENCE, SOON, soon_after_a_step, tell_time, within
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.worker.worker_processes import WorkerError
+from nanoserve.features.parallel.worker_processes import WorkerError
 
 ray = pytest.importorskip("ray", reason="pip install 'nanoserve[ray]'")
 

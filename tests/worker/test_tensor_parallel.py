@@ -16,8 +16,8 @@ from shared_engine import SharedEngine
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.features.parallel.process_group import Group
 from nanoserve.outputs import RequestOutput
-from nanoserve.worker.process_group import Group
 
 COMMON: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 PARAMS = [

@@ -31,11 +31,11 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.executor import StepResult
+from nanoserve.features.parallel import tensor_parallel
+from nanoserve.features.parallel.process_group import Group
+from nanoserve.features.parallel.worker_processes import WorkerError
 from nanoserve.sampling.slot_state import SlotState
-from nanoserve.worker import tensor_parallel
 from nanoserve.worker.model_runner import Handle
-from nanoserve.worker.process_group import Group
-from nanoserve.worker.worker_processes import WorkerError
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="looks for processes in /proc"
@@ -198,7 +198,7 @@ def test_a_worker_that_fails_while_it_starts(
 ) -> None:
     failing = {"exit": "os._exit(7)", "raise": "sys.modules['safetensors'] = None"}[moment]
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys\nif 'nanoserve.worker.tp_worker' in sys.orig_argv: {failing}\n"
+        f"import os, sys\nif 'nanoserve.features.parallel.tp_worker' in sys.orig_argv: {failing}\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start = time.monotonic()

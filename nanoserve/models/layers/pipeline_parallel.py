@@ -3,7 +3,7 @@
 Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has devices of its own.
 Unlike tensor parallelism, which communicates twice in each layer, a stage sends one tensor a step,
 [num_tokens, hidden_size]; so stages may be far apart, and one of them is busy only while a step is
-in it. They are all busy when as many steps are under way (`nanoserve.engine.pipeline`).
+in it. They are all busy when as many steps are under way (`nanoserve.features.parallel.pipeline_schedule`).
 """
 
 import time
@@ -20,7 +20,7 @@ class PipelineParallel:
     """This process's stage. By default there is one stage, the whole model, which sends nothing.
 
     `layers` are those computed here, None for all. `before` joins this rank to one of the stage
-    before, `behind` to one of the next: each is a `nanoserve.worker.process_group.Group` of two.
+    before, `behind` to one of the next: each is a `nanoserve.features.parallel.process_group.Group` of two.
     """
 
     index: int = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 class TensorParallel(NamedTuple):
     """This process's place among the ranks that share layers (Shoeybi et al. 2019, Megatron-LM).
 
-    `group` is a `nanoserve.worker.process_group.Group`, None on one device.
+    `group` is a `nanoserve.features.parallel.process_group.Group`, None on one device.
     """
 
     rank: int = 0

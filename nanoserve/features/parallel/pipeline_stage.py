@@ -11,13 +11,13 @@ from math import inf
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.features.parallel.process_group import Group
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.pipeline_parallel import PipelineParallel
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
 from nanoserve.worker.load_model import tensors_of_other_stages
-from nanoserve.worker.process_group import Group
 
 # (stage, first layer, the one behind the last) -> if a stage may have these layers. Where it may,
 # it may have fewer of them, too.

@@ -21,12 +21,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanoserve.engine.batch import Batch
+from nanoserve.features.parallel.heartbeat import Pulse
+from nanoserve.features.parallel.worker_processes import Workers
 from nanoserve.utils.checks import require
-from nanoserve.worker.heartbeat import Pulse
-from nanoserve.worker.worker_processes import Workers
 
 # By name, as a worker of this machine is started by name: what it builds may be what is here.
-_ACTORS = "nanoserve.worker.ray_actor"
+_ACTORS = "nanoserve.features.parallel.ray_actor"
 _PLACE_TIMEOUT = 60.0  # seconds until Ray has a place for all ranks
 _CONNECT_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _NO_PROCESS = -1

@@ -25,15 +25,15 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
+from nanoserve.features.parallel.process_group import LOOPBACK, Group, serve_store
+from nanoserve.features.parallel.ranks import join_ranks
+from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
+from nanoserve.features.parallel.worker_processes import WorkerError, Workers
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import Handle, ModelRunner
-from nanoserve.worker.process_group import LOOPBACK, Group, serve_store
-from nanoserve.worker.ranks import join_ranks
-from nanoserve.worker.shared_memory import anonymous_file, map_memory
-from nanoserve.worker.worker_processes import WorkerError, Workers
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -70,7 +70,7 @@ class TensorParallelExecutor:
         self._timeout = config.distributed_timeout_seconds
         workers_class = Workers
         if config.distributed_executor_backend == "ray":
-            from nanoserve.worker.ray_workers import RayWorkers as workers_class
+            from nanoserve.features.parallel.ray_workers import RayWorkers as workers_class
 
             self._stack.callback(workers_class.leave)
         try:

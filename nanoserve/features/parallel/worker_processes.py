@@ -1,6 +1,6 @@
 """The processes of the other ranks: started, told of steps, listened to, and ended, come what may.
 
-They are started as `python -m nanoserve.worker.tp_worker`, so that a plain script needs no
+They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs no
 `if __name__ == "__main__"`, and nothing of them has a name: what is shared are file descriptors
 that they inherit.
 """
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.worker.heartbeat import BEAT, Pulse
+from nanoserve.features.parallel.heartbeat import BEAT, Pulse
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ class Workers:
         settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)}
         settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder are not meant
         arguments = json.dumps(job | {"fds": fds}, default=str)
-        command = [sys.executable, "-m", "nanoserve.worker.tp_worker", arguments]
+        command = [sys.executable, "-m", "nanoserve.features.parallel.tp_worker", arguments]
         try:
             process = subprocess.Popen(
                 command,

@@ -1,4 +1,4 @@
-"""Every rank but the first: `python -m nanoserve.worker.tp_worker JOB`, with JOB in JSON.
+"""Every rank but the first: `python -m nanoserve.features.parallel.tp_worker JOB`, with JOB in JSON.
 
 It builds its part of the model, then waits for steps. It decides nothing: no scheduler, no
 sampler, no random number. It ends when rank 0 closes the pipe of steps, and at once, whatever it
@@ -24,14 +24,14 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
+from nanoserve.features.parallel.heartbeat import beat_for_ever
+from nanoserve.features.parallel.process_group import LOOPBACK, find_store
+from nanoserve.features.parallel.ranks import join_ranks
+from nanoserve.features.parallel.shared_memory import map_memory
+from nanoserve.features.parallel.worker_processes import PING
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner
 from nanoserve.worker.heads import register_head
-from nanoserve.worker.heartbeat import beat_for_ever
-from nanoserve.worker.process_group import LOOPBACK, find_store
-from nanoserve.worker.ranks import join_ranks
-from nanoserve.worker.shared_memory import map_memory
-from nanoserve.worker.worker_processes import PING
 
 
 def main() -> None:

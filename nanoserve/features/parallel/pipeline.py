@@ -16,8 +16,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
-from nanoserve.worker.pipeline_stage import check_stages
-from nanoserve.worker.tensor_parallel import TensorParallelExecutor
+from nanoserve.features.parallel.pipeline_stage import check_stages
+from nanoserve.features.parallel.tensor_parallel import TensorParallelExecutor
 
 
 @dataclass

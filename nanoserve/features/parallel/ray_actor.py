@@ -18,11 +18,11 @@ class RankActor:
     Otherwise rank 0 has Ray end it."""
 
     def run(self, job: dict[str, Any]) -> None:
-        """`job` is as in `nanoserve.worker.tp_worker`, with where rank 0 listens."""
+        """`job` is as in `nanoserve.features.parallel.tp_worker`, with where rank 0 listens."""
         import ray
 
         os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])  # Ray has set another one
-        from nanoserve.worker.tp_worker import Reporter, run
+        from nanoserve.features.parallel.tp_worker import Reporter, run
 
         connection = socket.create_connection((job["host"], job["steps_port"]))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -43,7 +43,7 @@ class Seat:
 
 
 class SentSteps:
-    """Steps as messages of `nanoserve.worker.ray_workers`.
+    """Steps as messages of `nanoserve.features.parallel.ray_workers`.
 
     A thread reads them, also while this rank waits for others in a step: so it hears at once that
     rank 0 is gone, whose connection ends with it.

@@ -1,0 +1,1 @@
+"""Tensor and pipeline parallelism: executors of several ranks, their processes and their memory."""
