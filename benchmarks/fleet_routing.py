@@ -32,8 +32,8 @@ from routing import TRACES, Job, Scale
 from nanoserve.bench.serve.connection import Server
 from nanoserve.bench.serve.stream import read_answer
 from nanoserve.cli import main as nanoserve
-from nanoserve.replicas import placement
-from nanoserve.replicas.prefix_router import PrefixRouter
+from nanoserve.serve.replicas import routing
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 _NUM_REPLICAS = 2
 _SAID = 270  # the token that is all a server says: " the"
@@ -152,7 +152,7 @@ def run(router: str, trace: str, per_replica: int, scale: Scale, folder: str) ->
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:  # a process of `run`'s
-        placement.PrefixRouter = ROUTERS[sys.argv[2]][0]
+        routing.PrefixRouter = ROUTERS[sys.argv[2]][0]
         return nanoserve(["serve", *sys.argv[3:]])
     parser = ArgumentParser(description="Routers before real replicas.")
     add = parser.add_argument

@@ -33,8 +33,8 @@ from nanoserve.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.replicas.calls import Order
-from nanoserve.replicas.placement import Placement
+from nanoserve.serve.replicas.messages import Order
+from nanoserve.serve.replicas.routing import Placement
 
 _SERVERS = {
     "one server, two cores": ["--num-threads", "2"],

@@ -32,9 +32,9 @@ from typing import Any
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.replicas.block_events import BlockEvents
-from nanoserve.replicas.prefix_router import PrefixRouter
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.serve.replicas.block_events import BlockEvents
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 _STEP, _TOKEN, _CONTEXT = 8e-3, 5e-5, 5e-8  # seconds
 _BLOCK_SIZE, _POOL, _SEED, _MAX_LEN = 16, 2048, 5, 16_384

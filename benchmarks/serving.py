@@ -34,8 +34,8 @@ from nanoserve import LLM, AsyncLLM, RequestOutput, SamplingParams
 from nanoserve.bench.shapes import SHAPES
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput
-from nanoserve.server.engine_thread import EngineThread, News
-from nanoserve.server.token_feed import NewTokens
+from nanoserve.serve.engine_thread import EngineThread, News
+from nanoserve.serve.token_stream import NewTokens
 
 _VOCAB_SIZE = 2048  # the bundled tokenizer's, which texts are made with
 _TEXT = "The KV cache keeps the keys and values of all earlier tokens, in every layer of the model."
@@ -168,9 +168,9 @@ class CostlessEngine:
 
 
 def serve_costless(seconds: float, stream_interval: int) -> None:
-    from nanoserve.server.app import ApiServer
-    from nanoserve.server.run import bind, serve
-    from nanoserve.server.settings import ServerSettings
+    from nanoserve.serve.http.app import ApiServer
+    from nanoserve.serve.http.run import bind, serve
+    from nanoserve.serve.http.settings import ServerSettings
 
     llm = AsyncLLM("tiny-qwen3", stream_interval=stream_interval)
     llm.owner = CostlessEngine(llm.owner, llm._post, seconds)

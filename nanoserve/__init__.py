@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanoserve.models.registry import register_model
     from nanoserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-    from nanoserve.server.async_llm import AsyncLLM
+    from nanoserve.serve.async_llm import AsyncLLM
     from nanoserve.text.prompt_types import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _HOME = {
     "Logprob": "nanoserve.outputs",
     "RequestMetrics": "nanoserve.outputs",
     "register_model": "nanoserve.models.registry",
-    "AsyncLLM": "nanoserve.server.async_llm",
+    "AsyncLLM": "nanoserve.serve.async_llm",
     "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
     "EngineArgs": "nanoserve.commands.engine_args",
     "AsyncEngineArgs": "nanoserve.commands.engine_args",

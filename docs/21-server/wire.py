@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from nanoserve import LLM
-from nanoserve.server.chat_completions import ChatAnswer, chat_requests
-from nanoserve.server.protocol import ChatBody
+from nanoserve.serve.http.chat_completions import ChatAnswer, chat_requests
+from nanoserve.serve.http.protocol import ChatBody
 
 FILE = Path(__file__).with_name("stream.txt")
 BODY = {

@@ -11,7 +11,7 @@ from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.server.output_reader import OutputReader
+from nanoserve.serve.response_stream import OutputReader
 
 _STREAM = Path(__file__).with_name("stream.txt")
 # What the server's metrics are called, behind their prefix, and what each of them answers.

@@ -24,8 +24,8 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.features.parallel.pipeline_stage import share_layers
-from nanoserve.replicas.prefix_router import DEFAULT_GAMMA, PrefixRouter
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.serve.replicas.prefix_router import DEFAULT_GAMMA, PrefixRouter
 
 # LLaMA-2-70B in 16 bits, on GPUs of 80 GB with 3.35 TB/s (H100), of which 0.9 is used.
 WEIGHTS = 2 * 68_976_648_192

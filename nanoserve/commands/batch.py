@@ -13,8 +13,8 @@ from nanoserve.commands.parser import Parser, Words, from_json
 from nanoserve.utils.checks import check_int, check_number, require
 
 if TYPE_CHECKING:
-    from nanoserve.batch_jobs.job import Job
-    from nanoserve.batch_jobs.lines import Todo
+    from nanoserve.serve.batch.batch_job import Job
+    from nanoserve.serve.batch.requests import Todo
 
 # vLLM's engine has them, too.
 _OURS = ("served_model_name", "reasoning_parser", "data_parallel_size")
@@ -44,9 +44,9 @@ def _run(args: Namespace) -> int:
     is_same = out.exists() and os.path.samefile(path, out)
     require(not is_same, f"{out} is the input: name another file for the answers")
     _check_packages(args)
-    from nanoserve.batch_jobs.answers_file import AnswersFile
-    from nanoserve.batch_jobs.job import Job
-    from nanoserve.batch_jobs.survey import survey
+    from nanoserve.serve.batch.batch_job import Job
+    from nanoserve.serve.batch.output_file import AnswersFile
+    from nanoserve.serve.batch.resume import survey
 
     def report(number: int, told: str) -> None:
         print(f"{path}:{number}: {told}", file=sys.stderr)
@@ -80,13 +80,13 @@ def _answer(
     answerer: dict[str, Any] = {"model": args.model, "options": options, "settings": settings}
     answerer["engine_process"] = args.engine_process
     if args.replicas > 1 or args.ray_address:
-        from nanoserve.batch_jobs.on_ray import answer_on_ray
+        from nanoserve.serve.batch.ray_runner import answer_on_ray
 
         where = args.replicas, args.ray_address
         return answer_on_ray(path, salt, todo, answerer, job.take, *where)
-    from nanoserve.batch_jobs.answerer import Answerer
-    from nanoserve.batch_jobs.here import answer_here
-    from nanoserve.batch_jobs.restarts import RestartingAnswerer
+    from nanoserve.serve.batch.local_runner import answer_here
+    from nanoserve.serve.batch.request_executor import Answerer
+    from nanoserve.serve.batch.restarts import RestartingAnswerer
 
     one = RestartingAnswerer(partial(Answerer, **answerer))
     try:
@@ -98,7 +98,7 @@ def _answer(
 
 def _check_packages(args: Namespace) -> None:
     try:
-        import nanoserve.server.app  # noqa: F401
+        import nanoserve.serve.http.app  # noqa: F401
     except ModuleNotFoundError as error:
         told = f"what a server needs ({error}), a batch needs, too: pip install 'nanoserve[serve]'"
         raise ValueError(told) from error

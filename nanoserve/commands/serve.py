@@ -18,8 +18,8 @@ from nanoserve.commands.parser import (
     with_dashes,
 )
 from nanoserve.commands.server_flags import add_server_flags, check_server_flags
-from nanoserve.replicas.settings import ReplicaSettings
-from nanoserve.server.settings import ServerSettings
+from nanoserve.serve.http.settings import ServerSettings
+from nanoserve.serve.replicas.settings import ReplicaSettings
 
 # vLLM's engine has them, too.
 _OURS = (
@@ -33,12 +33,12 @@ def main(arguments: list[str]) -> int:
     args = parse_args(arguments)
     model = model_of(args, "tiny-qwen3")
     try:
-        from nanoserve.server.app import ApiServer
-        from nanoserve.server.run import bind, serve
+        from nanoserve.serve.http.app import ApiServer
+        from nanoserve.serve.http.run import bind, serve
     except ModuleNotFoundError as error:
         told = f"a server needs {_PACKAGES} ({error}): pip install 'nanoserve[serve]'"
         raise ValueError(told) from error
-    from nanoserve.server.engine_process import LOG_FORMAT
+    from nanoserve.serve.engine_process import LOG_FORMAT
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     names = [field.name for field in fields(ServerSettings) if field.name in args]
@@ -52,11 +52,11 @@ def main(arguments: list[str]) -> int:
     names = [field.name for field in fields(ReplicaSettings) if field.name in args]
     replicas = ReplicaSettings(**{name: getattr(args, name) for name in names})
     options = engine_options(args, _OURS)
-    from nanoserve.server.async_llm import AsyncLLM
+    from nanoserve.serve.async_llm import AsyncLLM
 
     with bind(args.host, args.port) as bound, ExitStack() as ending:
         if replicas.is_fleet:
-            from nanoserve.replicas.start import start_server
+            from nanoserve.serve.replicas.start import start_server
 
             start = partial(start_server, model, options, replicas, settings)
             api = ending.enter_context(start(args.stream_interval))

@@ -83,7 +83,7 @@ FLAGS: dict[str, Foreign] = {
     **_known("uds", "give --host 127.0.0.1 and --port; socat or a proxy can listen on a socket of "
              "the file system"),
     **_known("middleware", f"{_PROXY}, or wrap the ASGI application "
-             "nanoserve.server.app.ApiServer(llm, settings).app"),
+             "nanoserve.serve.http.app.ApiServer(llm, settings).app"),
     **_known("allow_credentials", "nothing here needs cookies: clients send an API key", _off),
     **_known("allowed_methods allowed_headers", _ALL_ALLOWED, _one_of(["*"], "*")),
     **_known("ssl_ca_certs", f"to ask clients for certificates, {_PROXY}"),

@@ -32,10 +32,10 @@ from nanoserve.cli import main
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 
-from nanoserve.batch_jobs.answerer import Answered
-from nanoserve.batch_jobs.here import answer_here
-from nanoserve.batch_jobs.lines import BatchLine
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.batch.local_runner import answer_here
+from nanoserve.serve.batch.request_executor import Answered
+from nanoserve.serve.batch.requests import BatchLine
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from batch_files import line, write
 
-from nanoserve.batch_jobs import lines as lines_module
-from nanoserve.batch_jobs.answers_file import AnswersFile
-from nanoserve.batch_jobs.lines import Todo, parse, read_lines
-from nanoserve.batch_jobs.survey import Survey, survey
+from nanoserve.serve.batch import requests as lines_module
+from nanoserve.serve.batch.output_file import AnswersFile
+from nanoserve.serve.batch.requests import Todo, parse, read_lines
+from nanoserve.serve.batch.resume import Survey, survey
 
 
 def answer_to(content: str, number: int = 1, status: int = 200, salt: str = "") -> bytes:
@@ -201,7 +201,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from nanoserve.batch_jobs.answers_file import AnswersFile
+from nanoserve.serve.batch.output_file import AnswersFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

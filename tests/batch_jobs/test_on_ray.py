@@ -22,9 +22,9 @@ from nanoserve.cli import main
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 
-from nanoserve.batch_jobs.lines import Todo, read_lines
-from nanoserve.batch_jobs.on_ray import Replica, _chunks, _resources
 from nanoserve.config import EngineConfig
+from nanoserve.serve.batch.ray_runner import Replica, _chunks, _resources
+from nanoserve.serve.batch.requests import Todo, read_lines
 
 ENGINE = {"dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 500, "max_model_len": 512}
 ANSWERER: dict[str, Any] = {"model": "tiny-qwen3", "options": ENGINE, "settings": {}}

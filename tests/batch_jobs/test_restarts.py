@@ -15,12 +15,12 @@ from batch_files import answers, line, texts, write
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 
-from nanoserve.batch_jobs.answerer import Answered, Answerer
-from nanoserve.batch_jobs.here import answer_here
-from nanoserve.batch_jobs.lines import BatchLine
-from nanoserve.batch_jobs.restarts import RestartingAnswerer
 from nanoserve.cli import main
-from nanoserve.server.output_reader import EngineDeadError
+from nanoserve.serve.batch.local_runner import answer_here
+from nanoserve.serve.batch.request_executor import Answered, Answerer
+from nanoserve.serve.batch.requests import BatchLine
+from nanoserve.serve.batch.restarts import RestartingAnswerer
+from nanoserve.serve.response_stream import EngineDeadError
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
 
@@ -122,7 +122,7 @@ def test_an_engine_process_that_is_killed(tmp_path: Path) -> None:
 
     out = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanoserve.batch_jobs.answerer.Answerer", Killed)
+        patch.setattr("nanoserve.serve.batch.request_executor.Answerer", Killed)
         assert main(["batch", str(source), str(out), *options]) == 1
     found, right = texts(out), texts(tmp_path / "right.jsonl")
     assert answers(out)["3"]["error"]["code"] == "engine_ended"

@@ -152,8 +152,8 @@ def test_arguments_that_are_no_object_are_refused(llm: LLM, arguments: Any) -> N
         with pytest.raises(ValueError, match="arguments of 'f' are no JSON object"):
             prompt(llm, calling(arguments))
     pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
-    from nanoserve.server.errors import ApiError
-    from nanoserve.server.tools.asked import with_parsed_arguments
+    from nanoserve.serve.http.errors import ApiError
+    from nanoserve.serve.http.tools.tool_choice import with_parsed_arguments
 
     with pytest.raises(ApiError, match="arguments of 'f' are no JSON object"):
         with_parsed_arguments(calling(arguments)[1])

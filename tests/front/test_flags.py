@@ -15,7 +15,7 @@ from nanoserve.commands.serve import _OURS, parse_args
 from nanoserve.config import EngineConfig
 from nanoserve.drop_in.options import engine_config
 from nanoserve.drop_in.server_flags import ELSEWHERE, FLAGS
-from nanoserve.server.settings import ServerSettings
+from nanoserve.serve.http.settings import ServerSettings
 
 # Each as somebody starts vLLM with it, and a word of what is said; None: it is accepted.
 VLLM = [

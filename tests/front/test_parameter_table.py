@@ -15,7 +15,7 @@ from nanoserve.commands import chat
 from nanoserve.drop_in.sampling import FOREIGN
 from nanoserve.features.speculative.draft_model import _simplified
 from nanoserve.sampling import diagnostics
-from nanoserve.server import protocol
+from nanoserve.serve.http import protocol
 from nanoserve.utils.parameter_table import PARAMETERS, Stage, names_of, stages_before
 
 # What the lists were when each was kept by hand.
@@ -107,7 +107,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         params = importlib.import_module("nanoserve.sampling_params").SamplingParams
         draft_model = importlib.import_module("nanoserve.features.speculative.draft_model")
         model_config = importlib.import_module("nanoserve.checkpoint.model_config")
-        body = importlib.import_module("nanoserve.server.protocol")
+        body = importlib.import_module("nanoserve.serve.http.protocol")
         errors = importlib.import_module("nanoserve.sampling.diagnostics")
         flags = importlib.import_module("nanoserve.commands.chat")._FLAGS
         with pytest.raises(ValueError, match=r"num_speculative_tokens=6 must be .* in \[0, 5\]"):

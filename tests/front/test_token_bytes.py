@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.server.logprobs import offsets_in_prompt
+from nanoserve.serve.http.logprobs import offsets_in_prompt
 from nanoserve.text.token_bytes import TextPositions, TokenBytes, name_of
 from nanoserve.text.tokenizer import Tokenizer as OurTokenizer
 

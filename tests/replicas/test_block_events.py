@@ -10,9 +10,9 @@ from shadow_kv import ShadowRun
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.sequence import Sequence
-from nanoserve.replicas.block_events import BlockEvents
-from nanoserve.replicas.prefix_router import PrefixRouter
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.serve.replicas.block_events import BlockEvents
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 
 class Copy:

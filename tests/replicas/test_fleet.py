@@ -14,9 +14,9 @@ from ray.exceptions import RayTaskError
 from serving import wait_until
 
 from nanoserve import SamplingParams
-from nanoserve.replicas.fleet_llm import FleetLLM
-from nanoserve.server.async_llm import AsyncLLM
-from nanoserve.server.output_reader import EngineDeadError
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.replicas.fleet_llm import FleetLLM
+from nanoserve.serve.response_stream import EngineDeadError
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -11,8 +11,8 @@ from fleet_routing import Clients, KnowsEveryCache, LeastLoaded, PureAffinity, R
 from routing import Job
 from serving import served
 
-from nanoserve.replicas.prefix_router import PrefixRouter
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 LOADS = {"a": 30.0, "b": 10.0, "c": 20.0}
 

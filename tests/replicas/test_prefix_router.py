@@ -8,8 +8,8 @@ import pytest
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.sequence import Sequence
-from nanoserve.replicas.prefix_router import PrefixRouter
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 SIZE = 4
 

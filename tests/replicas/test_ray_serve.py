@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 from ray_server import OPTIONS, RayServer, read_streams, wait_for
 
 from nanoserve.cli import main
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
 
 needs_ray_to_start = pytest.mark.size("full")
 GREEDY = {"temperature": 0, "max_tokens": 30}
@@ -47,7 +47,7 @@ def completions_of_one(bodies: list[dict]) -> list[str]:
 @pytest.mark.size("full")
 def test_without_replicas_nothing_of_ray_is_imported() -> None:
     code = (
-        "import sys; from nanoserve.cli import main; import nanoserve.server.app;"
+        "import sys; from nanoserve.cli import main; import nanoserve.serve.http.app;"
         "main(['serve', '--data-parallel-size', '1', 'no-such-model']);"
         "print([name for name in sys.modules if name.split('.')[0] == 'ray'])"
     )

@@ -29,7 +29,7 @@ def config_of(port: int) -> dict:
     args = {"model": "tiny-qwen3", "num_kv_blocks": 1000, "prefix_cache_seed": 7}
     application = {
         "name": "tiny",
-        "import_path": "nanoserve.replicas.ingress:build",
+        "import_path": "nanoserve.serve.replicas.ingress:build",
         "args": {**args, "dtype": "float32", "resources": {"num_cpus": 0.5}},
         "deployments": [
             {"name": "replicas", "num_replicas": "auto", "autoscaling_config": SCALING}

@@ -11,12 +11,12 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics, RequestOutput
-from nanoserve.replicas.calls import Call, Order
-from nanoserve.replicas.expositions import merged
-from nanoserve.replicas.outbox import Outbox, news_of
-from nanoserve.replicas.placement import Placement
-from nanoserve.replicas.settings import ReplicaSettings, resources_of
-from nanoserve.server.token_feed import NewTokens
+from nanoserve.serve.replicas.expositions import merged
+from nanoserve.serve.replicas.messages import Call, Order
+from nanoserve.serve.replicas.output_queue import Outbox, news_of
+from nanoserve.serve.replicas.routing import Placement
+from nanoserve.serve.replicas.settings import ReplicaSettings, resources_of
+from nanoserve.serve.token_stream import NewTokens
 
 CONFIG = EngineConfig("none", max_num_seqs=4, block_size=4, prefix_cache_seed=1)
 

@@ -3,7 +3,7 @@
 import pytest
 from serving import served
 
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 32, "num_kv_blocks": 1000, "max_model_len": 1024}
 

@@ -14,11 +14,11 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 
 from pydantic import ValidationError
 
-from nanoserve.server.body_cost import BodyCost
-from nanoserve.server.errors import ApiError
-from nanoserve.server.protocol import ChatBody, CompletionBody, DetokenizeBody
-from nanoserve.server.run import bind
-from nanoserve.server.shared_answer import SharedAnswer
+from nanoserve.serve.http.body_cost import BodyCost
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import ChatBody, CompletionBody, DetokenizeBody
+from nanoserve.serve.http.run import bind
+from nanoserve.serve.http.shared_answer import SharedAnswer
 
 JSON = {"content-type": "application/json"}
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}
@@ -127,7 +127,8 @@ BODIES = {
 def test_a_body_of_many_items_is_refused_before_it_is_parsed(server, name, monkeypatch) -> None:
     path, form, item = BODIES[name]
     monkeypatch.setattr(
-        "nanoserve.server.protocol.Body.model_validate_json", lambda *_: pytest.fail("it is parsed")
+        "nanoserve.serve.http.protocol.Body.model_validate_json",
+        lambda *_: pytest.fail("it is parsed"),
     )
     content = form % (item * (3 * 2**20 // len(item))).rstrip(b",")
     status, _, text = ask(server, path, content)
@@ -167,7 +168,7 @@ def test_a_prompt_of_as_many_tokens_as_the_model_takes_is_no_large_body(server_l
 
 
 def test_many_prompts_leave_the_tokenizer_to_others_in_between(server, monkeypatch) -> None:
-    from nanoserve.server import app
+    from nanoserve.serve.http import app
 
     monkeypatch.setattr(app, "_TURN_SECONDS", 0.0)
     llm, turns = server.api.llm, []
@@ -186,12 +187,12 @@ def test_many_prompts_leave_the_tokenizer_to_others_in_between(server, monkeypat
 
 
 def test_a_large_answer_is_the_same_as_a_small_one(server, monkeypatch) -> None:
-    from nanoserve.server import responses
+    from nanoserve.serve.http import response_writer
 
     body = {"prompt": ["one two", "three"], "max_tokens": 3, "echo": True, "logprobs": 3}
     answers = []
     for most, stream in ((128, False), (-1, False), (128, True), (-1, True)):
-        monkeypatch.setattr(responses, "_MOST_ENTRIES", most)
+        monkeypatch.setattr(response_writer, "_MOST_ENTRIES", most)
         status, headers, text = ask(server, "/v1/completions", body | {"stream": stream})
         assert status == 200
         if not stream:
@@ -318,7 +319,7 @@ def test_calls_without_end_let_the_engine_step(server_llm) -> None:
 
 def raw_stream(server, rest: bytes, monkeypatch) -> bytes:
     """What comes of a stream with `rest` sent behind its request, until the connection ends."""
-    from nanoserve.server import connection
+    from nanoserve.serve.http import connection
 
     monkeypatch.setattr(connection, "_HEADER_SECONDS", 0.05)
     body = json.dumps({"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True})
@@ -370,9 +371,9 @@ def test_a_port_is_held_before_anybody_serves() -> None:
 
 def test_a_port_that_cannot_be_listened_on_is_an_error_with_a_message(server_llm) -> None:
     """uvloop says so with a None in place of a socket."""
-    from nanoserve.server.app import ApiServer
-    from nanoserve.server.run import Server
-    from nanoserve.server.settings import ServerSettings
+    from nanoserve.serve.http.app import ApiServer
+    from nanoserve.serve.http.run import Server
+    from nanoserve.serve.http.settings import ServerSettings
 
     api = ApiServer(server_llm, ServerSettings(served_model_name=["tiny"]))
     with socket.socket() as taken, socket.socket() as ours:

@@ -157,7 +157,7 @@ def test_every_option_of_the_engine_is_a_flag() -> None:
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch, capsys) -> None:
-    for name in [name for name in sys.modules if name.startswith("nanoserve.server.")]:
+    for name in [name for name in sys.modules if name.startswith("nanoserve.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 1

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.context_length import ContextLengthError
-from nanoserve.server.missing_endpoints import missing_endpoint
+from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}
 # Paths, the status that they are answered with, and what is to be used instead.

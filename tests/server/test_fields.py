@@ -12,9 +12,9 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 
 from nanoserve import SamplingParams
 from nanoserve.drop_in.request_names import FOREIGN, HARMLESS, PLACES, asks_nothing
-from nanoserve.server.errors import ApiError
-from nanoserve.server.foreign_fields import UnknownNames, check_fields
-from nanoserve.server.protocol import ChatBody, CompletionBody
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import ChatBody, CompletionBody
+from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}
 TEXT = {"prompt": "a", "max_tokens": 2, "temperature": 0}

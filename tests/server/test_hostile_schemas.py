@@ -12,7 +12,7 @@ from serving import Served, served
 pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 

@@ -129,7 +129,7 @@ def test_random_bodies_are_answered_or_refused_and_never_an_error_of_the_server(
     server, seed
 ) -> None:
     from nanoserve.drop_in.request_names import FOREIGN
-    from nanoserve.server.protocol import ChatBody, CompletionBody
+    from nanoserve.serve.http.protocol import ChatBody, CompletionBody
 
     rng = random.Random(seed)
     for _ in range(60):
@@ -238,7 +238,7 @@ def test_headers_without_end_are_refused(server) -> None:
 
 
 def test_headers_that_take_too_long_are_given_up(server, monkeypatch) -> None:
-    from nanoserve.server import connection
+    from nanoserve.serve.http import connection
 
     monkeypatch.setattr(connection, "_HEADER_SECONDS", 0.2)
     assert b" 408 " in raw(server, b"GET /health HTTP/1.1\r\nho")

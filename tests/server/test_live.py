@@ -17,12 +17,12 @@ from serving import served, wait_until
 
 from nanoserve import SamplingParams
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
 
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
-from nanoserve.server.live import MAX_WATCHERS, LiveResponse, LiveView
-from nanoserve.server.live_state import StepTotals, change, runs, snapshot
+from nanoserve.serve.http.dashboard import MAX_WATCHERS, LiveResponse, LiveView
+from nanoserve.serve.http.dashboard_state import StepTotals, change, runs, snapshot
 
 NODE = shutil.which("node")
 
@@ -185,7 +185,7 @@ def test_the_page_follows_the_same_events_to_the_same_pool() -> None:
     runs_watched = [WatchedRun(seed) for seed in range(12)]
     for watched in runs_watched:
         watched.run()
-    program = files("nanoserve.server").joinpath("page", "pool.js").read_text("utf-8")
+    program = files("nanoserve.serve").joinpath("page", "pool.js").read_text("utf-8")
     data = json.dumps([watched.events for watched in runs_watched])
     script = f"{program}\nconst runs = {data};\n{_FOLLOW}"
     done = subprocess.run(

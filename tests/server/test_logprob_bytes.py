@@ -142,7 +142,7 @@ def test_candidates_are_told_apart_and_the_chosen_one_has_its_own_value(server) 
 
 def test_tokens_of_the_same_text_have_names_of_their_own() -> None:
     from nanoserve.outputs import Logprob
-    from nanoserve.server.logprobs import TokenNames, of_completion
+    from nanoserve.serve.http.logprobs import TokenNames, of_completion
 
     class Known:
         def of(self, token_id: int) -> bytes:

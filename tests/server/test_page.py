@@ -16,8 +16,8 @@ from serving import Served, served, wait_until
 
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
-from nanoserve.server.async_llm import AsyncLLM
-from nanoserve.server.page import page_files
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.page import page_files
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)

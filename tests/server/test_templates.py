@@ -10,8 +10,8 @@ from serving import Served, served
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
 from nanoserve.commands.serve import parse_args
-from nanoserve.server.async_llm import AsyncLLM
-from nanoserve.server.settings import ServerSettings
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.settings import ServerSettings
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ note }}{{ tools or '' }}"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

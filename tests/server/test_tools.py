@@ -21,10 +21,10 @@ from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.grammar import count_legal
 from nanoserve.features.structured.guidance import Guidance
 from nanoserve.features.structured.params import StructuredOutputsParams
-from nanoserve.server.tools.asked import Function, ToolUse
-from nanoserve.server.tools.formats import FORMATS
-from nanoserve.server.tools.grammar import behind_reasoning, guide_of_tools
-from nanoserve.server.tools.reasoning import STARTS, Thought
+from nanoserve.serve.http.tools.grammar import behind_reasoning, guide_of_tools
+from nanoserve.serve.http.tools.parsers import FORMATS
+from nanoserve.serve.http.tools.reasoning import STARTS, Thought
+from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 from nanoserve.text.tokenizer import Tokenizer
 
 WEATHER = {

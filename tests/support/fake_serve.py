@@ -10,8 +10,8 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import RequestCancelledError
 
 from nanoserve.features.metrics import start_metrics
-from nanoserve.replicas.calls import FirstCall, NotThereError
-from nanoserve.replicas.replica import Replica
+from nanoserve.serve.replicas.messages import FirstCall, NotThereError
+from nanoserve.serve.replicas.replica import Replica
 
 OPTIONS = {"num_kv_blocks": 100, "max_num_seqs": 4, "dtype": "float32", "prefix_cache_seed": 1}
 

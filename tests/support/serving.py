@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.serve.async_llm import AsyncLLM
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
@@ -67,8 +67,8 @@ def ask(
 @contextmanager
 def served(llm: AsyncLLM, grace: float = 5, **settings: Any) -> Iterator[Served]:
     """`llm` behind HTTP on a port of its own."""
-    from nanoserve.server.app import ApiServer
-    from nanoserve.server.settings import ServerSettings
+    from nanoserve.serve.http.app import ApiServer
+    from nanoserve.serve.http.settings import ServerSettings
 
     api = ApiServer(llm, ServerSettings(**{"served_model_name": ["tiny"], **settings}))
     with behind_http(api, grace) as one:
@@ -78,7 +78,7 @@ def served(llm: AsyncLLM, grace: float = 5, **settings: Any) -> Iterator[Served]
 @contextmanager
 def behind_http(api: Any, grace: float = 5) -> Iterator[Served]:
     """An `ApiServer`."""
-    from nanoserve.server.run import Server, bind
+    from nanoserve.serve.http.run import Server, bind
 
     with bind("127.0.0.1", 0) as bound:
         server = Server(api, grace, access_log=False)

@@ -8,10 +8,10 @@ pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
-from nanoserve.server.errors import ApiError
-from nanoserve.server.tools.asked import Function, ToolUse
-from nanoserve.server.tools.formats import FORMATS
-from nanoserve.server.tools.grammar import guide_of_tools, schemas_of_tools
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.tools.grammar import guide_of_tools, schemas_of_tools
+from nanoserve.serve.http.tools.parsers import FORMATS
+from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
 BAD = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
 GOOD = {"properties": {"a": {"const": 0.10774190202629219}}}

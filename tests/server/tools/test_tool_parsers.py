@@ -8,11 +8,11 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from nanoserve.server.tools.formats import FORMATS, detect
-from nanoserve.server.tools.json_so_far import read_object
-from nanoserve.server.tools.parsed import Parsed, ToolCall
-from nanoserve.server.tools.reasoning import STARTS, Thought, thought_at_end
-from nanoserve.server.tools.so_far import NOTHING, difference, parse_answer
+from nanoserve.serve.http.tools.parse_result import Parsed, ToolCall
+from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
+from nanoserve.serve.http.tools.parsers import FORMATS, detect
+from nanoserve.serve.http.tools.partial_json import read_object
+from nanoserve.serve.http.tools.reasoning import STARTS, Thought, thought_at_end
 
 ARGUMENTS = [
     "{}",

@@ -1,0 +1,198 @@
+"""Answer with several engines: Ray Data maps the input over actors that hold one each.
+
+What travels is where lines are and what is answered to them. Each replica reads the input itself, a
+chunk of lines at a time, so wherever it runs, the file must be there.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from nanoserve.config import EngineConfig
+from nanoserve.drop_in.options import engine_config
+from nanoserve.serve.batch.request_executor import Answered, Answerer
+from nanoserve.serve.batch.requests import Todo
+from nanoserve.serve.batch.restarts import RestartingAnswerer
+from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.utils.checks import require
+
+_LEAST_LINES, _MOST_LINES = 8, 1024  # of a chunk: a task of Ray costs some 10 ms
+_CHUNKS_PER_REPLICA = 8  # at least, so that all end at about the same time
+_LINES_PER_SLOT = 2  # under way in a replica, as in `here`
+_MOST_CHUNKS = 32  # under way in a replica, each in a thread
+
+
+class Replica:
+    """What an actor of Ray Data holds. Its chunks overlap: the engine has always enough to do.
+
+    That there can be no such engine, or no more, is an outcome too, of line 0: Ray would tell it on
+    a hundred lines, or try again.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, salt: str, answerer: dict[str, Any]) -> None:
+        self._path, self._salt, self._failure = path, salt, ""
+        self._running: set[asyncio.Task[Answered]] = set()
+        try:
+            is_there = path.is_file() and path.stat().st_size == num_bytes
+            require(is_there, f"{path}, as it is where the job began, must be on every machine")
+            self._answerer = RestartingAnswerer(partial(Answerer, **answerer))
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+
+    async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        (places,) = batch["places"]
+        try:
+            done = await self._answers(json.loads(places))
+        except (ValueError, OSError, EngineDeadError) as error:
+            done = [Answered(0, b"", str(error))]
+        # As texts: numpy would take zeros at the end of bytes for padding.
+        contents = [answered.content.decode() for answered in done]
+        yield {
+            "number": np.array([answered.number for answered in done]),
+            "content": np.array(contents, dtype=object),
+            "told": np.array([answered.told for answered in done], dtype=object),
+        }
+
+    async def _answers(self, places: list[tuple[int, int]]) -> list[Answered]:
+        require(not self._failure, self._failure)
+        lines = Todo(places).lines(self._path, self._salt)
+        tasks = [asyncio.ensure_future(self._answerer.answer(line)) for line in lines]
+        self._running.update(tasks)  # nobody else holds them: Ray does not, nor the event loop
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._running.difference_update(tasks)
+
+
+def answer_on_ray(
+    path: Path,
+    salt: str,
+    todo: Todo,
+    answerer: dict[str, Any],
+    take: Callable[[Answered], None],
+    replicas: int,
+    address: str | None,
+) -> int:
+    """`answerer` are the arguments of `Answerer`. Returns the signal that ended it early, or 0.
+
+    Without an address Ray runs on this machine, for as long as this process. A signal drops what
+    was not written yet. Raises `ValueError` if there is no room for the replicas, and
+    `RuntimeError` for what has ended one of them.
+    """
+    options = answerer["options"]
+    for name in ("trace", "kv_events_config"):
+        require(name not in options, f"{name} is for one engine: leave it out, or --replicas")
+    config = engine_config(answerer["model"], options)
+    backend = config.distributed_executor_backend
+    told = f"distributed_executor_backend={backend!r}: Ray places replicas, not their ranks, too"
+    require(backend in (None, "mp"), told)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or it reports home
+    import ray
+    from ray.data import DataContext
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    cores = os.cpu_count() or 1
+    where = {} if address else {"num_cpus": max(cores, replicas), "include_dashboard": False}
+    ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **where)
+    try:
+        DataContext.get_current().enable_progress_bars = False
+        share = config.num_threads or (1 if address else max(1, cores // replicas))
+        needs = _resources(config, share, replicas, ray.cluster_resources())
+        chunks = _chunks(todo, config.max_num_seqs, replicas)
+        enough = math.ceil(_LINES_PER_SLOT * config.max_num_seqs / len(chunks[0]))
+        at_once = min(max(2, enough), _MOST_CHUNKS)
+        items = [{"places": json.dumps(places)} for places in chunks]
+        batches = (
+            ray.data.from_items(items, override_num_blocks=len(items))
+            .map_batches(
+                Replica,
+                batch_size=None,
+                fn_constructor_args=(path.resolve(), path.stat().st_size, salt, answerer),
+                **_pool(replicas, at_once),
+                **needs,
+            )
+            .iter_batches(batch_size=None, prefetch_batches=0)
+        )
+        return _take_all(batches, take)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise RuntimeError(f"a replica has failed: {str(cause).splitlines()[0]}") from error
+    finally:
+        ray.shutdown()
+
+
+def _chunks(todo: Todo, max_num_seqs: int, replicas: int) -> list[list[tuple[int, int]]]:
+    """The places of the lines, so many together as Ray hands to a replica at a time."""
+    fair = len(todo) // (replicas * _CHUNKS_PER_REPLICA)
+    size = max(1, min(fair, max(_LEAST_LINES, max_num_seqs // 2), _MOST_LINES))
+    return [todo.places(start, start + size) for start in range(0, len(todo), size)]
+
+
+def _resources(
+    config: EngineConfig, num_cpus: int, replicas: int, there: dict[str, float]
+) -> dict[str, int]:
+    """What a replica takes. Ray would wait for ever for what nobody has."""
+    needs = {"num_cpus": num_cpus, "num_gpus": 0}
+    if config.device == "cuda" or (config.device == "auto" and there.get("GPU")):
+        needs["num_gpus"] = config.tensor_parallel_size * config.pipeline_parallel_size
+    for name, each in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])):
+        has = there.get(name, 0)
+        told = f"replicas={replicas} take {each} {name} each, and Ray has {has:g}"
+        require(replicas * each <= has, told)
+    return needs
+
+
+def _pool(replicas: int, at_once: int) -> dict[str, Any]:
+    """So many actors, and chunks in each; to run them together had another name in
+    older versions of Ray."""
+    from ray.data import ActorPoolStrategy
+
+    pool, others = {"size": replicas, "max_tasks_in_flight_per_actor": at_once}, {}
+    name = "max_concurrent_calls_per_actor"
+    if name in inspect.signature(ActorPoolStrategy).parameters:
+        pool[name] = at_once
+    else:
+        others["max_concurrency"] = at_once
+    return {"compute": ActorPoolStrategy(**pool), **others}
+
+
+def _take_all(batches: Iterable[dict[str, Any]], take: Callable[[Answered], None]) -> int:
+    """A signal ends the wait for a batch, and waits for the end of one that is being written."""
+    stopped_by, is_writing = 0, False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_by
+        stopped_by = number
+        if not is_writing:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for batch in batches:
+            is_writing = True
+            columns = (batch[name] for name in Answered._fields)
+            for number, content, told in zip(*columns, strict=True):
+                require(number > 0, f"a replica has failed: {told}")
+                take(Answered(int(number), content.encode(), told))
+            is_writing = False
+            if stopped_by:
+                break
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return stopped_by

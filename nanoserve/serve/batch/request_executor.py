@@ -1,0 +1,110 @@
+"""An engine that answers lines, word for word as a server would: it is the server, without HTTP."""
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.batch.asgi_client import post
+from nanoserve.serve.batch.requests import BatchLine
+from nanoserve.serve.http.app import ApiServer
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.settings import ServerSettings
+from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.utils.checks import shown
+
+_URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class Answered(NamedTuple):
+    """What came of a line: a line to write, or b"" if the next run is to try it again."""
+
+    number: int
+    content: bytes
+    told: str  # what is wrong; "" if nothing
+
+
+class Answerer:
+    """`settings` are `ServerSettings`, `options` those of `LLM`; raises what they raise.
+
+    A request that brings no seed gets one that its `custom_id` and the engine's seed decide. So its
+    answer does not depend on what runs beside it, on which replica, or after how many kills.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: dict[str, Any],
+        settings: dict[str, Any],
+        engine_process: bool = True,
+    ) -> None:
+        self.llm = AsyncLLM(model, engine_process, **options)
+        try:
+            self._app = ApiServer(self.llm, ServerSettings(**settings)).app
+        except BaseException:
+            self.llm.shutdown()
+            raise
+        self._seed = self.llm.engine.config.seed
+
+    async def answer(self, line: BatchLine) -> Answered:
+        """Raises `EngineDeadError` if there is nobody left to answer anything."""
+        try:
+            status, body = await post(self._app, *self._request(line))
+        except ApiError as error:
+            status, body = error.status, error.response().body
+        if status == 200:
+            return Answered(line.number, _written(line, status, body, "null"), "")
+        error = json.loads(body)["error"]
+        told = f"custom_id={line.custom_id!r:.200}: {error['message']}"
+        if status >= 500:  # not the line's fault
+            if error["code"] == "engine_dead" or not self.llm.is_running:
+                raise EngineDeadError from self.llm.owner.error
+            return Answered(line.number, b"", told)
+        named = {"code": error["code"] or error["type"], "message": error["message"]}
+        return Answered(line.number, _written(line, status, body, json.dumps(named)), told)
+
+    def close(self) -> None:
+        """Abort what runs, and release everything."""
+        self.llm.shutdown()
+
+    def _request(self, line: BatchLine) -> tuple[str, bytes]:
+        """Where to send what. `ApiError` for what no server is asked."""
+        method, url = line.fields.get("method"), line.fields.get("url")
+        body = line.fields.get("body")
+        if method != "POST":
+            raise ApiError(400, f"method={shown(method)} must be 'POST'", "method")
+        if url not in _URLS:
+            raise ApiError(400, f"url={shown(url)} is not one of {', '.join(_URLS)}", "url")
+        if not isinstance(body, dict):
+            raise ApiError(400, f"body={shown(body)} must be an object", "body")
+        if body.get("stream"):
+            raise ApiError(400, "stream: a batch's answers come in one piece", "stream")
+        if body.get("seed") in (None, -1) and not _has_several_prompts(body):
+            body = body | {"seed": self._seed_of(line.custom_id)}
+        return url, json.dumps(body).encode()
+
+    def _seed_of(self, custom_id: str) -> int:
+        text = f"{self._seed} {custom_id}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def error_answer(line: BatchLine, message: str) -> Answered:
+    """Make the answer to a line that no engine can answer."""
+    error = ApiError(500, message, code="engine_ended")
+    named = json.dumps({"code": "engine_ended", "message": message})
+    content = _written(line, 500, error.response().body, named)
+    return Answered(line.number, content, f"custom_id={line.custom_id!r:.200}: {message}")
+
+
+def _has_several_prompts(body: dict[str, Any]) -> bool:
+    """With one seed for all of them, equal prompts would get equal answers."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def _written(line: BatchLine, status: int, body: bytes, error: str) -> bytes:
+    """The line of the output. What a server answers is JSON without line breaks: it stays as is."""
+    head = f'{{"id": "{line.answer_id}", "custom_id": {json.dumps(line.custom_id)}, '
+    response = f'"response": {{"status_code": {status}, "request_id": "{uuid4().hex}", "body": '
+    return f"{head}{response}".encode() + body + f'}}, "error": {error}}}\n'.encode()

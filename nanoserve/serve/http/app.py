@@ -1,0 +1,387 @@
+"""The server's endpoints."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+
+from nanoserve import __version__
+from nanoserve.engine.context_length import ContextLengthError
+from nanoserve.features.metrics import exposition, start_metrics
+from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.chat_completions import ChatAnswer, chat_prompt, chat_requests
+from nanoserve.serve.http.completions import (
+    CompletionAnswer,
+    check_completion,
+    completion_requests,
+)
+from nanoserve.serve.http.dashboard import LiveView, add_live
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.middleware import Guard, read_body
+from nanoserve.serve.http.page import add_page
+from nanoserve.serve.http.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from nanoserve.serve.http.request_id import RequestId, named
+from nanoserve.serve.http.response_builder import Answer
+from nanoserve.serve.http.response_format import refusal
+from nanoserve.serve.http.response_writer import EventStream, whole_response
+from nanoserve.serve.http.settings import ServerSettings
+from nanoserve.serve.http.shared_answer import SharedAnswer
+from nanoserve.serve.http.tools.grammar import guide_of_tools, schemas_of_tools
+from nanoserve.serve.http.tools.parsers import FORMATS, detect
+from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN
+from nanoserve.serve.http.tools.tool_choice import tool_use_of
+from nanoserve.serve.http.tools.tool_output import ToolAnswer
+from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
+from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
+from nanoserve.serve.response_stream import EngineDeadError
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+_OTHER_ITEMS = 2**16  # beside a prompt and a bias for each token of the vocabulary: see `BodyCost`
+_METRICS_SECONDS = 0.25  # between two looks at the engine, however many ask for metrics
+_TURN_SECONDS = 0.01  # of tokenising, before other requests get their turn
+
+
+class ApiServer:
+    """OpenAI's protocol in front of an `AsyncLLM`; `app` is the ASGI application."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        if llm.engine.tokenizer is None:
+            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init")
+        self.llm, self.settings = llm, settings
+        self.names = settings.served_model_name or [llm.engine.config.model]
+        named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
+        known = detect(template) if named is None else FORMATS[named]
+        # Who is forced to call can be forced to write it in any way.
+        self.tool_format = known or FORMATS["hermes"]
+        self.shows_tools = known is not None and "tools" in (template or "")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
+        self.is_draining = False  # what runs may end, nothing new begins
+        self._started = int(time.time())
+        self._unknown_names = UnknownNames()
+        self._measure()
+        self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
+        self.app = FastAPI(
+            title="nanoserve",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            redirect_slashes=False,
+        )
+        self._add_routes()
+        add_page(self.app)
+        self.live = self._show_live()
+        for kind in (ApiError, HTTPException, EngineDeadError, Exception):
+            self.app.add_exception_handler(kind, _tell)
+        self.app.add_middleware(Guard, settings=settings)
+        if settings.allowed_origins:
+            from starlette.middleware.cors import CORSMiddleware
+
+            origins = settings.allowed_origins
+            self.app.add_middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        self.app.add_middleware(RequestId)  # around all others
+
+    def _measure(self) -> None:
+        name, prefix = self.names[0], self.settings.metrics_prefix
+        self.llm.call_soon(partial(start_metrics, name, prefix))
+
+    def _show_live(self) -> LiveView:
+        return add_live(self.app, self.llm.call_in_engine)
+
+    def _add_routes(self) -> None:
+        add = self.app.add_api_route
+        for path, endpoint in (
+            ("/health", self.health),
+            ("/ping", self.health),
+            ("/version", self.version),
+            ("/metrics", self.show_metrics),
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+        ):
+            add(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+        for path, endpoint in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat_completions),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+        ):
+            add(path, endpoint, methods=["POST"], response_model=None)
+
+    async def health(self) -> Response:
+        """200 while requests are answered; 503 when the engine has failed, a step of it hangs, or
+        the server stops."""
+        is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
+        return Response(status_code=200 if is_well else 503)
+
+    async def version(self) -> dict[str, str]:
+        return {"version": __version__}
+
+    async def show_metrics(self) -> Response:
+        """For Prometheus."""
+        return Response(await self._metrics.get(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _read_metrics(self) -> bytes:
+        return await self.llm.call_in_engine(exposition)
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._about(name) for name in self.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._about(name)
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._read(request, CompletionBody)
+        check_completion(body, self.settings.max_prompts, self.settings.max_n)
+        return await self._generate(request, body, completion_requests, CompletionAnswer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._read(request, ChatBody)
+        use = tool_use_of(
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+            self.tool_format,
+            self.shows_tools,
+        )
+        reasoning_parser = self.settings.reasoning_parser
+        if use is None and reasoning_parser is None:
+            return await self._generate(request, body, chat_requests, ChatAnswer)
+        specials: tuple[str, ...] = () if reasoning_parser is None else (OPEN, CLOSE)
+        special_id = self.llm.engine.tokenizer.special_tokens.id_of
+        if use is not None:
+            specials += use.format.special_tokens
+            config = self.llm.engine.config.structured_outputs_config
+            guide = await self._prepare(lambda: guide_of_tools(use, special_id, config))
+            if guide is not None and body.guide is not None:
+                told = "tools that are forced or strict leave no room for another format"
+                raise ApiError(400, told, "response_format", "unsupported")
+            if guide is not None:
+                body.guide, body.guide_parts = guide, schemas_of_tools(use)
+        make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
+        return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run may end."""
+        self.is_draining = True
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """vLLM's: the token ids of a text or of a conversation."""
+        body = await self._read(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        engine = self.llm.engine
+
+        def token_ids() -> list[int]:
+            if body.messages is not None:
+                return chat_prompt(body, engine)["prompt_token_ids"]
+            engine.input_processor.text_limit.check(body.prompt)
+            return engine.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+
+        tokens = await self._prepare(token_ids, body.is_large)
+        told = {"count": len(tokens), "max_model_len": engine.input_processor.max_model_len}
+        told["tokens"] = tokens
+        if body.return_token_strs:
+            told["token_strs"] = list(map(engine.tokenizer.backend.id_to_token, tokens))
+        return told
+
+    async def detokenize(self, request: Request) -> dict[str, str]:
+        """vLLM's: the text of token ids, of as many as the model's context has.
+
+        vLLM has no limit; but millions of ids hold the tokenizer for seconds, and no text of the
+        model has more than these.
+        """
+        body = await self._read(request, DetokenizeBody)
+        vocab_size = self.llm.engine.model_config.vocab_size
+        most = self.llm.engine.input_processor.max_model_len
+        if len(body.tokens) > most:
+            told = f"tokens has {len(body.tokens)} ids; at most max_model_len={most} are allowed"
+            raise ApiError(400, told, "tokens")
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
+        decode = self.llm.engine.tokenizer.decode
+        return {"prompt": await self._prepare(lambda: decode(body.tokens, False), body.is_large)}
+
+    async def _generate(
+        self,
+        request: Request,
+        body: GenerationBody,
+        make: Callable[..., Iterable[Any]],
+        answer_kind: Callable[..., Answer],
+    ) -> Response:
+        """Tokenise, queue, and answer, at once or as it comes."""
+        arrived = self.llm.engine.clock()
+        self._admit(body)
+        engine, new_id = self.llm.engine, self.llm.new_request_id
+        await self._check_guide(body)
+        requests = await self._prepare_each(
+            lambda: make(body, engine, new_id), body.is_large, body.prompt_field
+        )
+        for one in requests:
+            one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
+            self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
+        answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
+        reader = self.llm.open(requests)
+        if body.stream:
+            return EventStream(answer, reader, self.settings.heartbeat_interval)
+        return await whole_response(answer, reader, request.receive)
+
+    async def _check_guide(self, body: GenerationBody) -> None:
+        """Raise `ApiError` that names the field of a guide which cannot be obeyed."""
+        try:
+            await self.llm.check_guide(body.guide)
+        except ValueError as error:
+            for field, part in body.guide_parts:
+                try:
+                    await self.llm.check_guide(part)
+                except ValueError as of_part:
+                    raise refusal(of_part, field) from None
+            raise refusal(error, body.guide_field) from None
+
+    def _admit(self, body: GenerationBody) -> None:
+        """Refuse what would not be begun anyway, before it costs anything."""
+        n, most = body.n or 1, self.settings.max_n
+        if n > most:
+            raise ApiError(400, f"n={n} is more than the {most} that this server allows", "n")
+        if body.prompt_logprobs is not None and body.stream:
+            told = "prompt_logprobs cannot be streamed"
+            raise ApiError(400, told, "prompt_logprobs", "unsupported")
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
+        if self.llm.is_running and (stall := self.llm.stall) is not None:
+            raise ApiError(503, stall, code="engine_stalled", headers=_later(5))
+        most, waiting = self.settings.max_queue, self.llm.num_waiting
+        if most is not None and waiting >= most:
+            told = f"{waiting} requests are waiting already; try again later"
+            raise ApiError(429, told, code="queue_full", headers=_later(1))
+
+    def _check_length(
+        self, body: GenerationBody, num_prompt_tokens: int, max_tokens: int | None
+    ) -> None:
+        """Raise `ApiError` for more tokens than there is room for."""
+        limit = self.llm.engine.input_processor.max_model_len
+        if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
+            error = ContextLengthError.of(limit, num_prompt_tokens, max_tokens)
+            raise _too_long(error, body.most_tokens[0])
+
+    def _check_model(self, name: str) -> None:
+        if name not in self.names:
+            told = f"the model {name!r:.200} does not exist; there is {', '.join(self.names)}"
+            raise ApiError(404, told, "model", "model_not_found")
+
+    def _about(self, name: str) -> dict[str, Any]:
+        length = self.llm.engine.input_processor.max_model_len
+        about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
+        return about | {"root": name, "parent": None, "max_model_len": length}
+
+    async def _read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        """The body of a request, checked as far as it can be without the engine."""
+        engine = self.llm.engine
+        longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
+        received = await read_body(request, self.settings, longest + _OTHER_ITEMS)
+
+        def read() -> AnyBody:
+            body = kind.model_validate_json(received.content)
+            if body.model is not None:
+                self._check_model(body.model)
+            body.is_large = received.is_large
+            defaults = self.settings.default_chat_template_kwargs
+            if defaults and isinstance(body, ChatBody):
+                body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
+            check_fields(body, self._unknown_names, engine.tokenizer.chat_template or "")
+            return body
+
+        try:
+            if not received.is_large:
+                return read()
+            # One at a time: between two of them the event loop gets its turn.
+            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
+        except ValueError as error:
+            raise ApiError.of(error) from None
+
+    async def _prepare_each(
+        self, make: Callable[[], Iterable[Any]], is_large: bool, prompt_field: str
+    ) -> list[Any]:
+        """All that `make()` yields, made a few at a time: other requests get their turn between."""
+        made: list[Any] = []
+        rest: Iterator[Any] | None = None
+
+        def take() -> bool:
+            nonlocal rest
+            end = time.monotonic() + _TURN_SECONDS
+            rest = iter(make()) if rest is None else rest
+            for one in rest:
+                made.append(one)
+                if time.monotonic() > end:
+                    return False
+            return True
+
+        while not await self._prepare(take, is_large, prompt_field):
+            pass
+        return made
+
+    async def _prepare(
+        self, make: Callable[[], Any], is_large: bool = False, prompt_field: str = "prompt"
+    ) -> Any:
+        """What `make()` returns, called off the event loop. What it refuses is a 400."""
+        try:
+            return await self.llm.prepare(make, is_large)
+        except ContextLengthError as error:
+            raise _too_long(error, prompt_field) from None
+        except ValueError as error:
+            raise ApiError.of(error) from None
+
+
+def _too_long(error: ContextLengthError, param: str) -> ApiError:
+    """The code stands in the message, too: some clients (LangChain) look for it there."""
+    code = "context_length_exceeded"
+    return ApiError(400, f"{error} ({code})", param, code)
+
+
+def _later(seconds: int) -> dict[str, str]:
+    return {"retry-after": str(seconds)}
+
+
+async def _tell(request: Request, error: Exception) -> JSONResponse:
+    """Whatever was raised, in the shape in which clients expect errors."""
+    if isinstance(error, HTTPException):
+        error = _of_routing(request, error)
+    elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
+        error = ApiError.internal()
+    answer = ApiError.of(error)
+    if answer.status == 500:
+        answer.headers = named(answer.headers, request.scope)
+    return answer.response()
+
+
+def _of_routing(request: Request, error: HTTPException) -> ApiError:
+    """Return the error for a path or a method that does not exist."""
+    if error.status_code == 404:
+        return missing_endpoint(request.method, request.url.path)
+    told, headers = str(error.detail), dict(error.headers or {})
+    allowed = ", ".join(sorted(Headers(headers).get("allow", "").replace(",", " ").split()))
+    if error.status_code == 405 and allowed:
+        told = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
+    return ApiError(error.status_code, told, headers=headers)

@@ -1,0 +1,157 @@
+"""/v1/chat/completions: a conversation in, a message out."""
+
+import json
+from typing import Any
+
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.request import Request
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.http import logprobs
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import ChatBody
+from nanoserve.serve.http.response_builder import Answer, as_json, members
+from nanoserve.serve.http.tools.grammar import behind_reasoning
+from nanoserve.serve.http.tools.reasoning import thought_at_end
+from nanoserve.text.chat import chat_prompts
+
+
+def chat_requests(
+    body: ChatBody,
+    engine: GuardedEngine,
+    new_id: Any,
+    kept_specials: tuple[str, ...] = (),
+    reasoning_parser: str | None = None,
+) -> list[Request]:
+    """The one request of a conversation. It tokenises, so it is called off the event loop.
+
+    kept_specials: special tokens that the text of the answer must keep, if the model has them.
+    reasoning_parser: how a model thinks before it begins with the format that is asked for.
+    """
+    if body.echo:
+        raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
+    if body.top_logprobs and not body.logprobs:  # 0 of them asks for nothing
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    most = engine.input_processor.max_logprobs
+    if not -1 <= (body.top_logprobs or 0) <= most:
+        told = f"top_logprobs={body.top_logprobs} must be an integer in [-1, {most}], of which -1"
+        raise ApiError(
+            400, f"{told} is all; max_logprobs is an option of the engine", "top_logprobs"
+        )
+    if not body.messages:
+        raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
+    prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
+    if reasoning_parser is not None and body.guide is not None:
+        thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
+        config, field = engine.config.structured_outputs_config, body.guide_field
+        body.guide = behind_reasoning(body.guide, thought, special_id, config, field)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    defaults = engine.input_processor.default_sampling
+    params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)
+    is_kept = any(special_id(text) is not None for text in kept_specials)
+    if is_kept and body.skip_special_tokens is None:
+        params.skip_special_tokens = False
+    request_id, priority = new_id(), body.priority or 0
+    return [engine.input_processor.process(request_id, prompt, params, priority)]
+
+
+def chat_prompt(body: ChatBody, engine: GuardedEngine) -> dict[str, Any]:
+    """A conversation as the template writes it, text and token ids."""
+    arguments = body.template_arguments(engine.tokenizer.chat_template or "")
+    special = bool(body.allow_special_tokens)
+    (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
+    return prompt if body.cache_salt is None else prompt | {"cache_salt": body.cache_salt}
+
+
+class ChatAnswer(Answer):
+    """A message, or `n` of them to choose from."""
+
+    id_prefix, whole_object = "chatcmpl", "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, *args: Any) -> None:
+        super().__init__(body, *args)
+        self._begun: set[int] = set()  # choices
+        self._has_sent_prompt = False
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._names = logprobs.TokenNames(self._tokenizer.token_bytes, as_ids)
+
+    def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens that are new, if they are asked for."""
+        if completion.logprobs is None:
+            return None
+        asked, positions = self._body.top_logprobs or 0, self._positions_of(index)
+        num_top = self._tokenizer.backend.get_vocab_size() if asked == -1 else asked
+        ids, entries = completion.token_ids, completion.logprobs
+        return logprobs.of_chat(ids, entries, num_top, self._names, positions)
+
+    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs.values()
+        prompt = output.prompt_logprobs
+        extra = {} if prompt is None else {"prompt_logprobs": logprobs.of_prompt(prompt)}
+        if self._body.return_token_ids:
+            extra["prompt_token_ids"] = output.prompt_token_ids
+        return super().whole(outputs) | extra
+
+    def _choice_events(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        """The role, before anything else; text; and why it ended, behind all else."""
+        events = []
+        if index not in self._begun:
+            self._begun.add(index)
+            prompt_token_ids = None if self._has_sent_prompt else output.prompt_token_ids
+            self._has_sent_prompt = True
+            first = '{"role": "assistant", "content": ""}'
+            events.append(self._delta(index, first, prompt_token_ids=prompt_token_ids))
+        news, ids = self._news(index, completion), self._token_ids(completion)
+        if news or completion.logprobs or ids.get("token_ids"):
+            shown = as_json(self._logprobs(index, completion))
+            events.append(self._delta(index, news or "{}", shown, more=members(ids)))
+        if completion.finish_reason in ("stop", "length"):
+            end = json.dumps(self._reason(index, completion))
+            end += f', "stop_reason": {json.dumps(completion.stop_reason)}'
+            events.append(self._delta(index, "{}", finish_reason=end))
+        return events
+
+    def _news(self, index: int, completion: CompletionOutput) -> str:
+        """The delta of a choice, as JSON; "" if there is nothing in it."""
+        return f'{{"content": {json.dumps(completion.text)}}}' if completion.text else ""
+
+    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        return {"role": "assistant", "content": completion.text, "refusal": None}
+
+    def _reason(self, index: int, completion: CompletionOutput) -> str | None:
+        return completion.finish_reason
+
+    def _token_ids(self, completion: CompletionOutput) -> dict[str, Any]:
+        """vLLM's `token_ids`, if they are asked for."""
+        return {"token_ids": completion.token_ids} if self._body.return_token_ids else {}
+
+    def _delta(
+        self,
+        index: int,
+        delta: str,
+        shown: str = "null",
+        finish_reason: str = "null",
+        more: str = "",
+        prompt_token_ids: list[int] | None = None,
+    ) -> str:
+        event = self._event(
+            f'{{"index": {index}, "delta": {delta}, "logprobs": {shown}, '
+            f'"finish_reason": {finish_reason}{more}}}'
+        )
+        if prompt_token_ids is None or not self._body.return_token_ids:
+            return event
+        ids = json.dumps({"prompt_token_ids": prompt_token_ids})[1:-1]
+        return event.replace("data: {", f"data: {{{ids}, ", 1)
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": self._message(index, completion),
+            "logprobs": self._logprobs(index, completion),
+            "finish_reason": self._reason(index, completion),
+            "stop_reason": completion.stop_reason,
+        } | self._token_ids(completion)

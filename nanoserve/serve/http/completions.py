@@ -1,0 +1,151 @@
+"""/v1/completions: text or token ids in, their continuation out."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.request import Request
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.http import logprobs
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import CompletionBody
+from nanoserve.serve.http.response_builder import Answer, as_json, members
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
+
+
+def completion_requests(
+    body: CompletionBody, engine: GuardedEngine, new_id: Any
+) -> Iterator[Request]:
+    """Yield a request for each prompt. It tokenises, so it is called off the event loop.
+
+    `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.
+    """
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1  # which the answer leaves out
+    params = body.sampling_params(
+        engine.input_processor.default_sampling, max_tokens, body.logprobs
+    )
+    if body.echo and body.logprobs is not None:
+        params.prompt_logprobs = body.logprobs
+    for prompt in body.prompts():
+        if isinstance(prompt, str) and body.add_special_tokens is False:
+            engine.input_processor.text_limit.check(prompt)
+            prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
+        process = engine.input_processor.process
+        yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)
+
+
+class CompletionAnswer(Answer):
+    """`n` continuations of each prompt."""
+
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionBody, *args: Any) -> None:
+        super().__init__(body, *args)
+        self._lengths: dict[int, int] = {}  # characters of each choice up to now
+        self._names = logprobs.TokenNames(
+            self._tokenizer.token_bytes, bool(body.return_tokens_as_token_ids), "bytes:"
+        )
+        self._has_output = body.max_tokens != 0
+
+    def _choice_events(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        reason, begins = completion.finish_reason, index not in self._lengths
+        text, shown = self._news(index, completion, output)
+        ids = self._token_ids(completion, output.prompt_token_ids if begins else None)
+        if not text and not shown and not ids and reason is None:
+            return []
+        if reason == "abort" or output.error is not None:
+            reason = None
+        return [
+            self._event(
+                f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {as_json(shown)}, '
+                f'"finish_reason": {as_json(reason)}, '
+                f'"stop_reason": {as_json(completion.stop_reason)}{members(ids)}}}'
+            )
+        ]
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        text, shown = self._news(index, completion, output)
+        choice = {"index": index, "text": text, "logprobs": shown}
+        choice |= {"finish_reason": completion.finish_reason}
+        choice |= {"stop_reason": completion.stop_reason}
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
+        return choice | self._token_ids(completion, output.prompt_token_ids)
+
+    def _token_ids(
+        self, completion: CompletionOutput, prompt_token_ids: list[int] | None
+    ) -> dict[str, Any]:
+        """vLLM's `token_ids`, and those of the prompt where they have not been sent yet."""
+        if not self._body.return_token_ids:
+            return {}
+        ids = {"token_ids": list(completion.token_ids) if self._has_output else []}
+        return ids if prompt_token_ids is None else ids | {"prompt_token_ids": prompt_token_ids}
+
+    def _news(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of a choice that were not told yet."""
+        begins = index not in self._lengths
+        if not self._body.echo and self._body.logprobs is None:
+            self._lengths[index] = 0
+            return completion.text, None
+        text, token_ids, entries = "", [], []
+        offsets, contents = [], []
+        if self._body.echo and begins:
+            text, token_ids = self._prompt_text(output), list(output.prompt_token_ids)
+            entries = list(output.prompt_logprobs or ())
+            if self._body.logprobs is not None:
+                offsets = logprobs.offsets_in_prompt(self._tokenizer, text, token_ids)
+                contents = [self._names.token_bytes.of(token_id) for token_id in token_ids]
+        length = self._lengths.get(index, 0) + len(text)
+        self._lengths[index] = length + (len(completion.text) if self._has_output else 0)
+        if self._has_output:
+            text += completion.text
+        if self._body.logprobs is None:
+            return text, None
+        if self._has_output:
+            token_ids += completion.token_ids
+            entries += completion.logprobs or ()
+            positions = self._positions_of(index, start=length)
+            for token_id in completion.token_ids:
+                contents.append(positions.content(token_id))
+                offsets.append(positions.advance(token_id))
+        if completion.finish_reason is not None:  # a stop string may have cut the text
+            offsets = [min(offset, self._lengths[index]) for offset in offsets]
+        shown = logprobs.of_completion(token_ids, entries, self._names, contents, offsets)
+        return text, shown
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids, False)
+
+    def _count(self, output: RequestOutput) -> None:
+        super()._count(output)
+        if not self._has_output:
+            self._num_output_tokens = 0
+
+
+def check_completion(body: CompletionBody, max_prompts: int, max_n: int) -> None:
+    """`ApiError` for what two fields must agree on.
+
+    One body of 1.4 kB could ask for 16,384 completions otherwise, each of which takes its turn.
+    """
+    num_prompts = len(body.prompts())
+    if not 1 <= num_prompts <= max_prompts:
+        told = f"prompt has {num_prompts} prompts; it takes 1 to {max_prompts}"
+        raise ApiError(400, told, "prompt")
+    num_completions, most = num_prompts * (body.n or 1), max(max_prompts, max_n)
+    if num_completions > most:
+        told = f"{num_prompts} prompts and n={body.n} are {num_completions} completions; a request "
+        raise ApiError(400, f"{told}may have {most}", "n")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens=0 asks for nothing without echo=true", "max_tokens")

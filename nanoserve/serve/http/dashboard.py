@@ -1,0 +1,182 @@
+"""`GET /live`: what the engine does now, as server-sent events, for those who watch.
+
+While nobody watches nothing is observed. While somebody does, a step is counted and no more; at
+most ten times a second the engine is asked between two steps what it is doing, and everybody gets
+the difference to the time before. Nothing is queued for a watcher: who is too slow for a difference
+gets the whole again, so the slowest costs as much memory as the fastest.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.serve.http.dashboard_state import (
+    State,
+    change,
+    read_state,
+    snapshot,
+    start_counting,
+    stop_counting,
+)
+from nanoserve.serve.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+# Runs a function on the engine's thread, between two steps, in order of the calls.
+CallInEngine = Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]]
+
+MAX_WATCHERS = 16
+_INTERVAL = 0.1  # seconds between two events, at least
+_HEARTBEAT = 15.0  # seconds of silence after which a comment keeps proxies from hanging up
+_MOST_SHARE = 0.05  # of the time may be spent on looking: a pool of 10^5 blocks takes milliseconds
+
+
+class LiveView:
+    """One for a server. `call_in_engine` is called with functions of the `GuardedEngine`."""
+
+    def __init__(
+        self,
+        call_in_engine: CallInEngine,
+        interval: float = _INTERVAL,
+        heartbeat: float = _HEARTBEAT,
+    ) -> None:
+        self._call, self._interval, self._heartbeat = call_in_engine, interval, heartbeat
+        self.num_watchers = 0
+        self._follower: asyncio.Task[None] | None = None
+        self._state: State | None = None
+        self._version = 0
+        self._last_change = self._last_snapshot = ""  # "" until somebody needs it
+        self._news = asyncio.Event()  # a new one for every version
+        self._closed = False
+
+    @property
+    def is_full(self) -> bool:
+        return self._closed or self.num_watchers >= MAX_WATCHERS
+
+    def close(self) -> None:
+        """End all streams: a server that shuts down waits for its responses."""
+        self._closed = True
+        self._announce()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around `events`: the first watcher starts the observation, the last one ends it."""
+        self.num_watchers += 1
+        if self._follower is None or self._follower.done():
+            self._follower = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers:
+                self._follower.cancel()
+                self._follower = self._state = None
+
+    async def events(self) -> AsyncIterator[str]:
+        """A snapshot, then changes; a snapshot again instead of changes that were missed.
+
+        Ends when the engine cannot be asked any more.
+        """
+        seen = None
+        while not self._closed and self._follower is not None:
+            news = self._news
+            if self._state is not None and self._version != seen:
+                is_next = seen is not None and self._version == seen + 1
+                seen = self._version
+                yield self._change_event() if is_next else self._snapshot_event()
+            elif self._follower.done():
+                return
+            else:
+                try:
+                    await asyncio.wait_for(news.wait(), self._heartbeat)
+                except asyncio.TimeoutError:
+                    yield ": still here\n\n"
+
+    async def _follow(self) -> None:
+        """Ask the engine again and again, and tell the watchers."""
+        try:
+            await self._call(start_counting)
+            num_steps = None  # of the state that was read last, if nothing was going on in it
+            while True:
+                seconds, state = 0.0, await self._call(partial(read_state, num_steps))
+                if state is not None:
+                    num_steps = state.numbers["num_steps"] if state.is_idle else None
+                    seconds = self._publish(state)
+                await asyncio.sleep(max(self._interval, seconds / _MOST_SHARE))
+        except Exception:
+            logger.exception("the live view of the engine ends")
+        finally:
+            self._announce()
+            with contextlib.suppress(Exception):  # an engine that is gone has no observers
+                await self._call(stop_counting)
+
+    def _publish(self, state: State) -> float:
+        """Make `state` the current one; returns the seconds it has cost, on either thread."""
+        began = time.perf_counter()
+        before, self._state = self._state, state
+        self._version += 1
+        self._last_snapshot = ""
+        self._last_change = "" if before is None else _event("change", change(before, state))
+        self._announce()
+        return state.read_seconds + time.perf_counter() - began
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _change_event(self) -> str:
+        return self._last_change or self._snapshot_event()
+
+    def _snapshot_event(self) -> str:
+        if not self._last_snapshot:
+            self._last_snapshot = _event("snapshot", snapshot(self._state))
+        return self._last_snapshot
+
+
+class LiveResponse(StreamingResponse):
+    """One watcher, from the first byte to the last; or a 503 if there are too many."""
+
+    def __init__(self, view: LiveView) -> None:
+        # Proxies must not collect events until they have a page full of them.
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(view.events(), media_type="text/event-stream", headers=headers)
+        self._view = view
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._view.is_full:
+            await _too_many()(scope, receive, send)
+            return
+        with self._view.watching():  # here, and not in `events`, which a cancelled send leaves open
+            await super().__call__(scope, receive, send)
+
+
+def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
+    """Serve `GET /live`; the view that is returned is to be closed before the server."""
+    view = LiveView(call_in_engine)
+
+    @app.get("/live", include_in_schema=False, response_model=None)
+    async def live() -> LiveResponse:
+        return LiveResponse(view)
+
+    return view
+
+
+def _too_many() -> JSONResponse:
+    message = f"{MAX_WATCHERS} others are watching the engine already: try again later"
+    return ApiError(
+        503, message, code="too_many_watchers", headers={"retry-after": "10"}
+    ).response()
+
+
+def _event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"

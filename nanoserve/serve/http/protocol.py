@@ -1,0 +1,356 @@
+"""What clients send: OpenAI's fields, and vLLM's beside them.
+
+Every field may be null, which is as if it was not there, and an integer be written as 5.0. What
+becomes of fields that are not here is said in `nanoserve.serve.http.unknown_fields`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema
+
+from nanoserve.features.structured.params import StructuredOutputsParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.first_error import stops_at_first_error
+from nanoserve.serve.http.response_format import field_of_guide, guide_of
+from nanoserve.serve.http.tools.tool_choice import (
+    check_arguments,
+    with_both_names_of_reasoning,
+    with_parsed_arguments,
+)
+from nanoserve.text.chat import text_of
+from nanoserve.utils.parameter_table import PARAMETERS
+
+# Fields of `GenerationBody` that `SamplingParams` takes as they are.
+_SAME = tuple(name for name, parameter in PARAMETERS.items() if parameter.is_http)
+# OpenAI's hints to a model, and vLLM's and llama.cpp's further values.
+_HINTS = {
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+    "verbosity": ("low", "medium", "high"),
+}
+# Arguments of transformers' `apply_chat_template`, which are none of a template.
+_NOT_FOR_CLIENTS = (
+    *("chat_template", "tokenize", "return_dict", "mark_text", "messages", "conversation"),
+    "self",
+    *("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "processor_kwargs"),
+)
+# OpenAI's roles, and what templates call them.
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")}
+_ROLES["developer"] = "system"
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 5.0 is 5. What is no whole number stays as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_whole(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """Make whole numbers in a list, or a list of lists; nearly all have integers already."""
+    try:
+        return validate(value)
+    except ValidationError:
+        lists = value if isinstance(value, list) else []
+        if not any(isinstance(one, float) for part in [lists, *lists] if isinstance(part, list)
+                   for one in part):  # fmt: skip
+            raise
+    return validate(_whole_in(value))
+
+
+def _whole_in(value: Any, depth: int = 2) -> Any:
+    if depth and isinstance(value, list):
+        return [_whole_in(one, depth - 1) for one in value]
+    return _whole(value)
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Ints = Annotated[list[int], WrapValidator(_all_whole)]
+
+
+class Body(BaseModel):
+    """JSON of the right types. Numbers and texts stay what they are: "5" is no 5."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Tell whether checking it may keep the event loop waiting for too long.
+
+        Set by whoever has received it.
+        """
+        return False
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return stops_at_first_error(handler(source))
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common."""
+
+    prompt_field: ClassVar[str]  # what has the tokens that are to be continued
+
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Ints | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Ints | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    num_speculative_tokens: Int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    prompt_logprobs: Int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None  # vLLM's
+    request_id: str | None = None  # vLLM's: what the answer's `id` ends with
+
+    @cached_property  # of a conversation, tools may set another one
+    def guide(self) -> StructuredOutputsParams | None:
+        """What the answer must look like."""
+        return guide_of(self)
+
+    @cached_property  # tools set others
+    def guide_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
+        """Return what the guide is made of, by the fields that hold it."""
+        return [] if self.guide is None else [(field_of_guide(self), self.guide)]
+
+    @property
+    def guide_field(self) -> str:
+        """Return the field that is to blame for the guide as a whole."""
+        parts = self.guide_parts
+        return parts[0][0] if len(parts) == 1 else "tools"
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """The name and the value of the field that bounds the answer."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+
+    def sampling_params(
+        self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """`defaults` are the checkpoint's own recommendations, for what is not given."""
+        given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
+        if self.logit_bias:
+            given["logit_bias"] = _with_ids("logit_bias", self.logit_bias)
+        given["structured_outputs"] = self.guide
+        self._check_n(given, defaults)
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        own = {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind}
+        return SamplingParams(**{**defaults, **given, **own})
+
+    def _check_n(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Raise `ApiError` for several completions at a temperature that nobody has asked for."""
+        is_greedy = defaults.get("temperature", 1.0) < 1e-5
+        if given.get("n", 1) > 1 and "temperature" not in given and is_greedy:
+            told = (
+                f"n={given['n']} completions would all be the same: this model's "
+                f"generation_config.json recommends temperature 0. Give a temperature"
+            )
+            raise ApiError(400, told, "n")
+
+    def prompt_of(self, content: Any) -> dict[str, Any]:
+        """`content`, a text or token ids, as the engine takes it."""
+        prompt = {"prompt" if isinstance(content, str) else "prompt_token_ids": content}
+        return prompt if self.cache_salt is None else prompt | {"cache_salt": self.cache_salt}
+
+
+def _number_of_logprobs(value: Any) -> Any:
+    """Read false as none of them: in /v1/chat/completions, `logprobs` is a bool."""
+    return None if value is False else _whole(value)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_all_whole)]
+    logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if is_one else list(self.prompt)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions. A message's content may be text, or a list of parts of text."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    allow_special_tokens: bool | None = None  # ours: typed special tokens are control tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Messages as templates know them: every content is a text, every role one of theirs."""
+        check_arguments(self.messages)
+        return [_as_template_has_it(message) for message in self.messages]
+
+    @property
+    def continued(self) -> str:
+        """Return the text at the end of the prompt that the answer goes on with."""
+        if not self.continue_final_message or not self.messages:
+            return ""
+        return _text_of(self.messages[-1].get("content"))
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """The name and the value of the field that bounds the answer."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    def hints(self, template: str) -> dict[str, Any]:
+        """Return those of OpenAI's hints that `template` looks at, as in vLLM.
+
+        An effort of "none" turns thinking off in templates that know `enable_thinking`, and any
+        other one turns it on. `chat_template_kwargs` go before that.
+        """
+        hints: dict[str, Any] = {}
+        for name, known in _HINTS.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                told = f"{name}={value!r:.50} must be one of {', '.join(known)}"
+                raise ApiError(400, told, name)
+            if value is not None:
+                hints[name] = value
+        if self.reasoning_effort is not None:
+            hints["enable_thinking"] = self.reasoning_effort != "none"
+            if "enable_thinking" in (self.chat_template_kwargs or {}):
+                del hints["enable_thinking"]
+        return {name: value for name, value in hints.items() if looks_at(template, name)}
+
+    def template_arguments(self, template: str = "") -> dict[str, Any]:
+        """Return the template's arguments besides the messages; `template` is its source."""
+        names = ("add_generation_prompt", "continue_final_message", "documents")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.tools and self.tool_choice != "none":
+            given["tools"] = self.tools
+        own = self.chat_template_kwargs or {}
+        for name in _NOT_FOR_CLIENTS:
+            if name in own:
+                param = f"chat_template_kwargs.{name}"
+                raise ApiError(400, f"{param} is not for a client to say", param, "unsupported")
+        if self.continue_final_message:
+            given.setdefault("add_generation_prompt", False)
+        return own | self.hints(template) | given
+
+
+class TokenizeBody(ChatBody):
+    """POST /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Ints
+
+
+def looks_at(template: str, name: str) -> bool:
+    """Return whether a template's source mentions a variable."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def looks_into(template: str, name: str) -> bool:
+    """Return whether it mentions a member of something, such as `message.name`."""
+    return re.search(rf"""(\.|\[['"]|get\(['"]){re.escape(name)}\b""", template) is not None
+
+
+def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates pass over a role that they do not know, without a word."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise ApiError(400, f"messages: role={role!r:.50} must be one of {known}", "messages")
+    message = with_both_names_of_reasoning(with_parsed_arguments(message))
+    content = _text_of(message.get("content"))
+    if not content and isinstance(message.get("refusal"), str):
+        content = message["refusal"]  # as OpenAI answers, and clients send back
+    return message | {"role": _ROLES[role], "content": content}
+
+
+def _text_of(content: Any) -> str:
+    """A text as it is; of a list of parts their texts."""
+    if content is None:
+        return ""
+    try:
+        return text_of(content)
+    except ValueError as error:
+        raise ApiError(400, str(error), "messages", "unsupported") from error
+
+
+def _with_ids(name: str, by_text: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are texts: these are token ids."""
+    try:
+        return {int(token_id): bias for token_id, bias in by_text.items()}
+    except ValueError as error:
+        raise ApiError(400, f"{name}: its keys must be token ids", name) from error

@@ -1,0 +1,140 @@
+"""An answer in the making: from what the engine puts out to what a client gets."""
+
+import json
+import time
+from typing import Any
+from uuid import uuid4
+
+from nanoserve.engine.request import Request
+from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import GenerationBody
+from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.text.token_bytes import TextPositions
+from nanoserve.text.tokenizer import Tokenizer
+
+
+class Answer:
+    """What all endpoints' answers have in common.
+
+    A request for several prompts, or for several completions of one, has a choice for each of them;
+    they come in any order, and go by their index.
+    """
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, body: GenerationBody, model: str, requests: list[Request], tokenizer: Tokenizer
+    ) -> None:
+        self.requests = requests
+        self._body, self._tokenizer = body, tokenizer
+        n = body.n or 1
+        self._first_index = {r.request_id: number * n for number, r in enumerate(requests)}
+        self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self._num_output_tokens = 0
+        self._num_cached_tokens: dict[str, int | None] = {}
+        self._positions: dict[int, TextPositions] = {}  # by choice, of those with logprobs
+        own_id = uuid4().hex if body.request_id is None else body.request_id
+        self._common = {"id": f"{self.id_prefix}-{own_id}", "created": int(time.time())}
+        self._common["model"] = model
+        # The same in every event, so it is encoded once.
+        common = json.dumps({**self._common, "object": self.chunk_object})[:-1]
+        self._head = f'data: {common}, "choices": ['
+        self._tail = '], "usage": null}\n\n' if body.include_usage else "]}\n\n"
+
+    def events(self, outputs: list[RequestOutput]) -> bytes:
+        """What is new, as server-sent events."""
+        events = []
+        for output in outputs:
+            first_index = self._first_index[output.request_id]
+            self._count(output)
+            for completion in output.outputs:
+                index = first_index + completion.index
+                events += self._choice_events(index, completion, output)
+            if output.error is not None or _is_aborted(output):
+                events.append(_error_of(output).event().decode())
+        return "".join(events).encode()
+
+    def last_events(self) -> bytes:
+        """When nothing more will come."""
+        usage = ""
+        if self._body.include_usage:
+            usage = f'{self._head}], "usage": {json.dumps(self.usage())}}}\n\n'
+        return f"{usage}data: [DONE]\n\n".encode()
+
+    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed. `ApiError` if a part of it has failed."""
+        choices = []
+        for request in self.requests:
+            output = outputs[request.request_id]
+            if output.error is not None or _is_aborted(output):
+                raise _error_of(output)
+            self._count(output)
+            first_index = self._first_index[output.request_id]
+            for completion in output.outputs:
+                choices.append(self._choice(first_index + completion.index, completion, output))
+        answer = {**self._common, "object": self.whole_object, "choices": choices}
+        return answer | {"usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens up to now."""
+        prompt, output = self._num_prompt_tokens, self._num_output_tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": output}
+        usage["total_tokens"] = prompt + output
+        cached = self._num_cached_tokens.values()
+        if cached and None not in cached:  # else it is not to be told
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+        return usage
+
+    def _count(self, output: RequestOutput) -> None:
+        self._num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        self._num_cached_tokens[output.request_id] = output.metrics.num_cached_prompt_tokens
+
+    def _event(self, choice: str) -> str:
+        """One choice, as JSON, in an event."""
+        if self._body.usage_in_every_chunk:
+            return f'{self._head}{choice}], "usage": {json.dumps(self.usage())}}}\n\n'
+        return f"{self._head}{choice}{self._tail}"
+
+    def _positions_of(self, index: int, start: int = 0) -> TextPositions:
+        """Return where a choice's tokens stand in its text, which begins at `start`."""
+        if index not in self._positions:
+            skips = self.requests[0].params.skip_special_tokens
+            known = self._tokenizer.token_bytes
+            self._positions[index] = TextPositions(known, skips, start)
+        return self._positions[index]
+
+    def _choice_events(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> list[str]:
+        raise NotImplementedError
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput
+    ) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def as_json(value: Any) -> str:
+    """Most values of most events are null, which need not be asked of an encoder."""
+    return "null" if value is None else json.dumps(value)
+
+
+def members(more: dict[str, Any]) -> str:
+    """Further members of a JSON object that has some."""
+    return f", {json.dumps(more)[1:-1]}" if more else ""
+
+
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)
+
+
+def _error_of(output: RequestOutput) -> ApiError:
+    """For a request that has failed: its own fault, or the server's."""
+    if isinstance(output.error, (ValueError, EngineDeadError)):
+        return ApiError.of(output.error)
+    if output.error is None:
+        return ApiError(503, "the server has ended this request", code="aborted")
+    return ApiError(500, "the model could not compute this request; the server's log says more")

@@ -1,0 +1,72 @@
+"""What whoever runs a server chose for it; what concerns the engine is in `EngineConfig`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoserve.serve.http.tools.parsers import FORMATS
+from nanoserve.serve.http.tools.reasoning import STARTS
+from nanoserve.utils.checks import (
+    check_choice,
+    check_int,
+    check_list,
+    check_number,
+    is_text,
+    require,
+    shown,
+)
+
+_SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
+_NO_KWARGS = {
+    *("messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "mark_text"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+
+
+@dataclass
+class ServerSettings:
+    """Checked on construction: a `ValueError` names the value.
+
+    Times are in seconds. A limit that a request exceeds is an answer of its own: 400, 408, 413, 429
+    or 503.
+    """
+
+    served_model_name: list[str] = field(default_factory=list)  # the first one is what answers say
+    api_key: list[str] = field(default_factory=list)  # none: everybody may ask
+    max_n: int = 64  # completions of one request
+    max_prompts: int = 1024  # of one request to /v1/completions
+    max_body_bytes: int = 8 * 2**20
+    max_queue: int | None = None  # sequences that may wait for their turn; None: as many as come
+    max_connections: int = 4096
+    body_timeout: float = 30.0  # for a body to arrive
+    heartbeat_interval: float = 15.0  # a proxy gives up a stream that is silent for a minute
+    allowed_origins: list[str] = field(default_factory=list)  # of other sites' pages (CORS)
+    metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
+    tool_call_parser: str | None = None  # how the model writes calls; None: as its template shows
+    reasoning_parser: str | None = None  # how it writes what it thinks before it answers
+    # What templates get where a request's chat_template_kwargs say nothing of it.
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            setattr(self, name, check_int(name, getattr(self, name), smallest))
+        if self.max_queue is not None:
+            self.max_queue = check_int("max_queue", self.max_queue, 1)
+        for name in ("body_timeout", "heartbeat_interval"):
+            check_number(name, getattr(self, name), 0, None, excludes_low=True)
+        if self.tool_call_parser is not None:
+            check_choice("tool_call_parser", self.tool_call_parser, tuple(FORMATS))
+        if self.reasoning_parser is not None:
+            check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
+        for origin in self.allowed_origins:
+            told = "must be '*', or as 'https://example.org:8443', without a path"
+            require(_ORIGIN.fullmatch(origin), f"allowed_origins: {origin!r:.200} {told}")
+        kwargs = self.default_chat_template_kwargs
+        is_object = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+        require(is_object, f"default_chat_template_kwargs={shown(kwargs)} must be an object")
+        for name in _NO_KWARGS & kwargs.keys():
+            raise ValueError(f"default_chat_template_kwargs: {name!r} is the server's to say")

@@ -1,0 +1,172 @@
+"""Grammars for calls: what must be called is, and strict functions get what they ask for."""
+
+import json
+import re
+from collections.abc import Callable
+
+from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.lark import COMPACT, json_rule
+from nanoserve.features.structured.params import StructuredOutputsParams
+from nanoserve.features.structured.regex import portable
+from nanoserve.features.structured.schema_numbers import spelled
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.response_format import refusal
+from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN, Thought
+from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
+
+_MOST_CALLS = 16
+_ANY_ARGUMENTS = '{"type": "object"}'
+
+# The id of a special token by its text, or None.
+SpecialId = Callable[[str], int | None]
+
+
+def guide_of_tools(
+    use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
+) -> StructuredOutputsParams | None:
+    """Return the format of an answer with tools; None if it may say anything.
+
+    config: the engine's, which says how schemas are read. Raises `ApiError` that names the function
+    whose schema cannot be obeyed.
+    """
+    is_strict = any(function.is_strict for function in use.functions)
+    if not use.must_call and not is_strict:
+        return None
+    form, writer = use.format, _Writer(special_id, config or StructuredOutputsConfig())
+    trigger = form.trigger or ""
+    before, separator, after = map(writer.literal, (form.before, form.separator, form.after))
+    more = f"({separator} call){{0,{_MOST_CALLS - 1}}}" if use.allows_several else ""
+    rules, begin = [f"calls: {before} call {more} {after}"], form.call_begin
+    if use.must_call:
+        rules.insert(0, "start: calls")
+    elif form.trigger is None:  # an answer is text or calls, and its first letter tells
+        rules[:0] = ["start: calls | TEXT", r"TEXT: /[^{\s](.|\n)*/"]
+    elif special_id(trigger) is not None:  # free text cannot hold it
+        rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
+    else:  # free text, in which what begins as a call goes on as one
+        several = _MOST_CALLS if use.allows_several and not form.before else 1
+        if form.before:
+            opening = writer.literal(form.before.removeprefix(trigger))
+            rules = [f"tagged: trigger {opening} call {more} {after}"]
+        else:
+            rules = ["tagged: trigger call"]
+
+            def begin(name: str) -> str:
+                return form.call_begin(name).removeprefix(trigger)
+
+        rules += [
+            f"start: tagged{{0,{several}}} TEXT",
+            f"trigger[lazy]: /(.|\\n)*{_escaped(trigger)}/",
+            r"TEXT: /(.|\n)*/",
+        ]
+    rules += writer.calls(use, begin, form.end)
+    return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules]))
+
+
+def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
+    """Return the schemas that `guide_of_tools` enforces, by the fields that hold them."""
+    return [(one.field, _arguments(one)) for one in use.functions if use.must_call or one.is_strict]
+
+
+def behind_reasoning(
+    guide: StructuredOutputsParams,
+    thought: Thought,
+    special_id: SpecialId,
+    config: StructuredOutputsConfig | None = None,
+    field: str = "structured_outputs",
+) -> StructuredOutputsParams:
+    """Return a format for a model that thinks first: its thoughts are free.
+
+    thought: where the prompt leaves it. An open one is closed first; a closed one is not opened
+    again, so the format begins at once; and if there is none, the answer may open one. field: of
+    the request, which an `ApiError` names for a format that cannot come behind a thought.
+    """
+    if thought is Thought.CLOSED:
+        return guide
+    config = config or StructuredOutputsConfig()
+    writer, rules = _Writer(special_id, config), _rules_of(guide, config, field)
+    close = special_id(CLOSE)
+    rule = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
+    if close is not None:
+        rule = rf"thought: /(.|\n)*/ <[{close}]>"
+    opened = f"{writer.literal(OPEN)} thought SPACE content"
+    other = "thought SPACE content" if thought is Thought.OPEN else "content"
+    start = f"start: {opened} | {other}"
+    lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
+    return StructuredOutputsParams(grammar="\n".join(lines))
+
+
+def _rules_of(
+    guide: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
+) -> list[str]:
+    """The rule `content`, and those that it needs."""
+    if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # of tools
+        lines = guide.grammar.split("\n")[1:]
+        return [re.sub("^start:", "content:", line) for line in lines]
+    source = guide.source(config)
+    if source.kind == "regex":
+        regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
+        return [f"content: /{regex}/"]
+    if source.kind == "choice":
+        return ["content: CHOICE", "CHOICE: " + " | ".join(map(json.dumps, guide.choice or ()))]
+    if source.kind == "json" and not source.whitespace:
+        return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
+    raise ApiError(
+        400,
+        f"{field}: with a --reasoning-parser, formats are JSON in one line, regular expressions "
+        f"and choices",
+        field,
+        "unsupported",
+    )
+
+
+def _arguments(function: Function) -> StructuredOutputsParams:
+    """Return what the arguments of a function must look like: an object in any case."""
+    schema = function.parameters
+    if "type" not in schema and "properties" in schema:
+        schema = {"type": "object"} | schema
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+
+
+class _Writer:
+    """Writes rules of Lark's."""
+
+    def __init__(self, special_id: SpecialId, config: StructuredOutputsConfig) -> None:
+        self._special_id, self._config = special_id, config
+
+    def calls(self, use: ToolUse, begin: Callable[[str], str], end: str) -> list[str]:
+        """The rule `call`: one of the functions, with arguments by its schema.
+
+        Nothing holds a function to its schema that is not strict and need not be called.
+        """
+        functions = use.functions
+        rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+        for number, function in enumerate(functions):
+            before, after = self.literal(begin(function.name)), self.literal(end)
+            rules.append(f"call_{number}: {before} args_{number} {after}")
+            schema = _ANY_ARGUMENTS
+            if use.must_call or function.is_strict:
+                schema = self._schema_of(function)
+            rules.append(f"args_{number}: {json_rule(schema, COMPACT)}")
+        return rules
+
+    def _schema_of(self, function: Function) -> str:
+        try:
+            return spelled(_arguments(function).source(self._config).text)
+        except ValueError as error:
+            raise refusal(error, function.field) from error
+
+    def literal(self, text: str) -> str:
+        """A text, whose special tokens are themselves and not their letters."""
+        parts: list[str] = []
+        for tag in re.findall(r"<\|[^|]*\|>|\[[A-Z_]+\]", text):
+            token_id = self._special_id(tag)
+            if token_id is not None:
+                before, _, text = text.partition(tag)
+                parts += [json.dumps(before)] if before else []
+                parts.append(f"<[{token_id}]>")
+        return " ".join(parts + ([json.dumps(text)] if text else []))
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,45 @@
+"""The calls of Llama 3: the whole answer is JSON, one object for each."""
+
+from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of
+from nanoserve.serve.http.tools.partial_json import read_object, skip_space
+
+TAG = "<|python_tag|>"
+
+
+def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
+    """(content, calls). An answer that does not begin with an object, or whose object has no
+    arguments, is content: JSON may have been asked for. Behind the calls all else is."""
+    content, calls, at = Text(), [], 0
+    while True:
+        begin = _skip(text, at, bool(calls))
+        rest = text[begin:]
+        if not rest or (TAG.startswith(rest) and not rest.startswith("{")):
+            if is_final:
+                content.add(text[at:])
+            break
+        found = read_object(text, begin)
+        call = call_of(text, found, needs_arguments=True)
+        ended_at = found.stop if found.end is None else found.end
+        if call is None and (ended_at is not None or is_final):
+            content.add(text[at:] if not calls else rest)
+        if call is None:
+            break
+        content.end_piece()
+        calls.append(call)
+        if ended_at is None:
+            break
+        if found.end is None:
+            content.add(text[ended_at:])
+            break
+        at = ended_at
+    return content.joined(is_final), calls
+
+
+def _skip(text: str, at: int, is_behind_a_call: bool) -> int:
+    """What may stand before an object."""
+    at = skip_space(text, at)
+    while is_behind_a_call and text[at : at + 1] in (";", ","):
+        at = skip_space(text, at + 1)
+    if text.startswith(TAG, at):
+        at = skip_space(text, at + len(TAG))
+    return at

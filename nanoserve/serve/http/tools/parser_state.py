@@ -1,0 +1,56 @@
+"""An answer as far as it has come, and what is new in it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanoserve.serve.http.tools.parse_result import Parsed
+from nanoserve.serve.http.tools.parsers import ToolFormat
+from nanoserve.serve.http.tools.reasoning import split
+
+NOTHING = Parsed("", "", [])
+
+
+class CallDelta(NamedTuple):
+    """name: only at the first one of a call."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass
+class Delta:
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+def parse_answer(
+    text: str, is_final: bool, tools: ToolFormat | None, is_inside: bool | None
+) -> Parsed:
+    """Of the text so far. Calls are looked for behind the reasoning alone.
+
+    is_inside: whether it begins within a thought; None: nobody asks for those.
+    """
+    reasoning = ""
+    if is_inside is not None:
+        reasoning, text = split(text, is_final, is_inside)
+    if tools is None:
+        return Parsed(reasoning, text, [])
+    content, calls = tools.parse(text, is_final)
+    return Parsed(reasoning, content, calls)
+
+
+def difference(before: Parsed, now: Parsed) -> Delta:
+    """What whoever knows `before` must be told."""
+    delta = Delta(now.reasoning[len(before.reasoning) :], now.content[len(before.content) :])
+    for index, call in enumerate(now.calls):
+        is_new = index >= len(before.calls)
+        known = 0 if is_new else len(before.calls[index].arguments)
+        if is_new or len(call.arguments) > known:
+            name = call.name if is_new else None
+            delta.calls.append(CallDelta(index, name, call.arguments[known:]))
+    return delta

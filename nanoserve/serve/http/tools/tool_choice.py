@@ -1,0 +1,166 @@
+"""The tools that a request brings, and whether one of them must be called."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nanoserve.serve.http.body_cost import BodyCost
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.tools.parsers import ToolFormat
+from nanoserve.text.tool_arguments import arguments_of
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_TOOLS = 128
+_MOST_ARGUMENTS = 2**18  # of all calls in a conversation, in units of `BodyCost`
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a model may call.
+
+    parameters: a JSON schema of its arguments. number: its place in `tools`.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    is_strict: bool
+    number: int = 0
+
+    @property
+    def field(self) -> str:
+        """Return the field in which a client has written `parameters`."""
+        return f"tools[{self.number}].function.parameters"
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What an answer may call, and how.
+
+    functions: those that may be called. must_call: whether one has to be. is_named: whether the
+    client has said which. allows_several: calls in one answer.
+    """
+
+    format: ToolFormat
+    functions: list[Function]
+    must_call: bool
+    is_named: bool
+    allows_several: bool
+
+
+def tool_use_of(
+    tools: list[dict[str, Any]] | None,
+    choice: str | dict[str, Any] | None,
+    allows_several: bool | None,
+    format: ToolFormat,
+    is_shown: bool,
+) -> ToolUse | None:
+    """None if nothing is to be called. Raises `ApiError` for what is no tool or no choice of one.
+
+    is_shown: whether the model gets to see them. It can be forced to call what it does not know.
+    """
+    functions = [_function_of(tool, number) for number, tool in enumerate(tools or [])]
+    names = [function.name for function in functions]
+    if len(names) > _MOST_TOOLS:
+        raise ApiError(400, f"tools has {len(names)} of them; at most {_MOST_TOOLS}", "tools")
+    for name in names:
+        if names.count(name) > 1:
+            raise ApiError(400, f"tools has two functions named {name!r}", "tools")
+    wanted = _name_in(choice)
+    if wanted is None and choice is not None and choice not in _CHOICES:
+        told = f"tool_choice={choice!r:.100} must be one of {_CHOICES}, or name a function"
+        raise ApiError(400, told, "tool_choice")
+    if wanted is not None and wanted not in names:
+        told = f"tool_choice names {wanted!r:.64}, and tools has {names}"
+        raise ApiError(400, told, "tool_choice")
+    if not functions or choice == "none":
+        if choice == "required":
+            raise ApiError(400, "tool_choice='required' needs tools to choose from", "tool_choice")
+        return None
+    must_call = wanted is not None or choice == "required"
+    if not must_call and not is_shown:
+        told = (
+            "tools: the chat template of this model shows it none, or nobody knows how it writes "
+            "calls (--tool-call-parser of the server). tool_choice='required' forces one"
+        )
+        raise ApiError(400, told, "tools", "unsupported")
+    if wanted is not None:
+        functions = [function for function in functions if function.name == wanted]
+    several = allows_several is not False and wanted is None
+    return ToolUse(format, functions, must_call, wanted is not None, several)
+
+
+def check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise `ApiError` if the arguments of all calls together have too many items to be parsed."""
+    total = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                total += BodyCost.of(arguments)
+    if total > _MOST_ARGUMENTS:
+        told = "messages: the arguments of tool calls have too many items: a number counts 1, a "
+        told += f"string 2, a name 4, a list or an object 16; at most {_MOST_ARGUMENTS}"
+        raise ApiError(400, told, "messages")
+
+
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects: templates write them out themselves.
+
+    OpenAI's clients send them as the text that they have got.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ApiError(400, "messages: tool_calls must be a list of calls", "messages")
+    parsed = []
+    for call in calls:
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(400, "messages: a tool call has no function with a name", "messages")
+        try:
+            arguments = arguments_of(function)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from error
+        parsed.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": parsed}
+
+
+def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under both names: a template looks at one of them."""
+    newer, older = message.get("reasoning"), message.get("reasoning_content")
+    if (newer is None) == (older is None):
+        return message
+    return message | dict.fromkeys(("reasoning", "reasoning_content"), newer or older)
+
+
+def _function_of(tool: dict[str, Any], number: int) -> Function:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        told = f"tools[{number}] must be {{'type': 'function', 'function': {{...}}}}"
+        raise ApiError(400, told, "tools", "unsupported")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        told = f"tools[{number}]: name={name!r:.80} must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+        raise ApiError(400, told, "tools")
+    if parameters is not None and not isinstance(parameters, dict):
+        field = f"tools[{number}].function.parameters"
+        raise ApiError(400, f"{field} must be a JSON schema", field)
+    is_strict = function.get("strict") is True
+    return Function(name, parameters or _NO_ARGUMENTS, is_strict, number)
+
+
+def _name_in(choice: str | dict[str, Any] | None) -> str | None:
+    """Of {"type": "function", "function": {"name": ...}}."""
+    if not isinstance(choice, dict):
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        told = "tool_choice must be {'type': 'function', 'function': {'name': text}}"
+        raise ApiError(400, told, "tool_choice")
+    return name

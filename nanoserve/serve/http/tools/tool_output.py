@@ -1,0 +1,88 @@
+"""An answer with calls, or with reasoning before it."""
+
+import json
+import random
+import string
+from typing import Any
+from uuid import uuid4
+
+from nanoserve.outputs import CompletionOutput
+from nanoserve.serve.http.chat_completions import ChatAnswer
+from nanoserve.serve.http.tools.parse_result import Parsed
+from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
+from nanoserve.serve.http.tools.reasoning import Thought, thought_at_end
+from nanoserve.serve.http.tools.tool_choice import ToolUse
+
+
+class ToolAnswer(ChatAnswer):
+    """A message, or `n` of them. The text so far is parsed anew each time, and what is new told."""
+
+    def __init__(self, use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> None:
+        super().__init__(*args)
+        self._use = use
+        self._is_inside: bool | None = None
+        if reasoning_parser is not None:
+            prompt, continued = self.requests[0].prompt, self._body.continued
+            thought = thought_at_end(prompt, reasoning_parser, continued)
+            self._is_inside = thought is Thought.OPEN
+        self._texts: dict[int, str] = {}  # by choice, as those below
+        self._parsed: dict[int, Parsed] = {}
+        self._ids: dict[int, list[str]] = {}
+
+    def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
+        text = self._texts[index] = self._texts.get(index, "") + completion.text
+        is_final, form = completion.finish_reason is not None, self._use and self._use.format
+        parsed = parse_answer(text, is_final, form, self._is_inside)
+        if self._use is not None and not self._use.allows_several:
+            parsed = parsed._replace(calls=parsed.calls[:1])
+        ids = self._ids.setdefault(index, [])
+        ids += [self._new_id() for _ in parsed.calls[len(ids) :]]
+        return parsed
+
+    def _news(self, index: int, completion: CompletionOutput) -> str:
+        before, now = self._parsed.get(index, NOTHING), self._parse(index, completion)
+        self._parsed[index] = now
+        new, told = difference(before, now), {}
+        if new.reasoning:
+            told |= {"reasoning": new.reasoning, "reasoning_content": new.reasoning}
+        if new.content:
+            told["content"] = new.content
+        if new.calls:
+            told["tool_calls"] = [
+                {"index": number, "function": {"arguments": arguments}}
+                if name is None
+                else self._call(index, number, name, arguments) | {"index": number}
+                for number, name, arguments in new.calls
+            ]
+        return json.dumps(told) if told else ""
+
+    def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        parsed = self._parsed[index] = self._parse(index, completion)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if self._is_inside is not None:
+            reasoning = parsed.reasoning or None
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                self._call(index, number, call.name, call.arguments)
+                for number, call in enumerate(parsed.calls)
+            ]
+        return message | {"refusal": None}
+
+    def _reason(self, index: int, completion: CompletionOutput) -> str | None:
+        """Calls are a reason to stop, unless the client has said which one to make."""
+        has_called = self._use is not None and not self._use.is_named and self._parsed[index].calls
+        if completion.finish_reason == "stop" and has_called:
+            return "tool_calls"
+        return completion.finish_reason
+
+    def _call(self, index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": self._ids[index][number], "type": "function", "function": function}
+
+    def _new_id(self) -> str:
+        if self._use is not None and self._use.format.name == "mistral":
+            # Templates of these models accept nothing else when the call comes back.
+            return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+        return f"call_{uuid4().hex[:24]}"

@@ -1,0 +1,170 @@
+"""What becomes of a request's fields that nanoserve does not have.
+
+No field that would change the answer is ignored in silence. Names of other servers are refused, and
+it is said what to use instead, unless their value asks for nothing. Names that say nothing about
+the answer are ignored. What nobody knows may be either, or mistyped: it is ignored, too, and logged
+once. `nanoserve.drop_in.request_names` has all names.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from nanoserve.drop_in.request_names import FOREIGN, HARMLESS, PLACES, Foreign, asks_nothing
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    looks_at,
+    looks_into,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_LOGGED = 200  # names, each once
+_LONGEST_LOGGED = 64  # characters of one
+_MOST_LOOKED_AT = 64  # unknown names within one object, and objects within one list
+_NOT_LOOKED_AT = "the chat template does not look at it"
+_CHAT = "it is a field of /v1/chat/completions"
+# What one endpoint has, or refuses, and the others do not.
+_ELSEWHERE: dict[type[Body], dict[str, Foreign]] = {
+    CompletionBody: {
+        "messages": Foreign("use prompt, or /v1/chat/completions"),
+        "max_completion_tokens": Foreign("use max_tokens"),
+        "top_logprobs": Foreign("logprobs says how many", (0,)),
+        "tools": Foreign("use /v1/chat/completions", ([],)),
+        "tool_choice": Foreign("use /v1/chat/completions", ("none", "auto")),
+        "parallel_tool_calls": Foreign(_CHAT, (True, False)),
+        "reasoning_effort": Foreign(_CHAT),
+        "verbosity": Foreign(_CHAT, ("medium",)),
+        "chat_template_kwargs": Foreign(_CHAT, ({},)),
+        "documents": Foreign(_CHAT, ([],)),
+        "add_generation_prompt": Foreign(_CHAT, (True,)),
+        "continue_final_message": Foreign(_CHAT, (False,)),
+        "allow_special_tokens": Foreign("special tokens in a prompt are special tokens", (True,)),
+    },
+    ChatBody: {"add_special_tokens": Foreign("the chat template writes them", (False,))},
+}
+
+
+_FOREIGN_OF: dict[type[Body], dict[str, Foreign]] = {
+    **{kind: FOREIGN | _ELSEWHERE.get(kind, {}) for kind in (CompletionBody, ChatBody)},
+    TokenizeBody: FOREIGN,
+    DetokenizeBody: {},
+}
+
+
+class UnknownNames:
+    """Logs each unknown name once. What a client sends is never kept or logged but for the name."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def note(self, place: str, name: str, known: Iterable[str], reason: str = "") -> None:
+        """Log that `name` was ignored. place: what it stood in; "" is the request itself."""
+        key = place, name[:_LONGEST_LOGGED]
+        if key in self._logged or len(self._logged) >= _MOST_LOGGED:
+            return
+        self._logged.add(key)
+        near = get_close_matches(key[1], sorted(known), n=1, cutoff=0.75)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        where = f"{place}: " if place else ""
+        reason = reason or "no request has such a field"
+        logger.warning("%signored %r: %s%s", where, key[1], reason, hint)
+        if len(self._logged) == _MOST_LOGGED:
+            logger.warning("ignored %s unknown fields: no further ones are logged", _MOST_LOGGED)
+
+
+def check_fields(body: Body, unknown: UnknownNames, template: str = "") -> None:
+    """Raise `ApiError` for a field that would change the answer, if it could be honoured.
+
+    template: the source of the chat template, which may look at whatever a message has.
+    """
+    kind, given = type(body), body.model_extra or {}
+    foreign = _FOREIGN_OF[kind]
+    if "best_of" in given and isinstance(body, GenerationBody):
+        best_of = foreign["best_of"]
+        foreign = foreign | {"best_of": best_of._replace(neutral=(*best_of.neutral, body.n))}
+    _check(given, "", kind.model_fields, foreign, unknown)
+    if isinstance(body, GenerationBody):
+        _check_request_id(body)
+        _check_formats(body, unknown)
+    if isinstance(body, ChatBody):
+        _check_chat(body, unknown, template)
+
+
+def _check(
+    given: Mapping[str, Any],
+    place: str,
+    known: Iterable[str],
+    foreign: Mapping[str, Foreign],
+    unknown: UnknownNames,
+    template: str = "",
+    path: str = "",
+) -> None:
+    """Look at the names in one object. `path`: what an error calls its place."""
+    num_unknown, path = 0, path or place
+    for name, value in given.items():
+        if value is None or name in known or (name in HARMLESS and not place):
+            continue
+        if template and looks_into(template, name):
+            continue
+        if name in foreign:
+            if not asks_nothing(value, foreign[name].neutral):
+                full = f"{path}.{name}" if path else name
+                told = f"{full} is not supported: {foreign[name].instead}"
+                raise ApiError(400, told, full, "unsupported")
+        elif num_unknown < _MOST_LOOKED_AT:
+            num_unknown += 1
+            unknown.note(place, name, known)
+
+
+def _check_place(
+    given: Any, place: str, unknown: UnknownNames, template: str = "", path: str = ""
+) -> None:
+    if isinstance(given, Mapping):
+        known, foreign = PLACES[place]
+        _check(given, place, known, foreign, unknown, template, path)
+
+
+def _check_formats(body: GenerationBody, unknown: UnknownNames) -> None:
+    _check_place(body.response_format, "response_format", unknown)
+    if body.response_format is not None:
+        described = body.response_format.get("json_schema")
+        _check_place(described, "response_format.json_schema", unknown)
+    if body.stream_options is not None:
+        _check_place(body.stream_options.model_extra, "stream_options", unknown)
+
+
+def _check_chat(body: ChatBody, unknown: UnknownNames, template: str) -> None:
+    for message in body.messages or ():
+        _check_place(message, "messages", unknown, template)
+        parts = message.get("content")
+        for part in parts[:_MOST_LOOKED_AT] if isinstance(parts, list) else ():
+            if isinstance(part, Mapping) and part.get("type") in (None, "text"):
+                _check_place(part, "messages.content", unknown, template)
+    for number, tool in enumerate(body.tools or ()):
+        _check_place(tool, "tools", unknown, template)
+        function = tool.get("function")
+        _check_place(function, "tools.function", unknown, template, f"tools[{number}].function")
+    _check_place(body.tool_choice, "tool_choice", unknown)
+    variables = {"enable_thinking", "thinking", "reasoning_effort", "documents"}
+    for name in list(body.chat_template_kwargs or ())[:_MOST_LOOKED_AT]:
+        if not looks_at(template, name):
+            seen = {variable for variable in variables if looks_at(template, variable)}
+            unknown.note("chat_template_kwargs", name, seen, _NOT_LOOKED_AT)
+    for name in ("reasoning_effort", "verbosity"):
+        if getattr(body, name) is not None and not body.hints(template):
+            unknown.note("", name, (), _NOT_LOOKED_AT)
+
+
+def _check_request_id(body: GenerationBody) -> None:
+    own = body.request_id
+    if own is not None and not (0 < len(own) <= 128 and own.isascii() and own.isprintable()):
+        told = "request_id must be 1 to 128 printable ASCII characters"
+        raise ApiError(400, told, "request_id")

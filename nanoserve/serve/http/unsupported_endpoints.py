@@ -1,0 +1,100 @@
+"""Endpoints that clients know from elsewhere, and what to use instead of them."""
+
+from nanoserve.serve.http.errors import ApiError
+
+_CHAT = "use /v1/chat/completions"
+_NO_POOLING = "nanoserve generates; for embeddings and scores run sentence-transformers or vLLM"
+_NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_TEXT_ONLY = "nanoserve runs text models only"
+_STATELESS = f"nothing is stored between requests: {_CHAT} with the whole conversation"
+_BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
+_IN_A_PROGRAM = "a server does not have it; LLM in a program does"
+_DOCS = "README.md and docs/ describe the server; /v1/models says what it serves"
+
+# Of OpenAI's protocol, and of what gateways forward by the same names, with or without /v1. To
+# these the answer is 400: LiteLLM's proxy takes 404 and 5xx for signs that the whole server is
+# gone, and sends nobody's requests to it for some seconds.
+_FORWARDED = {
+    "responses": (
+        f"{_CHAT}. openai: client.chat.completions.create; Agents SDK: OpenAIChatCompletionsModel; "
+        f"AI SDK: provider.chat(model); LangChain: use_responses_api=False"
+    ),
+    **dict.fromkeys(("embeddings", "embed", "embedding", "pooling"), _NO_POOLING),
+    **dict.fromkeys(("rerank", "score", "classify", "moderations"), _NO_POOLING),
+    "messages": f"{_CHAT}; LiteLLM's proxy translates Anthropic's protocol to it",
+    "complete": "use /v1/completions",
+    "generate": "use /v1/completions",
+    "edits": _CHAT,
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter", "fine_tuning"), _NO_LORA),
+    **dict.fromkeys(("audio", "images", "videos", "realtime", "ocr"), _TEXT_ONLY),
+    **dict.fromkeys(("files", "uploads", "batches"), _BATCH),
+    **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
+    **dict.fromkeys(("containers", "evals", "search"), _CHAT),
+    "engines": "use /v1/models",
+    "chat/completions/render": "use /tokenize, which takes the same messages",
+    "completions/render": "use /tokenize",
+}
+# Other servers' own, by which clients find out what they talk to: 404 says that it is not that.
+_OTHERS = {
+    "api/chat": _CHAT,
+    "api/generate": "use /v1/completions",
+    **dict.fromkeys(("api/tags", "api/show", "api/ps", "get_model_info"), "use /v1/models"),
+    **dict.fromkeys(("api/embed", "api/embeddings"), _NO_POOLING),
+    "api/version": "use /version",
+    **dict.fromkeys(("api/pull", "api/create"), "start the server with the model"),
+    "completion": "use /v1/completions",
+    "infill": "use /v1/completions, with the prompt in the model's fill-in-the-middle format",
+    "generate_stream": "use /v1/completions with stream=true",
+    "invocations": _CHAT,
+    "apply-template": "use /tokenize, which takes the same messages",
+    "count_tokens": "use /tokenize",
+    **dict.fromkeys(("props", "info", "model_info"), "use /v1/models, which has max_model_len"),
+    **dict.fromkeys(("slots", "load", "server_info", "get_server_info"), "use /metrics"),
+    "tokenizer_info": "use /tokenize",
+    "lora-adapters": _NO_LORA,
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "reset_prefix_cache"), _IN_A_PROGRAM),
+    **dict.fromkeys(("pause", "resume", "collective_rpc", "update_weights"), _IN_A_PROGRAM),
+    **dict.fromkeys(("start_profile", "stop_profile", "flush_cache"), _IN_A_PROGRAM),
+    **dict.fromkeys(("docs", "redoc", "openapi.json", "swagger"), _DOCS),
+    **dict.fromkeys(("readyz", "healthz", "livez", "ready", "live_check"), "use /health"),
+    "stats": "use /metrics",
+    "v1beta": _CHAT,
+}
+# Ours, for who leaves out the version or writes another one.
+_PRESENT = ("chat/completions", "completions", "models")
+_PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize")
+_PATHS += ("health", "ping", "version", "metrics")
+_PREFIXES = ("openai/v1/", "api/v1/", "inference/v1/", "v1/", "v2/", "openai/")
+_ALL = (
+    "there are /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health"
+)
+
+
+def missing_endpoint(method: str, path: str) -> ApiError:
+    """Return the error for a path at which there is nothing: what to use instead."""
+    named, inner = f"{method} {path!r:.100}", path.strip("/").lower()
+    if path.endswith("/") and inner in _PATHS:
+        # No redirection: it would lead to whatever host the client has named.
+        return ApiError(404, f"{named} ends with a slash, which no endpoint does", None, _CODE)
+    prefix = next((one for one in _PREFIXES if inner.startswith(one)), "")
+    inner = inner.removeprefix(prefix)
+    for known in _PRESENT:
+        if inner == known or (known == "models" and inner.startswith("models/")):
+            return ApiError(404, f"{named} is not here: the base URL ends with /v1", None, _CODE)
+    advice = _under(inner, _FORWARDED)
+    if advice is not None:
+        return ApiError(400, f"{named} is not supported: {advice}", None, "unsupported_endpoint")
+    advice = _under(prefix + inner, _OTHERS) or _under(inner, _OTHERS) or _ALL
+    return ApiError(404, f"{named} does not exist: {advice}", None, _CODE)
+
+
+_CODE = "unknown_endpoint"
+
+
+def _under(path: str, table: dict[str, str]) -> str | None:
+    """Return what is said of this path, or of one above it."""
+    while path:
+        if path in table:
+            return table[path]
+        path = path.rpartition("/")[0]
+    return None

@@ -1,0 +1,64 @@
+"""The live view of several engines: a watcher sees the one that it has chosen."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.serve.http.dashboard import LiveResponse, LiveView
+from nanoserve.serve.http.errors import ApiError
+
+CallInReplica = Callable[[int, Callable[[GuardedEngine], Any]], Awaitable[Any]]
+
+
+class LiveReplicas:
+    """`GET /live?replica=1`, or of the first one that is there.
+
+    Before what a plain server's has, its stream has an event `replicas`: the numbers of all, and
+    which of them this is.
+    """
+
+    def __init__(
+        self, app: FastAPI, call: CallInReplica, numbers: Callable[[], Collection[int]]
+    ) -> None:
+        self._call, self._numbers = call, numbers
+        self._views: dict[int, LiveView] = {}
+
+        @app.get("/live", include_in_schema=False, response_model=None)
+        async def live(replica: int | None = None) -> LiveResponse:
+            return LiveResponse(self._view(replica))
+
+    def close(self) -> None:
+        for view in self._views.values():
+            view.close()
+
+    def _view(self, chosen: int | None) -> LiveView:
+        numbers = sorted(self._numbers())
+        number = chosen if chosen is not None or not numbers else numbers[0]
+        if number not in numbers:
+            raise ApiError(404, f"{number=} is no replica; there are {numbers}", "replica")
+        if number not in self._views:
+            self._views[number] = ReplicaView(number, partial(self._call, number), self._numbers)
+        return self._views[number]
+
+
+class ReplicaView(LiveView):
+    """Of one replica, which says which others there are."""
+
+    def __init__(
+        self,
+        number: int,
+        call: Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]],
+        numbers: Callable[[], Collection[int]],
+    ) -> None:
+        super().__init__(call)
+        self._number, self._numbers = number, numbers
+
+    async def events(self) -> AsyncIterator[str]:
+        told = {"replicas": sorted(self._numbers()), "shown": self._number}
+        yield f"event: replicas\ndata: {json.dumps(told)}\n\n"
+        async for event in super().events():
+            yield event

@@ -1,0 +1,73 @@
+"""What an engine has brought to one of those who give it requests, until that one is told."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from nanoserve.outputs import RequestOutput
+from nanoserve.serve.engine_thread import News
+from nanoserve.serve.token_stream import NewTokens
+
+
+class Outbox:
+    """Further tokens of a sequence join those that wait; of blocks, what has changed in the end.
+
+    Only for the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[str, int], NewTokens] = {}
+        self._outputs: list[RequestOutput] = []
+        self._stored: set[bytes] = set()
+        self._removed: set[bytes] = set()
+        self._news = asyncio.Event()
+
+    def add_tokens(self, new: NewTokens) -> None:
+        key = new.request_id, new.index
+        earlier = self._tokens.get(key)
+        if earlier is not None:
+            new = new._replace(token_ids=earlier.token_ids + new.token_ids)
+        self._tokens[key] = new
+        self._news.set()
+
+    def add_output(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self._news.set()
+
+    def add_blocks(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """The prefix cache has gained and lost these."""
+        for ours, theirs, hashes in (
+            (self._stored, self._removed, stored),
+            (self._removed, self._stored, removed),
+        ):
+            for block_hash in hashes:
+                if block_hash in theirs:
+                    theirs.remove(block_hash)
+                else:
+                    ours.add(block_hash)
+                self._news.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether there is something new, as soon as there is."""
+        if not self._news.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
+        return self._news.is_set()
+
+    def take(self) -> tuple[Any, ...]:
+        """(tokens, outputs, stored, removed): all that is new since the last time."""
+        self._news.clear()
+        taken = (
+            list(map(tuple, self._tokens.values())),
+            self._outputs,
+            list(self._stored),
+            list(self._removed),
+        )
+        self._tokens, self._outputs, self._stored, self._removed = {}, [], set(), set()
+        return taken
+
+
+def news_of(tokens: Iterable[tuple[Any, ...]], outputs: list[RequestOutput]) -> News:
+    """What `take` has put together, where it is read."""
+    return News([NewTokens(*new) for new in tokens], outputs)
