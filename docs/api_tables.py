@@ -7,10 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nanoserve.compat.options import FOREIGN, RENAMED, SPELLINGS
+from nanoserve.compat.request_names import OF_VLLM
+from nanoserve.compat.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS
-from nanoserve.drop_in.request_names import OF_VLLM
-from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]

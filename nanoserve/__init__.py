@@ -82,7 +82,7 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            from nanoserve.drop_in.missing import refuse
+            from nanoserve.compat.missing import refuse
 
             refuse("nanoserve", name)
         module, _, attribute = _HOME[name].partition(":")

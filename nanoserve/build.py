@@ -2,7 +2,7 @@
 
     name and options -> checkpoint -> what it says of its model -> tokenizer -> executor -> engine
 
-vLLM's names for options are translated before: see `nanoserve.drop_in.options.engine_config`.
+vLLM's names for options are translated before: see `nanoserve.compat.options.engine_config`.
 """
 
 import logging

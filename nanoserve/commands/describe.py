@@ -17,8 +17,8 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.headers import has_weights, stored_bytes
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import engine_config
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams

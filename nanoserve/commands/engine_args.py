@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanoserve.build import build_engine
 from nanoserve.commands.engine_flags import add_engine_flags, engine_options
 from nanoserve.commands.parser import Parser
+from nanoserve.compat.metrics import start_counting
+from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.metrics import start_counting
-from nanoserve.drop_in.options import engine_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.engine.guard import GuardedEngine
-    from nanoserve.engine_options import EngineOptions
 
 AnyParser = TypeVar("AnyParser", bound=ArgumentParser)
 

@@ -8,8 +8,8 @@ from types import UnionType
 from typing import Any, get_args
 
 from nanoserve.commands.parser import from_json, json_or_text, length_or_auto, whole_number
+from nanoserve.compat.options import FOREIGN, RENAMED
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import FOREIGN, RENAMED
 from nanoserve.text.chat_template import load_chat_template
 
 _SWITCHES = ("enable_", "disable_", "use_", "skip_", "calculate_", "fully_", "worker_use_")

@@ -14,7 +14,7 @@ from collections.abc import Sequence as AbstractSequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from nanoserve.drop_in.server_flags import ELSEWHERE
+from nanoserve.compat.server_flags import ELSEWHERE
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -5,7 +5,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from typing import Any
 
 from nanoserve.commands.parser import json_or_text
-from nanoserve.drop_in.server_flags import FLAGS
+from nanoserve.compat.server_flags import FLAGS
 from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)

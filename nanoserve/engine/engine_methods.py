@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from nanoserve.checkpoint.model_config import ModelConfig
 
-# What to use instead of others of its attributes. It is here and not in `nanoserve.drop_in`, which
+# What to use instead of others of its attributes. It is here and not in `nanoserve.compat`, which
 # the engine does not import.
 _ELSEWHERE = {
     **dict.fromkeys(

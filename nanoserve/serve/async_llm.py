@@ -14,11 +14,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanoserve.compat.llm_methods import hugging_face_tokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
-from nanoserve.llm_methods import hugging_face_tokenizer
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.serve.engine_thread import Done, EngineThread, News
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from nanoserve.commands.engine_args import EngineArgs
-    from nanoserve.engine_options import EngineOptions
+    from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.serve.engine_process import EngineFront
     from nanoserve.text.prompt_types import ChatOptions

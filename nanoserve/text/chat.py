@@ -53,7 +53,7 @@ def prompts_of(
 ) -> list[dict[str, Any]]:
     """One conversation or several as prompts, under the options of `LLM.chat`."""
     if unknown:
-        from nanoserve.drop_in.keywords import refuse_chat_keywords
+        from nanoserve.compat.keywords import refuse_chat_keywords
 
         refuse_chat_keywords(unknown)
     check_choice(

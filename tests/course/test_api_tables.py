@@ -7,9 +7,9 @@ import api_tables
 import pytest
 
 from nanoserve import SamplingParams
+from nanoserve.compat.options import FOREIGN, RENAMED
+from nanoserve.compat.request_names import OF_VLLM
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import FOREIGN, RENAMED
-from nanoserve.drop_in.request_names import OF_VLLM
 
 
 @pytest.mark.parametrize(

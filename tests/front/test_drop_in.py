@@ -15,13 +15,13 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import nanoserve
-from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, drop_in
+from nanoserve import LLM, AsyncEngineArgs, EngineArgs, LLMEngine, SamplingParams, compat
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.compat.missing import IN_DROP_IN, METHODS, NAMES
+from nanoserve.compat.options import FOREIGN, RENAMED, SPELLINGS, engine_config
+from nanoserve.compat.sampling import FOREIGN as FOREIGN_PARAMETERS
+from nanoserve.compat.speculation import FOREIGN as FOREIGN_SPECULATION
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.missing import IN_DROP_IN, METHODS, NAMES
-from nanoserve.drop_in.options import FOREIGN, RENAMED, SPELLINGS, engine_config
-from nanoserve.drop_in.sampling import FOREIGN as FOREIGN_PARAMETERS
-from nanoserve.drop_in.speculation import FOREIGN as FOREIGN_SPECULATION
 from nanoserve.features import progress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -209,7 +209,7 @@ def test_arguments_are_an_object_a_dictionary_or_flags() -> None:
     assert dict(args.options()) == {"enforce_eager": True, "max_model_len": 64}
     with LLM(**asdict(args)) as llm:
         assert llm.engine.config.enforce_eager and llm.engine.input_processor.max_model_len == 64
-    parser = EngineArgs.add_cli_args(drop_in.FlexibleArgumentParser())
+    parser = EngineArgs.add_cli_args(compat.FlexibleArgumentParser())
     parser.add_argument("--own", default=1)
     parser.set_defaults(model="tiny-qwen3")
     parsed = parser.parse_args(["--max_model_len", "64", "--enforce-eager"])
@@ -243,19 +243,19 @@ def test_an_engine_of_arguments_is_the_same_engine(llm: LLM) -> None:
 
 
 def test_every_name_is_where_it_is_said_to_be() -> None:
-    for name in drop_in.__all__:
-        assert getattr(drop_in, name) is not None
+    for name in compat.__all__:
+        assert getattr(compat, name) is not None
     for name in nanoserve.__all__:
-        assert getattr(nanoserve, name) is getattr(drop_in, name, getattr(nanoserve, name))
+        assert getattr(nanoserve, name) is getattr(compat, name, getattr(nanoserve, name))
     params = import_module("nanoserve.sampling_params")
     assert params.BeamSearchParams is nanoserve.BeamSearchParams
     assert params.StructuredOutputsParams is nanoserve.StructuredOutputsParams
-    for module in (nanoserve, drop_in, params):
+    for module in (nanoserve, compat, params):
         with pytest.raises(AttributeError, match="NoSuchThing"):
             _ = module.NoSuchThing
     assert issubclass(AsyncEngineArgs, EngineArgs)
-    assert drop_in.init_logger("a.b") is logging.getLogger("a.b")
-    drop_in.cleanup_dist_env_and_memory()
+    assert compat.init_logger("a.b") is logging.getLogger("a.b")
+    compat.cleanup_dist_env_and_memory()
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_what_scripts_look_up_in_an_engine(llm: LLM) -> None:
 
 
 def test_names_that_drop_in_has_are_told_elsewhere() -> None:
-    assert {*drop_in.__all__} - {*nanoserve.__all__} == IN_DROP_IN
+    assert {*compat.__all__} - {*nanoserve.__all__} == IN_DROP_IN
 
 
 @pytest.mark.parametrize(
@@ -356,9 +356,9 @@ def test_names_that_drop_in_has_are_told_elsewhere() -> None:
     [
         ("nanoserve.sampling_params", "GuidedDecodingParams", "structured_outputs="),
         ("nanoserve.sampling_params", "LoRARequest", "merge_and_unload"),
-        ("nanoserve", "AsyncLLMEngine", "from nanoserve.drop_in import AsyncLLMEngine"),
-        ("nanoserve", "PromptType", "from nanoserve.drop_in import PromptType"),
-        ("nanoserve", "FlexibleArgumentParser", "from nanoserve.drop_in import"),
+        ("nanoserve", "AsyncLLMEngine", "from nanoserve.compat import AsyncLLMEngine"),
+        ("nanoserve", "PromptType", "from nanoserve.compat import PromptType"),
+        ("nanoserve", "FlexibleArgumentParser", "from nanoserve.compat import"),
         ("nanoserve.sampling_params", "NoSuchThing", "NoSuchThing"),
     ],
 )
@@ -583,11 +583,11 @@ def test_metrics_are_told_in_vllms_shape() -> None:
         by_name = {metric.name: metric for metric in llm.get_metrics()}
         totals = llm.stats
     tokens = by_name["vllm:prompt_tokens"]
-    assert isinstance(tokens, drop_in.Counter) and tokens.value >= totals.num_prompt_tokens
+    assert isinstance(tokens, compat.Counter) and tokens.value >= totals.num_prompt_tokens
     waiting = by_name["vllm:num_requests_waiting"]
-    assert isinstance(waiting, drop_in.Gauge) and waiting.value == 0
+    assert isinstance(waiting, compat.Gauge) and waiting.value == 0
     times = by_name["vllm:e2e_request_latency_seconds"]
-    assert isinstance(times, drop_in.Histogram) and times.count == times.buckets["+Inf"] == 4
+    assert isinstance(times, compat.Histogram) and times.count == times.buckets["+Inf"] == 4
     assert times.sum > 0
 
 
@@ -596,7 +596,7 @@ def test_right_guesses_are_told_by_position() -> None:
     options = {"speculative_config": {"method": "ngram"}, "disable_log_stats": False}
     with LLM("tiny-qwen3", num_kv_blocks=99, **options) as llm:
         llm.generate("one two one two one two one", SamplingParams(max_tokens=60), use_tqdm=False)
-        (vector,) = (m for m in llm.get_metrics() if isinstance(m, drop_in.Vector))
+        (vector,) = (m for m in llm.get_metrics() if isinstance(m, compat.Vector))
         (drafts,) = (m for m in llm.get_metrics() if m.name.endswith("num_drafts"))
     assert len(vector.values) >= 1 and drafts.value >= vector.values[0]
 
@@ -635,7 +635,7 @@ def test_a_method_that_is_missing_says_what_there_is(llm: LLM, name: str) -> Non
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_name_that_is_missing_says_what_there_is(name: str) -> None:
     with pytest.raises(ImportError) as caught:
-        exec(f"from nanoserve.drop_in import {name}")
+        exec(f"from nanoserve.compat import {name}")
     assert NAMES[name] in str(caught.value)
 
 

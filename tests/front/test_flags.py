@@ -12,9 +12,9 @@ from nanoserve.commands.engine_args import EngineArgs, FlexibleArgumentParser
 from nanoserve.commands.engine_flags import engine_options
 from nanoserve.commands.parser import Parser, whole_number
 from nanoserve.commands.serve import _OURS, parse_args
+from nanoserve.compat.options import engine_config
+from nanoserve.compat.server_flags import ELSEWHERE, FLAGS
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import engine_config
-from nanoserve.drop_in.server_flags import ELSEWHERE, FLAGS
 from nanoserve.serve.http.settings import ServerSettings
 
 # Each as somebody starts vLLM with it, and a word of what is said; None: it is accepted.

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")  # one l
 from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import _default_sampling
 from nanoserve.commands import chat
-from nanoserve.drop_in.sampling import FOREIGN
+from nanoserve.compat.sampling import FOREIGN
 from nanoserve.features.speculative.draft_model import _simplified
 from nanoserve.sampling import diagnostics
 from nanoserve.serve.http import protocol

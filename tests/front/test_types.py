@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.compat.options import FOREIGN, RENAMED
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import FOREIGN, RENAMED
 
 SCRIPTS = Path(__file__).parents[1] / "support"
 CHECKERS = {
@@ -79,7 +79,7 @@ def test_the_script_that_is_right_runs() -> None:
 
 
 def test_the_types_of_options_are_those_that_there_are() -> None:
-    from nanoserve.engine_options import EngineOptions, VllmOptions
+    from nanoserve.compat.engine_options import EngineOptions, VllmOptions
 
     fields = EngineConfig.__dataclass_fields__.keys()
     assert VllmOptions.__annotations__.keys() == {*FOREIGN, *RENAMED}

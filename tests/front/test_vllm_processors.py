@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import EngineConfig
-from nanoserve.drop_in.logits_processors import (
+from nanoserve.compat.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
@@ -22,6 +21,7 @@ from nanoserve.drop_in.logits_processors import (
     load,
     process_dict_updates,
 )
+from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.slot_state import SlotState
 
@@ -556,7 +556,7 @@ class OfNobody:
 
 
 MODULE = """
-from nanoserve.drop_in import LogitsProcessor
+from nanoserve.compat import LogitsProcessor
 class Outer:
     class Good(LogitsProcessor):
         def __init__(self, vllm_config, device, is_pin_memory): ...

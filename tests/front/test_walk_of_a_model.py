@@ -112,7 +112,7 @@ def test_the_walk_is_short(model: tuple[str, Path]) -> None:
     # It is looked up once, and what is above the builder is not entered again.
     assert walk.functions.count(("checkpoint/checkpoint.py", "open")) == 1, shown
     page = walk.stops.index("build.py")
-    assert not {"llm.py", "drop_in/options.py"} & set(walk.stops[page:]), shown
+    assert not {"llm.py", "compat/options.py"} & set(walk.stops[page:]), shown
 
 
 def test_each_file_is_read_once(model: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from serving import JSON, ask
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
 from nanoserve import SamplingParams
-from nanoserve.drop_in.request_names import FOREIGN, HARMLESS, PLACES, asks_nothing
+from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, asks_nothing
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import ChatBody, CompletionBody
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields

@@ -128,7 +128,7 @@ def random_value(rng: random.Random, depth: int = 0):
 def test_random_bodies_are_answered_or_refused_and_never_an_error_of_the_server(
     server, seed
 ) -> None:
-    from nanoserve.drop_in.request_names import FOREIGN
+    from nanoserve.compat.request_names import FOREIGN
     from nanoserve.serve.http.protocol import ChatBody, CompletionBody
 
     rng = random.Random(seed)

@@ -2,7 +2,7 @@
 # ruff: noqa: F401
 
 from nanoserve import LLM, NoSuchThing, SamplingParams  # wrong
-from nanoserve.drop_in import NoSuchName  # wrong
+from nanoserve.compat import NoSuchName  # wrong
 
 llm = LLM("x", gpu_mem_utilization=0.5)  # wrong
 LLM("x", max_num_seqs="8")  # wrong

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nanoserve.worker.cuda
-from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
+from nanoserve.compat.memory import cleanup_dist_env_and_memory
 from nanoserve.worker.cuda import Cuda
 
 GPU = torch.device("cuda", 0)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.options import engine_config
 from nanoserve.serve.batch.request_executor import Answered, Answerer
 from nanoserve.serve.batch.requests import Todo
 from nanoserve.serve.batch.restarts import RestartingAnswerer

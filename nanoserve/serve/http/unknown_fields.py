@@ -3,7 +3,7 @@
 No field that would change the answer is ignored in silence. Names of other servers are refused, and
 it is said what to use instead, unless their value asks for nothing. Names that say nothing about
 the answer are ignored. What nobody knows may be either, or mistyped: it is ignored, too, and logged
-once. `nanoserve.drop_in.request_names` has all names.
+once. `nanoserve.compat.request_names` has all names.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nanoserve.drop_in.request_names import FOREIGN, HARMLESS, PLACES, Foreign, asks_nothing
+from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, Foreign, asks_nothing
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import (
     Body,

@@ -16,7 +16,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
 
-from nanoserve.drop_in.options import engine_config
+from nanoserve.compat.options import engine_config
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas.app import replicas_app
 from nanoserve.serve.replicas.fleet_llm import FleetLLM, FleetServer

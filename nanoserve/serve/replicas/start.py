@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
-from nanoserve.drop_in.options import engine_config
+from nanoserve.compat.options import engine_config
 from nanoserve.models.registry import supported_architectures
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas.settings import ReplicaSettings, num_cores_here, resources_of

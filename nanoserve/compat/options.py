@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanoserve.compat.option_table import FOREIGN
+from nanoserve.compat.speculation import own_options
 from nanoserve.config import EngineConfig
-from nanoserve.drop_in.option_table import FOREIGN
-from nanoserve.drop_in.speculation import own_options
 from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any
     given = options["logits_processors"]
     if not isinstance(given, (list, tuple)) or all(map(_is_plain, given)):
         return given
-    from nanoserve.drop_in.logits_processors import VllmProcessor, load
+    from nanoserve.compat.logits_processors import VllmProcessor, load
 
     if options.get("speculative_config") is not None:
         raise ValueError(

@@ -8,8 +8,8 @@ from collections.abc import Sequence as AbstractSequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.drop_in.keywords import refuse_keywords
-from nanoserve.drop_in.metrics import Metric, snapshot
+from nanoserve.compat.keywords import refuse_keywords
+from nanoserve.compat.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
@@ -163,7 +163,7 @@ class LLMMethods:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from nanoserve.drop_in.missing import METHODS
+            from nanoserve.compat.missing import METHODS
 
             raise attribute_error(self, name, METHODS)
 

@@ -72,7 +72,7 @@ NAMES = {
 }
 
 
-# What `nanoserve.drop_in` exports, and `nanoserve` does not.
+# What `nanoserve.compat` exports, and `nanoserve` does not.
 IN_DROP_IN = {
     *("AdapterLogitsProcessor", "AsyncLLMEngine", "BatchUpdate", "Counter", "Gauge", "Histogram"),
     *("FlexibleArgumentParser", "LogitsProcessor", "Metric", "MoveDirectionality", "PromptType"),
@@ -88,7 +88,7 @@ def refuse(module: str, name: str) -> NoReturn:
     """
     told = f"module {module!r} has no attribute {name!r}"
     if name in IN_DROP_IN:
-        raise ImportError(f"{told}: from nanoserve.drop_in import {name}")
+        raise ImportError(f"{told}: from nanoserve.compat import {name}")
     if name in NAMES:
         raise ImportError(f"{told}: {NAMES[name]}")
     raise AttributeError(told)

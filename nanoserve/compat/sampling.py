@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nanoserve.drop_in import request_names
+from nanoserve.compat import request_names
 from nanoserve.utils.parameter_table import PARAMETERS
 
 # Names that only HTTP requests have, and the parameters that these become.

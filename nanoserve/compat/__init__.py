@@ -1,6 +1,6 @@
 """vLLM's names, for scripts that were written for it: change the import, and they run.
 
-    from nanoserve.drop_in import EngineArgs, LLMEngine, SamplingParams
+    from nanoserve.compat import EngineArgs, LLMEngine, SamplingParams
 
 Whichever of vLLM's modules a name comes from: here are those that scripts import, and of others it
 is told what to do instead. Names are resolved on first use (PEP 562), and whoever uses none of them
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from nanoserve import *  # noqa: F403  (what its __all__ lists)
     from nanoserve import AsyncLLM as AsyncLLMEngine
     from nanoserve.commands.engine_args import FlexibleArgumentParser
-    from nanoserve.config import EngineConfig as VllmConfig
-    from nanoserve.drop_in.logits_processors import (
+    from nanoserve.compat.logits_processors import (
         AdapterLogitsProcessor,
         BatchUpdate,
         LogitsProcessor,
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
         RequestLogitsProcessor,
         process_dict_updates,
     )
-    from nanoserve.drop_in.memory import cleanup_dist_env_and_memory
-    from nanoserve.drop_in.metrics import Counter, Gauge, Histogram, Metric, Vector
+    from nanoserve.compat.memory import cleanup_dist_env_and_memory
+    from nanoserve.compat.metrics import Counter, Gauge, Histogram, Metric, Vector
+    from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.text.prompt_types import PromptType
 
 # Besides what `nanoserve` itself exports.

@@ -1,7 +1,7 @@
 """The options of `LLM(...)` for type checkers and editors: what each means is in `EngineConfig`.
 
 Nothing imports this while a program runs. A test keeps it in step with `EngineConfig` and with
-`nanoserve.drop_in.options`.
+`nanoserve.compat.options`.
 """
 
 from collections.abc import Callable, Mapping

@@ -5,7 +5,7 @@ from collections.abc import Sequence as AbstractSequence
 from difflib import get_close_matches
 from typing import Any
 
-from nanoserve.drop_in.sampling import LIKE
+from nanoserve.compat.sampling import LIKE
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.sampling_params import SamplingParams

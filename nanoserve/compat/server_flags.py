@@ -7,7 +7,7 @@ one is refused with what to do instead.
 from collections.abc import Callable
 from typing import Any
 
-from nanoserve.drop_in.option_table import Foreign
+from nanoserve.compat.option_table import Foreign
 
 
 def _known(
