@@ -2,7 +2,7 @@
 
 import sys
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", *sys.argv[1:]]))

@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 from attention import SIZES, measure_peaks
 from gpu_job import Job, Measurements
+from nanoserve.cli.main.bench.roofline import limit, planned_steps
+from nanoserve.cli.main.bench.shapes import SHAPES
+from nanoserve.cli.main.bench.workloads import WORKLOADS, draw_workload, length_range
 
 import nanoserve.worker.build_executor
 from nanoserve import LLM, SamplingParams
-from nanoserve.bench.roofline import limit, planned_steps
-from nanoserve.bench.shapes import SHAPES
-from nanoserve.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel

@@ -47,10 +47,12 @@ _VLLM_SETTINGS = {
 
 
 def load(name: str) -> ModuleType:
-    """A module of nanoserve.bench alone: nanoserve sets up threads, which is nothing for peers."""
-    spec = importlib.util.spec_from_file_location(f"_{name}", ROOT / f"nanoserve/bench/{name}.py")
+    """A module of nanoserve.cli.main.bench alone: nanoserve sets up threads, which is nothing for peers."""
+    spec = importlib.util.spec_from_file_location(
+        f"_{name}", ROOT / f"nanoserve/cli/bench/{name}.py"
+    )
     if spec is None or spec.loader is None:
-        raise ImportError(f"nanoserve/bench has no {name}.py")
+        raise ImportError(f"nanoserve/cli/bench has no {name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

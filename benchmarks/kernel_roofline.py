@@ -24,6 +24,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from load_balance import nano_vllm_steps
+from nanoserve.cli.main.bench.roofline import Need, Step, pairs_seen
+from nanoserve.cli.main.bench.shapes import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -31,8 +33,6 @@ from triton.runtime.jit import JITFunction
 
 from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.triton import TritonAttention
-from nanoserve.bench.roofline import Need, Step, pairs_seen
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout

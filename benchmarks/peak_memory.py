@@ -145,8 +145,9 @@ def row(label: str, phases: dict[str, dict[str, int]]) -> str:
 
 
 def measure(args: Namespace, folder: Path) -> None:
-    from nanoserve.bench.compare import run_child
-    from nanoserve.bench.shapes import SHAPES
+    from nanoserve.cli.main.bench.compare import run_child
+    from nanoserve.cli.main.bench.shapes import SHAPES
+
     from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
     shape = SHAPES[args.shape]

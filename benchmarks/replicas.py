@@ -26,10 +26,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanoserve.cli.main.bench.serve.measure import measure
+from nanoserve.cli.main.bench.serve.options import parse_args as parse_load
+from nanoserve.cli.main.bench.shapes import SHAPES
+
 from nanoserve import SamplingParams
-from nanoserve.bench.serve.measure import measure
-from nanoserve.bench.serve.options import parse_args as parse_load
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence

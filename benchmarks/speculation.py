@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nanoserve.cli.main.bench.compare import run_child
+from nanoserve.cli.main.bench.hardware import choose_device, describe
+from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.bench.compare import run_child
-from nanoserve.bench.hardware import choose_device, describe
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.speculative.config import METHODS
 from nanoserve.text.tokenizer import Tokenizer

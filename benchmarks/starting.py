@@ -16,9 +16,10 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from nanoserve.bench.compare import CHILD
-from nanoserve.bench.hardware import describe
-from nanoserve.bench.shapes import SHAPES
+from nanoserve.cli.main.bench.compare import CHILD
+from nanoserve.cli.main.bench.hardware import describe
+from nanoserve.cli.main.bench.shapes import SHAPES
+
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 SCHEMES: dict[str, dict[str, str]] = {

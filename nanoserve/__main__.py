@@ -1,5 +1,5 @@
 import sys
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 sys.exit(main())

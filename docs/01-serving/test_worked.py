@@ -1,13 +1,13 @@
-"""Chapter 1's numbers, by hand and by nanoserve/bench/roofline.py."""
+"""Chapter 1's numbers, by hand and by nanoserve/cli/bench/roofline.py."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from nanoserve.cli.main.bench.roofline import Need, Step
+from nanoserve.cli.main.bench.shapes import SHAPES
 from tokenizers import Tokenizer
 
-from nanoserve.bench.roofline import Need, Step
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 

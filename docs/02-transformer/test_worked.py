@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from nanoserve.cli.main.bench.shapes import SHAPES
 
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.models.layers.context import LayerContext

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig

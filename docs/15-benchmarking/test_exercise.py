@@ -4,8 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
-
-from nanoserve.bench.latency import latencies, poisson_arrivals
+from nanoserve.cli.main.bench.latency import latencies, poisson_arrivals
 
 from .exercise import compare, goodput, percentile, waits
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from nanoserve.cli.main.bench.latency import latencies
+from nanoserve.cli.main.bench.roofline import Need, Step
+from nanoserve.cli.main.bench.shapes import SHAPES
 
-from nanoserve.bench.latency import latencies
-from nanoserve.bench.roofline import Need, Step
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 
 from . import worked

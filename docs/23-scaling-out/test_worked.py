@@ -1,8 +1,8 @@
 """Chapter 23's numbers, by hand and against the engine's own."""
 
 import pytest
+from nanoserve.cli.main.bench.shapes import SHAPES
 
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.features.parallel.pipeline_stage import join_stage
 

@@ -12,9 +12,9 @@ from string import ascii_uppercase
 from types import SimpleNamespace
 
 import routing
+from nanoserve.cli.main.bench.shapes import SHAPES
 from tables import table
 
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import ForwardInputs, StepResult

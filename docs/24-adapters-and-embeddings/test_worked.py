@@ -4,8 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-
-from nanoserve.bench.shapes import SHAPES
+from nanoserve.cli.main.bench.shapes import SHAPES
 
 from . import worked
 

@@ -10,7 +10,7 @@ A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. What reads
                     its constraints leave no token (`sampling/diagnostics.py`)
     is_http         bodies of HTTP requests (`serve/http/protocol.py`, where it is a field, too)
     recommended_as  the reader of generation_config.json (`checkpoint/model_config.py`)
-    flag            the command line of `nanoserve chat` (`commands/chat.py`)
+    flag            the command line of `nanoserve chat` (`cli/chat.py`)
 """
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ from batch_files import (
 )
 from serving import served, wait_until
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 
@@ -245,7 +245,7 @@ def test_without_its_packages_it_says_what_to_install(
 ) -> None:
     """In another process: what was imported stays imported."""
     source = write(tmp_path / "in", [line("a", prompt="x")])
-    code = f"import sys; sys.modules[{package!r}] = None; from nanoserve.cli import main; "
+    code = f"import sys; sys.modules[{package!r}] = None; from nanoserve.cli.main import main; "
     code += f"sys.exit(main(['batch', {str(source)!r}, {str(tmp_path / 'out')!r}, *{arguments}]))"
     if package == "ray.data":
         code = "import sys; sys.modules['ray'] = None; " + code

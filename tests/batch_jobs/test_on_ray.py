@@ -18,7 +18,7 @@ import pytest
 from batch_files import OPTIONS, answers, line, small_requests, start, texts, write
 from serving import wait_until
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 

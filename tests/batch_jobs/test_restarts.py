@@ -15,7 +15,7 @@ from batch_files import answers, line, texts, write
 
 pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serve]'")
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 from nanoserve.serve.batch.local_runner import answer_here
 from nanoserve.serve.batch.request_executor import Answered, Answerer
 from nanoserve.serve.batch.requests import BatchLine

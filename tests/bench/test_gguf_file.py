@@ -1,4 +1,4 @@
-"""nanoserve/bench/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
+"""nanoserve/cli/bench/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 
 gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
-from nanoserve.bench.engines.gguf_file import write_gguf  # noqa: E402
+from nanoserve.cli.main.bench.engines.gguf_file import write_gguf  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

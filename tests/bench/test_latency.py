@@ -1,9 +1,8 @@
-"""nanoserve/bench/latency.py: when requests come, and what counts as their waiting."""
+"""nanoserve/cli/bench/latency.py: when requests come, and what counts as their waiting."""
 
 import numpy as np
 import pytest
-
-from nanoserve.bench.latency import latencies, poisson_arrivals, serve
+from nanoserve.cli.main.bench.latency import latencies, poisson_arrivals, serve
 
 
 class Clock:
@@ -22,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nanoserve.bench.latency.time", clock)
+    monkeypatch.setattr("nanoserve.cli.main.bench.latency.time", clock)
     return clock
 
 

@@ -1,4 +1,4 @@
-"""nanoserve/bench/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
+"""nanoserve/cli/bench/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pip install 'nanoserve[bench]'")
 
-from nanoserve.bench import plots
-from nanoserve.bench.report import Point
-from nanoserve.bench.roofline import Limit
+from nanoserve.cli.main.bench import plots
+from nanoserve.cli.main.bench.report import Point
+from nanoserve.cli.main.bench.roofline import Limit
 
 PARTS = {"schedule": 1e-5, "pack": 2e-5, "model": 4e-3, "sample": 5e-5, "update": 3e-5}
 

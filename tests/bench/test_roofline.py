@@ -1,14 +1,14 @@
-"""nanoserve/bench/roofline.py: the limit counts what a step must read and compute, no more."""
+"""nanoserve/cli/bench/roofline.py: the limit counts what a step must read and compute, no more."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from nanoserve.cli.main.bench.precision import precision_of
+from nanoserve.cli.main.bench.roofline import Need, Step, limit, planned_steps
+from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.bench.precision import precision_of
-from nanoserve.bench.roofline import Need, Step, limit, planned_steps
-from nanoserve.bench.shapes import SHAPES
 from nanoserve.checkpoint.model_config import ModelConfig
 
 # As their makers say.

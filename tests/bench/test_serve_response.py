@@ -5,11 +5,10 @@ import io
 import random
 
 import pytest
-
-from nanoserve.bench.serve.figures import figures
-from nanoserve.bench.serve.load import Exchange
-from nanoserve.bench.serve.response import Response
-from nanoserve.bench.serve.stream import Answer, read_answer
+from nanoserve.cli.main.bench.serve.figures import figures
+from nanoserve.cli.main.bench.serve.load import Exchange
+from nanoserve.cli.main.bench.serve.response import Response
+from nanoserve.cli.main.bench.serve.stream import Answer, read_answer
 
 _EVENTS = (
     b": a comment\n\n"

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 
 def say(monkeypatch, capsys, lines: str, *arguments: str) -> str:
@@ -58,7 +58,7 @@ def test_a_server_answers_the_same(monkeypatch, capsys, expected) -> None:
 
 
 def test_a_ctrl_c_stops_the_answer_and_not_the_conversation(monkeypatch, capsys) -> None:
-    from nanoserve.commands import chat
+    from nanoserve.cli.main import chat
 
     asked = []
 

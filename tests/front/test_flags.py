@@ -6,12 +6,12 @@ from argparse import Namespace
 from importlib import import_module
 
 import pytest
+from nanoserve.cli.main.engine_args import EngineArgs, FlexibleArgumentParser
+from nanoserve.cli.main.engine_flags import engine_options
+from nanoserve.cli.main.parser import Parser, whole_number
+from nanoserve.cli.main.serve import _OURS, parse_args
 
-from nanoserve.cli import main
-from nanoserve.commands.engine_args import EngineArgs, FlexibleArgumentParser
-from nanoserve.commands.engine_flags import engine_options
-from nanoserve.commands.parser import Parser, whole_number
-from nanoserve.commands.serve import _OURS, parse_args
+from nanoserve.cli.main import main
 from nanoserve.compat.options import engine_config
 from nanoserve.compat.server_flags import ELSEWHERE, FLAGS
 from nanoserve.config import EngineConfig
@@ -96,7 +96,7 @@ def test_no_command_takes_the_beginning_of_a_flag(command: str, capsys) -> None:
         main([command, "x", flag, "3"] if command != "bench" else [command, flag, "3"])
     assert ended.value.code == 2
     sys.modules.pop(
-        "nanoserve.features.trace.__main__", None
+        "nanoserve.cli.trace", None
     )  # or runpy warns where it is run again
     error = capsys.readouterr().err
     assert f"unrecognized argument {flag}: did you mean {flag}" in error
@@ -125,7 +125,7 @@ def test_what_others_call_otherwise_is_told(given: str, told: str, capsys) -> No
 
 
 def test_advice_for_other_servers_flags_hides_none_of_ours() -> None:
-    parser = import_module("nanoserve.commands.serve")._parser()
+    parser = import_module("nanoserve.cli.main.serve")._parser()
     assert not ELSEWHERE.keys() & parser._option_string_actions.keys()
 
 
@@ -222,7 +222,7 @@ def test_a_chat_template_is_read_before_anything_starts(command: str, capsys) ->
 
 def test_the_model_has_a_place_and_a_flag(capsys) -> None:
     def model(*given: str) -> Namespace:
-        from nanoserve.commands.parser import model_of
+        from nanoserve.cli.main.parser import model_of
 
         return model_of(parse_args(list(given)), "tiny-qwen3")
 

@@ -65,7 +65,7 @@ ALLOWED = {
     "records of a measurement or a search, within one module": (
         "bench/serve/*.py: answer.*",
         "bench/serve/*.py: exchange.*",
-        "bench/engines/llama_cpp_engine.py: sequence.num_computed",
+        "cli/bench/engines/llama_cpp_engine.py: sequence.num_computed",
         "features/speculative/extension.py: c*.count",
         "features/speculative/extension.py: c.draft_tokens",
         "features/speculative/goodput.py: record.uncomputed",
@@ -79,9 +79,9 @@ ALLOWED = {
     ),
     "other packages' objects": (
         "serve/batch/ray_runner.py: DataContext.get_current().enable_progress_bars",
-        "bench/engines/hugging_face.py: *generation_config*",
-        "bench/engines/llama_cpp_engine.py: *batch.n_tokens",
-        "commands/parser.py: namespace.*",
+        "cli/bench/engines/hugging_face.py: *generation_config*",
+        "cli/bench/engines/llama_cpp_engine.py: *batch.n_tokens",
+        "cli/parser.py: namespace.*",
         "checkpoint/gguf/tokenizer.py: backend.*",
         "serve/replicas/request_router.py: pending_request.routing_context.should_backoff",
         "serve/async_llm.py: self._end.atexit",

@@ -59,9 +59,9 @@ DISTRIBUTIONS = {
 ROOMS = {
     "attention/numba.py": {"cpu"},
     "batch_jobs/": {"serve", "ray"},
-    "bench/engines/gguf_file.py": {"gguf"},
-    "bench/plots.py": {"bench"},
-    "bench/serve/plot.py": {"bench"},
+    "cli/bench/engines/gguf_file.py": {"gguf"},
+    "cli/bench/plots.py": {"bench"},
+    "cli/bench/serve/plot.py": {"bench"},
     "kernels/": {"test"},  # elsewhere Triton comes with torch's builds for CUDA
     "kernels_cpu/": {"cpu"},
     "kv_events/": {"kv-events"},
@@ -73,7 +73,7 @@ ROOMS = {
 # Other engines live in environments of their own, and one is built from a repository's folder.
 NOT_OURS = {"flash_attn_interface", "llama_cpp", "nanovllm", "vllm"}
 # It runs as a file, in such environments, and imports what lies beside it.
-CHILD = "bench/child.py"
+CHILD = "cli/bench/child.py"
 
 
 def named(requirements: list[str]) -> set[str]:

@@ -26,7 +26,7 @@ from nanoserve.attention.registry import (
     register_attention_backend,
 )
 from nanoserve.build import FEATURES
-from nanoserve.cli import _PURPOSES, COMMANDS, main, register_command
+from nanoserve.cli.main import _PURPOSES, COMMANDS, main, register_command
 from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import EXTENSIONS, register_extension
 from nanoserve.features.speculative.config import METHODS, SpeculativeConfig
@@ -226,7 +226,7 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def test_a_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.cli._PURPOSES", dict(_PURPOSES))
+    monkeypatch.setattr("nanoserve.cli.main._PURPOSES", dict(_PURPOSES))
     with restored(COMMANDS):
         register_command("hello", "toy_command:main", "say hello")
         assert main(["hello", "you", "there"]) == 2

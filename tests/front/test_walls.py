@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
             # Engines run in processes that have no nanoserve, too: they cannot name it.
             is_engine = path.parent == PACKAGE / "bench" / "engines" and node.level == 1
             assert is_engine or node.level == 0, f"{path}: relative imports hide walls"
-            room = "nanoserve.bench.engines." if is_engine else ""
+            room = "nanoserve.cli.main.bench.engines." if is_engine else ""
             module = f"{room}{node.module or ''}".rstrip(".")
             found |= {f"{module}.{alias.name}" for alias in node.names}
     return found

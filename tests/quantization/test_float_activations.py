@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from integer_models import dequantized, distance, our_logits
+from nanoserve.cli.main.describe import describe
 from quantized_checkpoints import CASES, make_quantized
 from safetensors.torch import save_file
 from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
@@ -19,7 +20,6 @@ from torch import Tensor
 from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.commands.describe import describe
 from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 NONE = {"quantization_activations": "none"}

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
 from ray_server import OPTIONS, RayServer, read_streams, wait_for
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 from nanoserve.serve.async_llm import AsyncLLM
 
 needs_ray_to_start = pytest.mark.size("full")
@@ -47,7 +47,7 @@ def completions_of_one(bodies: list[dict]) -> list[str]:
 @pytest.mark.size("full")
 def test_without_replicas_nothing_of_ray_is_imported() -> None:
     code = (
-        "import sys; from nanoserve.cli import main; import nanoserve.serve.http.app;"
+        "import sys; from nanoserve.cli.main import main; import nanoserve.serve.http.app;"
         "main(['serve', '--data-parallel-size', '1', 'no-such-model']);"
         "print([name for name in sys.modules if name.split('.')[0] == 'ray'])"
     )
@@ -58,7 +58,7 @@ def test_without_replicas_nothing_of_ray_is_imported() -> None:
 @pytest.mark.size("full")
 def test_what_is_missing_is_named() -> None:
     code = (
-        "import sys; sys.modules['ray'] = None; from nanoserve.cli import main;"
+        "import sys; sys.modules['ray'] = None; from nanoserve.cli.main import main;"
         "sys.exit(main(['serve', '-dp', '2', '--port', '0']))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

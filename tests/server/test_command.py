@@ -15,7 +15,7 @@ import urllib.request
 import pytest
 from serving import wait_until
 
-from nanoserve.cli import main
+from nanoserve.cli.main import main
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 OPTIONS = ["--num-kv-blocks", "200", "--max_num_seqs=8", "--dtype", "float32"]
@@ -136,8 +136,8 @@ def test_what_cannot_be_served_is_told_in_one_line(arguments, told, capsys) -> N
 
 
 def test_every_option_of_the_engine_is_a_flag() -> None:
-    from nanoserve.commands.engine_flags import engine_options
-    from nanoserve.commands.serve import _OURS, _parser
+    from nanoserve.cli.main.engine_flags import engine_options
+    from nanoserve.cli.main.serve import _OURS, _parser
 
     given = ["--max_model_len", "99", "--no-enable-prefix-caching", "--async-scheduling"]
     given += ["--gpu-memory-utilization=0.5", "--trace", "a_b.jsonl"]

@@ -131,4 +131,4 @@ def test_nobody_else_waits_for_the_device_or_empties_its_cache() -> None:
         for path in package.rglob("*.py")
         if any(call in path.read_text(encoding="utf-8") for call in calls)
     }
-    assert found == {"worker/cuda.py", "bench/hardware.py"}
+    assert found == {"worker/cuda.py", "cli/bench/hardware.py"}

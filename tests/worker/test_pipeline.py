@@ -16,7 +16,7 @@ import pytest
 import torch
 from mixed_life import TINY_POOL, assert_same_life, mixed_life
 from model_fuzz import VOCAB_SIZE, ModelRun, reference_engine
-from nanoserve.features.trace.__main__ import summary
+from nanoserve.cli.trace import summary
 from quantized_checkpoints import CASES, make_quantized
 from shared_engine import SharedEngine
 from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3

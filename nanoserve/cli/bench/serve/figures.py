@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.bench.latency import latencies
-from nanoserve.bench.serve.load import Exchange
-from nanoserve.bench.serve.stream import Answer, read_answer
+from nanoserve.cli.main.bench.latency import latencies
+from nanoserve.cli.main.bench.serve.load import Exchange
+from nanoserve.cli.main.bench.serve.stream import Answer, read_answer
 
 
 def figures(

@@ -1,6 +1,6 @@
 """One measurement, in a process of its own: `nanoserve bench` starts it for each engine and run.
 
-    python nanoserve/bench/child.py JOB SPEC.json RESULT.json
+    python nanoserve/cli/bench/child.py JOB SPEC.json RESULT.json
 
 JOB is "probe" (the machine), "weights" (write random ones) or an engine's name. This file and the
 peers' import nothing of nanoserve, so they run in an environment that does not have it; that is why

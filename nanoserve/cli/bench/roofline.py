@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoserve.bench.precision import Precision
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.main.bench.precision import Precision
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence

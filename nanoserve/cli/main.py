@@ -12,12 +12,12 @@ Command = Callable[[list[str]], int | None]
 COMMANDS: Registry[Command] = Registry(
     "command",
     {
-        "serve": "nanoserve.commands.serve:main",
-        "batch": "nanoserve.commands.batch:main",
-        "chat": "nanoserve.commands.chat:main",
-        "bench": "nanoserve.bench.command:main",
-        "info": "nanoserve.commands.info:main",
-        "trace": "nanoserve.features.trace.__main__:main",
+        "serve": "nanoserve.cli.main.serve:main",
+        "batch": "nanoserve.cli.main.batch:main",
+        "chat": "nanoserve.cli.main.chat:main",
+        "bench": "nanoserve.cli.main.bench.command:main",
+        "info": "nanoserve.cli.main.info:main",
+        "trace": "nanoserve.cli.trace:main",
     },
 )
 _PURPOSES = {
