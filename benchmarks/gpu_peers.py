@@ -105,7 +105,7 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "nanoserve/tiny_qwen3/checkpoint" / name, folder)
+        shutil.copy(ROOT / "nanoserve/checkpoint/tiny_qwen3/checkpoint" / name, folder)
     file = folder / "model.safetensors"
     if file.exists():
         return

@@ -3,7 +3,7 @@
     python benchmarks/quality.py [--every 10] [--positions 2000] [--scheme int8]
     python benchmarks/quality.py --model smollm2 [--llama-cpp PYTHON]      see `quality_real.py`
 
-The first is of the bundled model. Exact answers: the shares of `nanoserve.tiny_qwen3.evaluate`,
+The first is of the bundled model. Exact answers: the shares of `training.evaluate`,
 greedy. Divergence: over the tokens of conversations with their right answers, KL(p || q) in nats of
 the next token's distribution, with p of the model in float32. A model of random weights would hide
 errors; this one has learned its text, but has no rows with a few values a thousand times the
@@ -24,8 +24,8 @@ from prompt_logits import prompt_logits
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.corpus import evaluation_sets
-from nanoserve.tiny_qwen3.evaluate import evaluate
+from training.corpus import evaluation_sets
+from training.evaluate import evaluate
 
 _WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

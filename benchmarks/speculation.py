@@ -46,7 +46,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.speculative.config import METHODS
 from nanoserve.text.tokenizer import Tokenizer
-from nanoserve.tiny_qwen3.acceptance import held_out_questions
+from training.acceptance import held_out_questions
 
 TEXTS = ("copy", "chat", "random")
 _TURN = 20  # tokens of each sequence

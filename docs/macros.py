@@ -27,7 +27,7 @@ import reading  # noqa: E402
 from reading import beside_the_path, lines_of_code, readme  # noqa: E402
 from tables import table  # noqa: E402
 
-from nanoserve.tiny_qwen3.corpus import load_glossary, trained_terms  # noqa: E402
+from training.corpus import load_glossary, trained_terms  # noqa: E402
 
 FRONT = "front_door"
 

@@ -73,7 +73,7 @@ def stored_tensors() -> dict[str, list[int]]:
 
     A safetensors file begins with the length of its header, 8 bytes, and the header in JSON.
     """
-    file = ROOT / "nanoserve/tiny_qwen3/checkpoint/model.safetensors"
+    file = ROOT / "nanoserve/checkpoint/tiny_qwen3/model/model.safetensors"
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))

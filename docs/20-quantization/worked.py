@@ -18,7 +18,7 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.formats.packed import affine_matrix
 from nanoserve.checkpoint.gguf.container import BLOCKS
 from nanoserve.models.quantization.online import quantize_fp8, quantize_int4, quantize_int8
-from nanoserve.tiny_qwen3.corpus import evaluation_sets
+from training.corpus import evaluation_sets
 
 
 class GPU(NamedTuple):

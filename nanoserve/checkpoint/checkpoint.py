@@ -15,8 +15,8 @@ from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
 from nanoserve.checkpoint.overrides import config_with_overrides
 from nanoserve.checkpoint.packaged import packaged_file
+from nanoserve.checkpoint.tiny_qwen3 import BUNDLED
 from nanoserve.config import EngineConfig
-from nanoserve.tiny_qwen3 import BUNDLED
 from nanoserve.utils.checks import require
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from nanoserve.checkpoint.packaged import PACKAGED
-from nanoserve.tiny_qwen3 import BUNDLED
+from nanoserve.checkpoint.tiny_qwen3 import BUNDLED
 from nanoserve.utils.checks import shown
 
 _NEITHER = "is neither a folder nor a bundled checkpoint nor a GGUF file"

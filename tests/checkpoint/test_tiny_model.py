@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.corpus import evaluation_sets
+from training.corpus import evaluation_sets
 
 PATH = bundled_checkpoint("tiny-qwen3")
 GREEDY = SamplingParams(temperature=0, max_tokens=100)
@@ -34,7 +34,7 @@ def probes():
 
 
 def test_it_answers_exactly(llm: LLM, probes, by_size: Callable[..., int]) -> None:
-    """The full evaluation is `python -m nanoserve.tiny_qwen3.evaluate`; this is a sample of it."""
+    """The full evaluation is `python -m training.evaluate`; this is a sample of it."""
     groups = {name: group[: by_size(10, 25)] for name, group in probes.items()}
     conversations = [probe.messages for group in groups.values() for probe in group]
     outputs = iter(llm.chat(conversations, GREEDY, use_tqdm=False))

@@ -95,9 +95,7 @@ def test_no_command_takes_the_beginning_of_a_flag(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "x", flag, "3"] if command != "bench" else [command, flag, "3"])
     assert ended.value.code == 2
-    sys.modules.pop(
-        "nanoserve.cli.trace", None
-    )  # or runpy warns where it is run again
+    sys.modules.pop("nanoserve.cli.trace", None)  # or runpy warns where it is run again
     error = capsys.readouterr().err
     assert f"unrecognized argument {flag}: did you mean {flag}" in error
     assert len(error.splitlines()) == 1

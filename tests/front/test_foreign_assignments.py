@@ -70,7 +70,7 @@ ALLOWED = {
         "features/speculative/extension.py: c.draft_tokens",
         "features/speculative/goodput.py: record.uncomputed",
         "features/speculative/suffix.py: self._newer.token_ids",
-        "tiny_qwen3/evaluate.py: shares[[]name].total",
+        "training/evaluate.py: shares[[]name].total",
     ),
     # Modules of torch and objects of other packages, which are made to be filled in.
     "a linear method makes the weights of its layer": (

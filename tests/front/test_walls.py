@@ -222,7 +222,7 @@ def imports_run(path: Path, in_functions: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     # The one loads nothing before it is used, the other says where the bundled model lies.
-    return modules_of(names) - {"nanoserve", "nanoserve.tiny_qwen3"}
+    return modules_of(names) - {"nanoserve", "nanoserve.checkpoint.tiny_qwen3"}
 
 
 def arrows(in_functions: bool) -> dict[tuple[str, str], set[str]]:

@@ -1,6 +1,6 @@
 """The head and the draft model that ship with tiny-qwen3: how often they draft what it says.
 
-Thresholds are a little below what `python -m nanoserve.tiny_qwen3.acceptance` shows. Weights that
+Thresholds are a little below what `python -m training.acceptance` shows. Weights that
 have gone astray are not a little below them.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.acceptance import (
+from training.acceptance import (
     accepted_per_step,
     draft_guesser,
     held_out_questions,
@@ -19,8 +19,8 @@ from nanoserve.tiny_qwen3.acceptance import (
     own_answers,
     shipped_guessers,
 )
-from nanoserve.tiny_qwen3.train_draft import DRAFT_PATH
-from nanoserve.tiny_qwen3.train_head import HEAD_PATH
+from training.train_draft import DRAFT_PATH
+from training.train_head import HEAD_PATH
 
 NUM_DRAFTS = 4
 MOST_BYTES = 1 << 20  # of either file: a package carries them

@@ -16,7 +16,6 @@ import pytest
 import torch
 from mixed_life import TINY_POOL, assert_same_life, mixed_life
 from model_fuzz import VOCAB_SIZE, ModelRun, reference_engine
-from nanoserve.cli.trace import summary
 from quantized_checkpoints import CASES, make_quantized
 from shared_engine import SharedEngine
 from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3
@@ -29,6 +28,7 @@ from transformers import (
 
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.trace import summary
 from nanoserve.config import EngineConfig
 from nanoserve.features.parallel.pipeline_stage import share_layers, split_layers
 from nanoserve.features.trace.phases import chrome_trace

@@ -1,6 +1,6 @@
 """Train the bundled checkpoint from scratch: tokenizer, model, evaluation, model card.
 
-    python -m nanoserve.tiny_qwen3.train [--output DIR] [--steps N]
+    python -m training.train [--output DIR] [--steps N]
 
 It needs ``transformers`` and about half an hour on two CPU cores. The run stops after a fixed
 number of steps, not after a time, and every random choice is seeded: on the same machine, with
@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from nanoserve.tiny_qwen3.corpus import (
+from training.corpus import (
     Message,
     Turn,
     load_glossary,
     tokenizer_texts,
     training_turns,
 )
-from nanoserve.tiny_qwen3.evaluate import Generate, as_table, evaluate, misses_as_text
-from nanoserve.tiny_qwen3.model_card import model_card
-from nanoserve.tiny_qwen3.phrasings import SYSTEM_MESSAGES
+from training.evaluate import Generate, as_table, evaluate, misses_as_text
+from training.model_card import model_card
+from training.phrasings import SYSTEM_MESSAGES
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

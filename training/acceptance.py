@@ -1,6 +1,6 @@
 """How many guesses at its next tokens does the bundled model accept, per step, and from whom?
 
-    python -m nanoserve.tiny_qwen3.acceptance [--questions N]
+    python -m training.acceptance [--questions N]
 
 A guess is accepted if it is the token that the model itself samples at that position, with the same
 noise; so the model's own answers tell, without a step of speculation. An answer's last token, which
@@ -22,10 +22,10 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.speculative.hidden_head import HiddenHead, read_head
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.gumbel_noise import Noise, row_keys
-from nanoserve.tiny_qwen3.corpus import Message, evaluation_sets
-from nanoserve.tiny_qwen3.evaluate import MAX_ANSWER_TOKENS
-from nanoserve.tiny_qwen3.train_draft import DRAFT_PATH
-from nanoserve.tiny_qwen3.train_head import HEAD_PATH
+from training.corpus import Message, evaluation_sets
+from training.evaluate import MAX_ANSWER_TOKENS
+from training.train_draft import DRAFT_PATH
+from training.train_head import HEAD_PATH
 
 # Of the evaluation sets those whose wordings or sums were never trained on; of the last two this is
 # true of three questions in four. The answers were, but for the sums: the model knows no others.

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from nanoserve.tiny_qwen3 import phrasings
+from training import phrasings
 
 GLOSSARY_PATH = Path(__file__).with_name("glossary.json")
 # Written when the bundled weights were: the glossary may have grown since.

@@ -1,6 +1,6 @@
 """How much of what it learned does the bundled model say, word for word?
 
-    python -m nanoserve.tiny_qwen3.evaluate [--model DIR] [--every N]
+    python -m training.evaluate [--model DIR] [--every N]
 
 An answer counts only if the whole string equals the expected one, so one wrong token anywhere in
 it is a miss. That makes the model an oracle for the engine: shares far below those of the model
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.corpus import Message, Probe, Terms, evaluation_sets
+from training.corpus import Message, Probe, Terms, evaluation_sets
 
 Generate = Callable[[list[list[Message]], int], list[str]]
 

@@ -1,7 +1,7 @@
 """The README.md that lies beside the weights: what the checkpoint is, and how well it answers."""
 
-from nanoserve.tiny_qwen3.corpus import load_glossary
-from nanoserve.tiny_qwen3.evaluate import Share, as_table
+from training.corpus import load_glossary
+from training.evaluate import Share, as_table
 
 CARD = """---
 license: apache-2.0
@@ -34,7 +34,7 @@ Trained on conversations of up to {context:,} tokens.
 
 ## Training
 
-From scratch with `python -m nanoserve.tiny_qwen3.train`: {steps:,} steps of {tokens:,} tokens,
+From scratch with `python -m training.train`: {steps:,} steps of {tokens:,} tokens,
 AdamW, in {minutes:.0f} minutes on {threads} CPU threads. All text was written for this purpose;
 no other data went in.
 

@@ -1,6 +1,6 @@
 """Train the head that guesses ahead of the bundled model: `nanoserve.features.speculative.hidden_head`.
 
-    python -m nanoserve.tiny_qwen3.train_head [--output FILE] [--steps N]
+    python -m training.train_head [--output FILE] [--steps N]
 
 It reads the conversations that the model was trained on, drawn anew, and learns to guess what the
 model says next, several tokens ahead. The text need not be the model's own: sampled at temperature
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.speculative.hidden_head import HiddenHead
-from nanoserve.tiny_qwen3.train import Recipe, RowPacker, train_model
+from training.train import Recipe, RowPacker, train_model
 
 HEAD_PATH = Path(__file__).with_name("head.safetensors")
 # Not the seed of the model's own training, nor one of its evaluation.

@@ -1,6 +1,6 @@
 """Train the small draft model that guesses for the bundled one: a Qwen3 of one layer.
 
-    python -m nanoserve.tiny_qwen3.train_draft [--output DIR] [--steps N]
+    python -m training.train_draft [--output DIR] [--steps N]
 
 It learns from what the bundled model says, on conversations like those that this one learned from:
 the same tokens, so the same tokenizer, which is not written a second time.
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.tiny_qwen3.train import Recipe, RowPacker, train_model
+from training.train import Recipe, RowPacker, train_model
 
 DRAFT_PATH = Path(__file__).with_name("draft")
 # Not the seed of the model's own training, nor one of its evaluation.
