@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import triton
-from nanoserve.cli.main.bench.hardware import choose_device, copy_bandwidth, describe
 from paged_rows import BLOCK_SIZE, DTYPE, Shape, make_rows, randn
 
+from nanoserve.cli.bench.hardware import choose_device, copy_bandwidth, describe
 from nanoserve.kernels.triton.act_and_mul import act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings

@@ -16,9 +16,9 @@ from argparse import ArgumentParser
 from asyncio import run
 from multiprocessing.connection import Connection
 
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.figures import figures
-from nanoserve.cli.main.bench.serve.load import Exchange, closed_loop
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.figures import figures
+from nanoserve.cli.bench.serve.load import Exchange, closed_loop
 
 RATES = (1_000, 5_000, 10_000, 20_000, 40_000, None)  # chunks a second; None: as fast as it can
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -26,11 +26,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.stream import read_answer
 from replicas import serving
 from routing import TRACES, Job, Scale
 
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.stream import read_answer
 from nanoserve.cli.main import main as nanoserve
 from nanoserve.serve.replicas import routing
 from nanoserve.serve.replicas.prefix_router import PrefixRouter

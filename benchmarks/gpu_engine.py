@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 from attention import SIZES, measure_peaks
 from gpu_job import Job, Measurements
-from nanoserve.cli.main.bench.roofline import limit, planned_steps
-from nanoserve.cli.main.bench.shapes import SHAPES
-from nanoserve.cli.main.bench.workloads import WORKLOADS, draw_workload, length_range
 
 import nanoserve.worker.build_executor
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.bench.roofline import limit, planned_steps
+from nanoserve.cli.bench.shapes import SHAPES
+from nanoserve.cli.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from attention import SIZES, matmul_rate
 from gpu_job import Job, Measurements
-from nanoserve.cli.main.bench.hardware import copy_bandwidth, describe, read_bandwidth
+
+from nanoserve.cli.bench.hardware import copy_bandwidth, describe, read_bandwidth
 
 _ASKED = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 _ASKED += ",pcie.link.gen.current,pcie.link.width.current"

@@ -47,7 +47,7 @@ _VLLM_SETTINGS = {
 
 
 def load(name: str) -> ModuleType:
-    """A module of nanoserve.cli.main.bench alone: nanoserve sets up threads, which is nothing for peers."""
+    """A module of nanoserve.cli.bench alone: nanoserve sets up threads, which is nothing for peers."""
     spec = importlib.util.spec_from_file_location(
         f"_{name}", ROOT / f"nanoserve/cli/bench/{name}.py"
     )
@@ -105,7 +105,7 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "nanoserve/checkpoint/tiny_qwen3/checkpoint" / name, folder)
+        shutil.copy(ROOT / "nanoserve/checkpoint/tiny_qwen3/model" / name, folder)
     file = folder / "model.safetensors"
     if file.exists():
         return

@@ -14,9 +14,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from nanoserve.cli.main.bench.hardware import describe
-
 from nanoserve import AsyncLLM, SamplingParams, StructuredOutputsParams
+from nanoserve.cli.bench.hardware import describe
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from hostile_grammars import hostile_grammars

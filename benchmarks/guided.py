@@ -25,13 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanoserve.cli.main.bench.hardware import choose_device, describe
-from nanoserve.cli.main.bench.shapes import SHAPES
 from speculation import Decoding, Script
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nanoserve import LLM, StructuredOutputsParams
+from nanoserve.cli.bench.hardware import choose_device, describe
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.features.structured.constrained_sequence import GrammarMask, Guided
 
 _TURN = 20  # tokens of each sequence

@@ -24,8 +24,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from load_balance import nano_vllm_steps
-from nanoserve.cli.main.bench.roofline import Need, Step, pairs_seen
-from nanoserve.cli.main.bench.shapes import SHAPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -34,6 +32,8 @@ from triton.runtime.jit import JITFunction
 from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.roofline import Need, Step, pairs_seen
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.kernels.triton import dependent_launch, paged_attention

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from nanoserve.cli.main.bench.roofline import Step, planned_steps
-from nanoserve.cli.main.bench.workloads import WORKLOADS, draw_workload, length_range
 
+from nanoserve.cli.bench.roofline import Step, planned_steps
+from nanoserve.cli.bench.workloads import WORKLOADS, draw_workload, length_range
 from nanoserve.config import EngineConfig
 from nanoserve.worker.cuda_graphs import graph_sizes
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from nanoserve.cli.main.bench.workloads import draw_workload
 
+from nanoserve.cli.bench.workloads import draw_workload
 from nanoserve.kernels.triton.paged_attention import paged_attention
 
 DTYPE = torch.bfloat16

@@ -145,10 +145,9 @@ def row(label: str, phases: dict[str, dict[str, int]]) -> str:
 
 
 def measure(args: Namespace, folder: Path) -> None:
-    from nanoserve.cli.main.bench.compare import run_child
-    from nanoserve.cli.main.bench.shapes import SHAPES
-
     from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+    from nanoserve.cli.bench.compare import run_child
+    from nanoserve.cli.bench.shapes import SHAPES
 
     shape = SHAPES[args.shape]
     (folder / "config.json").write_text(json.dumps(shape))

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nanoserve.cli.main.bench.shapes import SHAPES
 from overlap import _model_config
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout

@@ -74,7 +74,7 @@ def load(options: dict[str, Any], scratch: Path) -> LLM:
     kind = options.pop("gguf", None)
     if kind is None:
         return LLM("tiny-qwen3", **options)
-    from nanoserve.cli.main.bench.engines.gguf_file import write_gguf
+    from nanoserve.cli.bench.engines.gguf_file import write_gguf
 
     file = scratch / f"{kind}.gguf"
     write_gguf(bundled_checkpoint("tiny-qwen3"), file, kind)

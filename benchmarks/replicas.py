@@ -26,11 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoserve.cli.main.bench.serve.measure import measure
-from nanoserve.cli.main.bench.serve.options import parse_args as parse_load
-from nanoserve.cli.main.bench.shapes import SHAPES
-
 from nanoserve import SamplingParams
+from nanoserve.cli.bench.serve.measure import measure
+from nanoserve.cli.bench.serve.options import parse_args as parse_load
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence

@@ -30,9 +30,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from nanoserve.cli.main.bench.shapes import SHAPES
-
 from nanoserve import LLM, AsyncLLM, RequestOutput, SamplingParams
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput
 from nanoserve.serve.engine_thread import EngineThread, News

@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nanoserve.cli.main.bench.compare import run_child
-from nanoserve.cli.main.bench.hardware import choose_device, describe
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.cli.bench.compare import run_child
+from nanoserve.cli.bench.hardware import choose_device, describe
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.features.speculative.config import METHODS
 from nanoserve.text.tokenizer import Tokenizer
 from training.acceptance import held_out_questions

@@ -16,11 +16,10 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from nanoserve.cli.main.bench.compare import CHILD
-from nanoserve.cli.main.bench.hardware import describe
-from nanoserve.cli.main.bench.shapes import SHAPES
-
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.cli.bench.compare import CHILD
+from nanoserve.cli.bench.hardware import describe
+from nanoserve.cli.bench.shapes import SHAPES
 
 SCHEMES: dict[str, dict[str, str]] = {
     "bfloat16": {},

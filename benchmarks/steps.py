@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nanoserve.cli.main.bench.hardware import choose_device, describe, set_threads
-from nanoserve.cli.main.bench.shapes import SHAPES
-from nanoserve.cli.main.bench.step_timer import PARTS, StepParts, StepTimer
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.hardware import choose_device, describe, set_threads
+from nanoserve.cli.bench.shapes import SHAPES
+from nanoserve.cli.bench.step_timer import PARTS, StepParts, StepTimer
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import (
@@ -178,7 +178,7 @@ def main() -> None:
     if args.json:
         Path(args.json).write_text(json.dumps([point._asdict() for point in points], indent=1))
     if args.plot:
-        from nanoserve.cli.main.bench.plots import plot_steps
+        from nanoserve.cli.bench.plots import plot_steps
 
         plot_steps(
             [(f"{p.num_rows:.0f} x {p.context:.0f}", p._asdict()) for p in points], args.plot

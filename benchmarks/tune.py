@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 from attention import SIZES, Peaks, decode_bytes, in_turns, measure_peaks, num_turns
 from gpu_job import Job, Measurements
-from nanoserve.cli.main.bench.hardware import choose_device, describe
 from paged_rows import Rows, Shape, decode_cases, make_rows
 
+from nanoserve.cli.bench.hardware import choose_device, describe
 from nanoserve.kernels.triton import paged_attention
 
 Grid = dict[str, list[int]]

@@ -19,7 +19,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 if TYPE_CHECKING:
-    from nanoserve.cli.main.engine_args import AsyncEngineArgs, EngineArgs
+    from nanoserve.cli.engine_args import AsyncEngineArgs, EngineArgs
     from nanoserve.engine.guard import GuardedEngine as LLMEngine
     from nanoserve.features.beam_search import (
         BeamSearchOutput,
@@ -70,8 +70,8 @@ _HOME = {
     "register_model": "nanoserve.models.registry",
     "AsyncLLM": "nanoserve.serve.async_llm",
     "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
-    "EngineArgs": "nanoserve.cli.main.engine_args",
-    "AsyncEngineArgs": "nanoserve.cli.main.engine_args",
+    "EngineArgs": "nanoserve.cli.engine_args",
+    "AsyncEngineArgs": "nanoserve.cli.engine_args",
     "TextPrompt": "nanoserve.text.prompt_types",
     "TokensPrompt": "nanoserve.text.prompt_types",
     "StructuredOutputsParams": "nanoserve.features.structured.params",

@@ -20,9 +20,11 @@ from pathlib import Path
 
 from training import phrasings
 
-GLOSSARY_PATH = Path(__file__).with_name("glossary.json")
+# Where the package keeps what these scripts make.
+BUNDLED = Path(__file__).parents[1] / "nanoserve" / "checkpoint" / "tiny_qwen3"
+GLOSSARY_PATH = BUNDLED / "glossary.json"
 # Written when the bundled weights were: the glossary may have grown since.
-TRAINED_PATH = Path(__file__).parent / "checkpoint" / "terms.json"
+TRAINED_PATH = BUNDLED / "model" / "terms.json"
 LANGUAGES = ("en", "zh")
 Message = dict[str, str]
 

@@ -25,9 +25,10 @@ from transformers import (
 )
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from training.corpus import BUNDLED
 from training.train import Recipe, RowPacker, train_model
 
-DRAFT_PATH = Path(__file__).with_name("draft")
+DRAFT_PATH = BUNDLED / "draft"
 # Not the seed of the model's own training, nor one of its evaluation.
 RECIPE = Recipe(steps=2500, learning_rate=6e-3, seed=1)
 

@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.speculative.hidden_head import HiddenHead
+from training.corpus import BUNDLED
 from training.train import Recipe, RowPacker, train_model
 
-HEAD_PATH = Path(__file__).with_name("head.safetensors")
+HEAD_PATH = BUNDLED / "head.safetensors"
 # Not the seed of the model's own training, nor one of its evaluation.
 RECIPE = Recipe(steps=2500, learning_rate=6e-3, seed=1)
 INTERMEDIATE_SIZE = 512

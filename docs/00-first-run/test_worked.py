@@ -22,5 +22,5 @@ def test_the_run_of_the_page_has_so_many_steps_and_tokens() -> None:
 
 
 def test_sizes_and_options() -> None:
-    assert 3 <= int(worked.megabytes("tiny_qwen3/checkpoint")) <= 8
+    assert 3 <= int(worked.megabytes("checkpoint/tiny_qwen3/model")) <= 8
     assert worked.options_table().count("\n") == 14

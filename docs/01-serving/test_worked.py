@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.roofline import Need, Step
-from nanoserve.cli.main.bench.shapes import SHAPES
 from tokenizers import Tokenizer
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.roofline import Need, Step
+from nanoserve.cli.bench.shapes import SHAPES
 
 from . import worked as serving
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.ops import TorchOps, rotate
 from nanoserve.models.layers.rotary import RotaryEmbedding

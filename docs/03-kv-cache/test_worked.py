@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.sequence import Sequence

@@ -144,7 +144,7 @@ def byte_of_symbol() -> dict[str, int]:
 
 
 def test_pieces_are_those_of_the_engine_token_by_token() -> None:
-    tokenizer = Tokenizer(Path(nanoserve.__file__).parent / "tiny_qwen3" / "checkpoint")
+    tokenizer = Tokenizer(Path(nanoserve.__file__).parent / "checkpoint" / "tiny_qwen3" / "model")
     symbols, rng = byte_of_symbol(), random.Random(1)
     texts = ["What is a 块表? KV缓存 is memory.\n👩‍💻: done.\n", "块表块表块。ababab"]
     num_stopped = 0

@@ -16,7 +16,7 @@ from tables import table
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-_CHECKPOINT = Path(__file__).parents[2] / "nanoserve" / "tiny_qwen3" / "checkpoint"
+_CHECKPOINT = Path(__file__).parents[2] / "nanoserve" / "checkpoint" / "tiny_qwen3" / "model"
 _FILE = _CHECKPOINT / "tokenizer.json"
 
 

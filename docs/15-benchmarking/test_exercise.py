@@ -4,7 +4,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.latency import latencies, poisson_arrivals
+
+from nanoserve.cli.bench.latency import latencies, poisson_arrivals
 
 from .exercise import compare, goodput, percentile, waits
 

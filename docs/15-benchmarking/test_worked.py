@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.latency import latencies
-from nanoserve.cli.main.bench.roofline import Need, Step
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.latency import latencies
+from nanoserve.cli.bench.roofline import Need, Step
+from nanoserve.cli.bench.shapes import SHAPES
 
 from . import worked
 

@@ -1,9 +1,9 @@
 """Chapter 23's numbers, by hand and against the engine's own."""
 
 import pytest
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.features.parallel.pipeline_stage import join_stage
 
 from . import worked

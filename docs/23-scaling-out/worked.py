@@ -12,10 +12,10 @@ from string import ascii_uppercase
 from types import SimpleNamespace
 
 import routing
-from nanoserve.cli.main.bench.shapes import SHAPES
 from tables import table
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import ForwardInputs, StepResult
 from nanoserve.engine.extension import Extension

@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.shapes import SHAPES
+
+from nanoserve.cli.bench.shapes import SHAPES
 
 from . import worked
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 # A pool in which not all fit, so that some are preempted; prompts of several chunks.
 CONFIG = {"num_blocks": 36, "block_size": 4, "max_num_seqs": 6, "budget": 24, "threshold": 16}
 QUESTIONS = ["What is a KV cache?", "What is preemption?", "What is a block table?", "23 + 45 ="]
-CHECKPOINT = Path(find_spec("nanoserve").origin).parent / "tiny_qwen3" / "checkpoint"
+CHECKPOINT = Path(find_spec("nanoserve").origin).parent / "checkpoint" / "tiny_qwen3" / "model"
 ROOT = Path(__file__).parents[2]
 _A = 67  # the token "a"
 

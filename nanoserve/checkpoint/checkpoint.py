@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
 from nanoserve.checkpoint.overrides import config_with_overrides
-from nanoserve.checkpoint.packaged import packaged_file
-from nanoserve.checkpoint.tiny_qwen3 import BUNDLED
+from nanoserve.checkpoint.packaged import BUNDLED, packaged_file
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 
@@ -118,5 +117,5 @@ def bundled_checkpoint(name: str) -> Path | None:
     name: "tiny-qwen3", and "tiny-qwen3-draft", which drafts for it; a path is never taken for a
     bundled name.
     """
-    folder = Path(__file__).parents[1] / "tiny_qwen3" / BUNDLED.get(name, "")
+    folder = Path(__file__).with_name("tiny_qwen3") / BUNDLED.get(name, "")
     return folder if name in BUNDLED and (folder / "config.json").is_file() else None

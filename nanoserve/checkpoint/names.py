@@ -9,8 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from nanoserve.checkpoint.packaged import PACKAGED
-from nanoserve.checkpoint.tiny_qwen3 import BUNDLED
+from nanoserve.checkpoint.packaged import BUNDLED, PACKAGED
 from nanoserve.utils.checks import shown
 
 _NEITHER = "is neither a folder nor a bundled checkpoint nor a GGUF file"

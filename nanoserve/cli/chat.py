@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from nanoserve.cli.main.engine_flags import add_engine_flags, engine_options
-from nanoserve.cli.main.parser import Parser, add_model, model_of
+from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.parser import Parser, add_model, model_of
 from nanoserve.utils.parameter_table import PARAMETERS
 
 Messages = list[dict[str, str]]

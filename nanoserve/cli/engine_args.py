@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.build import build_engine
-from nanoserve.cli.main.engine_flags import add_engine_flags, engine_options
-from nanoserve.cli.main.parser import Parser
+from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.parser import Parser
 from nanoserve.compat.metrics import start_counting
 from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
-from nanoserve.cli.main.parser import from_json, json_or_text, length_or_auto, whole_number
+from nanoserve.cli.parser import from_json, json_or_text, length_or_auto, whole_number
 from nanoserve.compat.options import FOREIGN, RENAMED
 from nanoserve.config import EngineConfig
 from nanoserve.text.chat_template import load_chat_template

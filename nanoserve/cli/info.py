@@ -11,15 +11,15 @@ import argparse
 import json
 from typing import Any
 
-from nanoserve.cli.main.engine_flags import add_engine_flags, engine_options
-from nanoserve.cli.main.parser import Parser, add_model, model_of
+from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.parser import Parser, add_model, model_of
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    from nanoserve.cli.main.describe import describe  # torch, which --help does without
+    from nanoserve.cli.describe import describe  # torch, which --help does without
 
     facts = describe(model_of(args, "tiny-qwen3"), **engine_options(args))
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))

@@ -12,11 +12,11 @@ Command = Callable[[list[str]], int | None]
 COMMANDS: Registry[Command] = Registry(
     "command",
     {
-        "serve": "nanoserve.cli.main.serve:main",
-        "batch": "nanoserve.cli.main.batch:main",
-        "chat": "nanoserve.cli.main.chat:main",
-        "bench": "nanoserve.cli.main.bench.command:main",
-        "info": "nanoserve.cli.main.info:main",
+        "serve": "nanoserve.cli.serve:main",
+        "batch": "nanoserve.cli.batch:main",
+        "chat": "nanoserve.cli.chat:main",
+        "bench": "nanoserve.cli.bench.command:main",
+        "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",
     },
 )

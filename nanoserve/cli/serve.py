@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 
-from nanoserve.cli.main.engine_flags import add_engine_flags, engine_options
-from nanoserve.cli.main.parser import (
+from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.parser import (
     Parser,
     Words,
     add_model,
@@ -17,7 +17,7 @@ from nanoserve.cli.main.parser import (
     with_config_file,
     with_dashes,
 )
-from nanoserve.cli.main.server_flags import add_server_flags, check_server_flags
+from nanoserve.cli.server_flags import add_server_flags, check_server_flags
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas.settings import ReplicaSettings
 

@@ -4,7 +4,7 @@ import logging
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from typing import Any
 
-from nanoserve.cli.main.parser import json_or_text
+from nanoserve.cli.parser import json_or_text
 from nanoserve.compat.server_flags import FLAGS
 from nanoserve.utils.checks import shown
 

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from nanoserve.cli.main.parser import Parser
+from nanoserve.cli.parser import Parser
 from nanoserve.features.trace.page import make_page
 from nanoserve.features.trace.phases import chrome_trace
 from nanoserve.features.trace.reader import Pool, Trace, read_trace

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from nanoserve import *  # noqa: F403  (what its __all__ lists)
     from nanoserve import AsyncLLM as AsyncLLMEngine
-    from nanoserve.cli.main.engine_args import FlexibleArgumentParser
+    from nanoserve.cli.engine_args import FlexibleArgumentParser
     from nanoserve.compat.logits_processors import (
         AdapterLogitsProcessor,
         BatchUpdate,
@@ -64,7 +64,7 @@ _HOME = {
         f"{__name__}.logits_processors",
     ),
     "AsyncLLMEngine": "nanoserve:AsyncLLM",
-    "FlexibleArgumentParser": "nanoserve.cli.main.engine_args",
+    "FlexibleArgumentParser": "nanoserve.cli.engine_args",
     "PromptType": "nanoserve.text.prompt_types",
     "VllmConfig": "nanoserve.config:EngineConfig",
     "cleanup_dist_env_and_memory": f"{__name__}.memory",

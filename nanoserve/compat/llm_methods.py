@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self, Unpack
 
-    from nanoserve.cli.main.engine_args import EngineArgs
+    from nanoserve.cli.engine_args import EngineArgs
     from nanoserve.features.progress import UseTqdm
     from nanoserve.features.sleep import Sleeper
     from nanoserve.text.prompt_types import ChatOptions, Conversation, Conversations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    from nanoserve.cli.main.engine_args import EngineArgs
+    from nanoserve.cli.engine_args import EngineArgs
     from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.serve.engine_process import EngineFront

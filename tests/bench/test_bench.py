@@ -15,12 +15,13 @@ import child
 import pytest
 import transformers
 from child import measure
-from nanoserve.cli.main.bench import compare
-from nanoserve.cli.main.bench.compare import COMMON, parse_args, parse_engine
-from nanoserve.cli.main.bench.report import Point, agreement, offline_table, print_comparison
-from nanoserve.cli.main.bench.roofline import Limit
-from nanoserve.cli.main.bench.workloads import draw_workload
 from tiny_checkpoints import edit_json, make_qwen3
+
+from nanoserve.cli.bench import compare
+from nanoserve.cli.bench.compare import COMMON, parse_args, parse_engine
+from nanoserve.cli.bench.report import Point, agreement, offline_table, print_comparison
+from nanoserve.cli.bench.roofline import Limit
+from nanoserve.cli.bench.workloads import draw_workload
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 # On a CPU, older ones ask psutil how much memory there is, and have none without it.
@@ -133,7 +134,7 @@ def test_an_engine_may_have_options_of_its_own() -> None:
 
 def test_it_imports_no_peer() -> None:
     """One that is not installed, or takes seconds to import, concerns nobody but itself."""
-    code = "import nanoserve.cli.main.bench.compare, sys; print(*sys.modules)"
+    code = "import nanoserve.cli.bench.compare, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "nanoserve" in modules.stdout.split(), modules.stderr
     unwanted = {"torch", "transformers", "vllm", "llama_cpp", "matplotlib"}
@@ -264,7 +265,7 @@ def test_an_engine_that_fails_is_reported(
 def test_a_gguf_file(tmp_path: Path, bench: Callable[..., tuple[int, str]]) -> None:
     """transformers makes floats of it; nanoserve's limit is that of the bits in the file."""
     pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
-    from nanoserve.cli.main.bench.engines.gguf_file import write_gguf
+    from nanoserve.cli.bench.engines.gguf_file import write_gguf
 
     # Heads of 128: transformers does not ask the file.
     make_qwen3(tmp_path / "plain", hidden_size=64, intermediate_size=96, head_dim=128)

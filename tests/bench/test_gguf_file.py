@@ -9,7 +9,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 
 gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
-from nanoserve.cli.main.bench.engines.gguf_file import write_gguf  # noqa: E402
+from nanoserve.cli.bench.engines.gguf_file import write_gguf  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from nanoserve.cli.main.bench.engines.int8_checkpoint import write_int8
-from nanoserve.cli.main.bench.engines.vllm_engine import VllmEngine
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.source import open_quantized
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.engines.int8_checkpoint import write_int8
+from nanoserve.cli.bench.engines.vllm_engine import VllmEngine
 from nanoserve.models.quantization.online import quantize_int8
 
 

@@ -15,10 +15,10 @@ import kernel_roofline
 import load_balance
 from kernel_roofline import GPUS, Predictor, decode_step, share_of_roofline
 from load_balance import Launch, equal_shares, loss, losses, per_row, seconds
-from nanoserve.cli.main.bench.roofline import Need, Step, planned_steps
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.roofline import Need, Step, planned_steps
+from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.triton import paged_attention
 

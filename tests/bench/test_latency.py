@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.latency import latencies, poisson_arrivals, serve
+
+from nanoserve.cli.bench.latency import latencies, poisson_arrivals, serve
 
 
 class Clock:
@@ -21,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("nanoserve.cli.main.bench.latency.time", clock)
+    monkeypatch.setattr("nanoserve.cli.bench.latency.time", clock)
     return clock
 
 

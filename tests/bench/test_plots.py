@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="pip install 'nanoserve[bench]'")
 
-from nanoserve.cli.main.bench import plots
-from nanoserve.cli.main.bench.report import Point
-from nanoserve.cli.main.bench.roofline import Limit
+from nanoserve.cli.bench import plots
+from nanoserve.cli.bench.report import Point
+from nanoserve.cli.bench.roofline import Limit
 
 PARTS = {"schedule": 1e-5, "pack": 2e-5, "model": 4e-3, "sample": 5e-5, "update": 3e-5}
 

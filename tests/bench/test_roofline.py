@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.precision import precision_of
-from nanoserve.cli.main.bench.roofline import Need, Step, limit, planned_steps
-from nanoserve.cli.main.bench.shapes import SHAPES
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.precision import precision_of
+from nanoserve.cli.bench.roofline import Need, Step, limit, planned_steps
+from nanoserve.cli.bench.shapes import SHAPES
 
 # As their makers say.
 BILLIONS = {

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nanoserve.cli.main.bench.command import main
-from nanoserve.cli.main.bench.latency import poisson_arrivals
-from nanoserve.cli.main.bench.serve import connection
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.options import parse_args
-from nanoserve.cli.main.bench.workloads import draw_workload
 from stand_in_server import DONE, END, STREAM, StandIn, Steps, chunk, num_words, plain, said, talk
+
+from nanoserve.cli.bench.command import main
+from nanoserve.cli.bench.latency import poisson_arrivals
+from nanoserve.cli.bench.serve import connection
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.options import parse_args
+from nanoserve.cli.bench.workloads import draw_workload
 
 SMALL = ["--num-seqs", "6", "--input-len", "20-40", "--output-len", "4-8"]
 LATE = 0.05  # seconds from one thread to the other, at the median, on a busy machine
@@ -473,7 +474,7 @@ def test_a_connection_that_has_idled_is_not_used_again(
     # The second comes when the first has been answered, and before its connection has idled.
     arrivals = [0.5, 0.7, 1.3]
     monkeypatch.setattr(
-        "nanoserve.cli.main.bench.serve.measure.poisson_arrivals", lambda *_: arrivals
+        "nanoserve.cli.bench.serve.measure.poisson_arrivals", lambda *_: arrivals
     )
     with StandIn(lambda body, number: talk(body)) as server:
         measure(server.url, "--request-rate", "3", "--num-seqs", "3")
@@ -482,7 +483,7 @@ def test_a_connection_that_has_idled_is_not_used_again(
 
 def test_it_imports_no_torch() -> None:
     """A client that shares the server's machine takes as little of it as it can."""
-    code = "import nanoserve.cli.main.bench.serve.measure, sys; print(*sys.modules)"
+    code = "import nanoserve.cli.bench.serve.measure, sys; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "matplotlib"} & set(shown.stdout.split())
 

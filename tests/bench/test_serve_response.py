@@ -5,10 +5,11 @@ import io
 import random
 
 import pytest
-from nanoserve.cli.main.bench.serve.figures import figures
-from nanoserve.cli.main.bench.serve.load import Exchange
-from nanoserve.cli.main.bench.serve.response import Response
-from nanoserve.cli.main.bench.serve.stream import Answer, read_answer
+
+from nanoserve.cli.bench.serve.figures import figures
+from nanoserve.cli.bench.serve.load import Exchange
+from nanoserve.cli.bench.serve.response import Response
+from nanoserve.cli.bench.serve.stream import Answer, read_answer
 
 _EVENTS = (
     b": a comment\n\n"

@@ -4,10 +4,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from nanoserve.cli.main.bench.step_timer import PARTS, StepTimer
 from steps import fits, load, measure
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.bench.step_timer import PARTS, StepTimer
 
 ARGS = Namespace(
     shape="tiny",

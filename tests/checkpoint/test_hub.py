@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub, Repository, fake_hub
 from huggingface_hub import constants
-from nanoserve.cli.main.describe import describe
 from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import hub
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.cli.describe import describe
 
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 8, "max_num_seqs": 4}
 SMALL = ["chat_template.jinja", "config.json", "generation_config.json"]

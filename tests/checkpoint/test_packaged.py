@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nanoserve.cli.main.bench import compare
-from nanoserve.cli.main.describe import describe
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, AsyncLLM, EngineArgs, SamplingParams
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.packaged import PACKAGED, Package, packaged_file
+from nanoserve.cli.bench import compare
+from nanoserve.cli.describe import describe
 from nanoserve.config import EngineConfig
 
 NAME, OPTIONS = "some-model", {"num_kv_blocks": 8, "max_num_seqs": 4}

@@ -52,7 +52,7 @@ def old_metaspace() -> Backend:
 
 
 def bundled() -> Backend:
-    folder = Path(nanoserve.__file__).parent / "tiny_qwen3"
+    folder = Path(nanoserve.__file__).parent / "checkpoint" / "tiny_qwen3"
     return Backend.from_file(str(next(folder.rglob("tokenizer.json"))))
 
 

@@ -58,7 +58,7 @@ def test_a_server_answers_the_same(monkeypatch, capsys, expected) -> None:
 
 
 def test_a_ctrl_c_stops_the_answer_and_not_the_conversation(monkeypatch, capsys) -> None:
-    from nanoserve.cli.main import chat
+    from nanoserve.cli import chat
 
     asked = []
 

@@ -14,7 +14,7 @@ from nanoserve.text.chat_template import load_chat_template
 
 QUESTION = [{"role": "user", "content": "Hi"}]
 OURS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ note }}"
-TINY = Path(nanoserve.__file__).parent / "tiny_qwen3" / "checkpoint"
+TINY = Path(nanoserve.__file__).parent / "checkpoint" / "tiny_qwen3" / "model"
 ONE = SamplingParams(max_tokens=1, temperature=0)
 # Like Qwen2.5's and Llama 3.1's: calls are written as JSON, and the arguments with them.
 CALLING = """{% for m in messages %}{{ m.content or "" }}{% for call in m.tool_calls or [] %}

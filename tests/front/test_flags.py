@@ -6,12 +6,12 @@ from argparse import Namespace
 from importlib import import_module
 
 import pytest
-from nanoserve.cli.main.engine_args import EngineArgs, FlexibleArgumentParser
-from nanoserve.cli.main.engine_flags import engine_options
-from nanoserve.cli.main.parser import Parser, whole_number
-from nanoserve.cli.main.serve import _OURS, parse_args
 
+from nanoserve.cli.engine_args import EngineArgs, FlexibleArgumentParser
+from nanoserve.cli.engine_flags import engine_options
 from nanoserve.cli.main import main
+from nanoserve.cli.parser import Parser, whole_number
+from nanoserve.cli.serve import _OURS, parse_args
 from nanoserve.compat.options import engine_config
 from nanoserve.compat.server_flags import ELSEWHERE, FLAGS
 from nanoserve.config import EngineConfig
@@ -123,7 +123,7 @@ def test_what_others_call_otherwise_is_told(given: str, told: str, capsys) -> No
 
 
 def test_advice_for_other_servers_flags_hides_none_of_ours() -> None:
-    parser = import_module("nanoserve.cli.main.serve")._parser()
+    parser = import_module("nanoserve.cli.serve")._parser()
     assert not ELSEWHERE.keys() & parser._option_string_actions.keys()
 
 
@@ -220,7 +220,7 @@ def test_a_chat_template_is_read_before_anything_starts(command: str, capsys) ->
 
 def test_the_model_has_a_place_and_a_flag(capsys) -> None:
     def model(*given: str) -> Namespace:
-        from nanoserve.cli.main.parser import model_of
+        from nanoserve.cli.parser import model_of
 
         return model_of(parse_args(list(given)), "tiny-qwen3")
 

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nanoserve.cli.main.describe import describe
 from safetensors.torch import load_file
 from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
 from transformers import Gemma3ForCausalLM, MixtralForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
 import nanoserve.worker.cpu_device
 from nanoserve import LLM
+from nanoserve.cli.describe import describe
 from nanoserve.cli.main import main
 
 CPU = {"device": "cpu", "skip_tokenizer_init": True}

@@ -32,7 +32,7 @@ MODELS = {
 
 def byte_level(digits: bool) -> Backend:
     """The bundled tokenizer, cut as GPT-2 and SmolLM cut, and without NFC."""
-    folder = Path(nanoserve.__file__).parent / "tiny_qwen3"
+    folder = Path(nanoserve.__file__).parent / "checkpoint" / "tiny_qwen3"
     backend = Backend.from_file(str(next(folder.rglob("tokenizer.json"))))
     backend.normalizer = None
     steps = [pre_tokenizers.Digits(individual_digits=True)] * digits

@@ -95,7 +95,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
         copied = shutil.copytree(bundled, tmp_path / "copied")
         return str(copied), copied
     pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
-    from nanoserve.cli.main.bench.engines.gguf_file import write_gguf
+    from nanoserve.cli.bench.engines.gguf_file import write_gguf
 
     file = tmp_path / "model.gguf"
     write_gguf(bundled, file)  # with words of no tokenizer

@@ -46,7 +46,7 @@ def imports_of(path: Path) -> set[str]:
             # Engines run in processes that have no nanoserve, too: they cannot name it.
             is_engine = path.parent == PACKAGE / "bench" / "engines" and node.level == 1
             assert is_engine or node.level == 0, f"{path}: relative imports hide walls"
-            room = "nanoserve.cli.main.bench.engines." if is_engine else ""
+            room = "nanoserve.cli.bench.engines." if is_engine else ""
             module = f"{room}{node.module or ''}".rstrip(".")
             found |= {f"{module}.{alias.name}" for alias in node.names}
     return found
@@ -222,7 +222,7 @@ def imports_run(path: Path, in_functions: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     # The one loads nothing before it is used, the other says where the bundled model lies.
-    return modules_of(names) - {"nanoserve", "nanoserve.checkpoint.tiny_qwen3"}
+    return modules_of(names) - {"nanoserve"}
 
 
 def arrows(in_functions: bool) -> dict[tuple[str, str], set[str]]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from integer_models import dequantized, distance, our_logits
-from nanoserve.cli.main.describe import describe
 from quantized_checkpoints import CASES, make_quantized
 from safetensors.torch import save_file
 from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.describe import describe
 from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
 NONE = {"quantization_activations": "none"}

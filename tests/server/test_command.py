@@ -136,8 +136,8 @@ def test_what_cannot_be_served_is_told_in_one_line(arguments, told, capsys) -> N
 
 
 def test_every_option_of_the_engine_is_a_flag() -> None:
-    from nanoserve.cli.main.engine_flags import engine_options
-    from nanoserve.cli.main.serve import _OURS, _parser
+    from nanoserve.cli.engine_flags import engine_options
+    from nanoserve.cli.serve import _OURS, _parser
 
     given = ["--max_model_len", "99", "--no-enable-prefix-caching", "--async-scheduling"]
     given += ["--gpu-memory-utilization=0.5", "--trace", "a_b.jsonl"]

@@ -9,8 +9,7 @@ from serving import Served, served
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
-from nanoserve.cli.main.serve import parse_args
-
+from nanoserve.cli.serve import parse_args
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.settings import ServerSettings
 

@@ -14,7 +14,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.outputs import RequestOutput
 
 NEAR_TIE = 0.05  # in log-probability
-GLOSSARY = Path(nanoserve.__file__).parent / "tiny_qwen3" / "glossary.json"
+GLOSSARY = Path(nanoserve.__file__).parent / "checkpoint" / "tiny_qwen3" / "glossary.json"
 
 
 def questions(count: int) -> list[Any]:

@@ -10,8 +10,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--url")
     is_server = parser.parse_known_args(arguments)[0].url is not None
     chosen = (
-        "nanoserve.cli.main.bench.serve.measure"
+        "nanoserve.cli.bench.serve.measure"
         if is_server
-        else "nanoserve.cli.main.bench.compare"
+        else "nanoserve.cli.bench.compare"
     )
     return import_module(chosen).main(arguments)

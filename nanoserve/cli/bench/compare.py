@@ -27,20 +27,20 @@ from typing import Any
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint, local_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.cli.main.bench import roofline
-from nanoserve.cli.main.bench.engines import SOURCES
-from nanoserve.cli.main.bench.latency import poisson_arrivals
-from nanoserve.cli.main.bench.precision import precision_of
-from nanoserve.cli.main.bench.report import Point, as_json, print_report
-from nanoserve.cli.main.bench.shapes import SHAPES
-from nanoserve.cli.main.bench.workloads import (
+from nanoserve.cli.bench import roofline
+from nanoserve.cli.bench.engines import SOURCES
+from nanoserve.cli.bench.latency import poisson_arrivals
+from nanoserve.cli.bench.precision import precision_of
+from nanoserve.cli.bench.report import Point, as_json, print_report
+from nanoserve.cli.bench.shapes import SHAPES
+from nanoserve.cli.bench.workloads import (
     add_workload,
     counts,
     draw_workload,
     parse_with_workload,
     rates,
 )
-from nanoserve.cli.main.parser import Parser, length_or_auto, whole_number
+from nanoserve.cli.parser import Parser, length_or_auto, whole_number
 from nanoserve.config import DTYPES, EngineConfig
 
 _ROOT = Path(__file__).resolve().parents[2]  # where this nanoserve was found
@@ -211,7 +211,7 @@ def compare(args: Namespace, scratch: Path) -> bool:
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(points, spec), indent=1))
     if args.plot:
-        from nanoserve.cli.main.bench.plots import plot_points
+        from nanoserve.cli.bench.plots import plot_points
 
         plot_points(points, sum(spec["output_lens"]), args.plot)
     return not any("failed" in run for p in points for runs in p.runs.values() for run in runs)

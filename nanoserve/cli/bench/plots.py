@@ -14,7 +14,7 @@ matplotlib.use("Agg")  # no window
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from nanoserve.cli.main.bench.report import Point
+from nanoserve.cli.bench.report import Point
 
 PARTS = ("schedule", "pack", "model", "sample", "update")
 

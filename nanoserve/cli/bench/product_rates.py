@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nanoserve.cli.main.bench import hardware
+from nanoserve.cli.bench import hardware
 from nanoserve.kernels.cpu.gemm_select import forms
 
 _SIZE = 2048

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.cli.main.bench.latency import PERCENTILES
-from nanoserve.cli.main.bench.roofline import Limit
+from nanoserve.cli.bench.latency import PERCENTILES
+from nanoserve.cli.bench.roofline import Limit
 
 Run = dict[str, Any]  # see `child.measure`, or {"failed": why} or {"missing": why}
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.cli.main.bench.precision import Precision
+from nanoserve.cli.bench.precision import Precision
 from nanoserve.config import EngineConfig
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence

@@ -7,8 +7,8 @@ import torch
 
 import nanoserve
 from nanoserve import RequestOutputKind, SamplingParams
-from nanoserve.cli.main.bench.hardware import set_threads
-from nanoserve.cli.main.bench.step_timer import PARTS, StepTimer
+from nanoserve.cli.bench.hardware import set_threads
+from nanoserve.cli.bench.step_timer import PARTS, StepTimer
 
 from . import Engine, Tokens
 

@@ -6,7 +6,7 @@ import ssl
 import time
 from urllib.parse import urlsplit
 
-from nanoserve.cli.main.bench.serve.response import Response
+from nanoserve.cli.bench.serve.response import Response
 from nanoserve.utils.checks import require, shown
 
 _IDLE = 1.0  # seconds after which a connection is left: servers close those that idle, some soon

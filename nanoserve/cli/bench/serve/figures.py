@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoserve.cli.main.bench.latency import latencies
-from nanoserve.cli.main.bench.serve.load import Exchange
-from nanoserve.cli.main.bench.serve.stream import Answer, read_answer
+from nanoserve.cli.bench.latency import latencies
+from nanoserve.cli.bench.serve.load import Exchange
+from nanoserve.cli.bench.serve.stream import Answer, read_answer
 
 
 def figures(

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.response import Response
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.response import Response
 
 
 @dataclass

@@ -18,16 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanoserve.cli.main.bench.latency import poisson_arrivals
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.figures import figures
-from nanoserve.cli.main.bench.serve.load import closed_loop, open_loop
-from nanoserve.cli.main.bench.serve.options import parse_args
-from nanoserve.cli.main.bench.serve.prompts import WORDS, WordLength, shifted, text, word_length
-from nanoserve.cli.main.bench.serve.requests import Requests, first_model
-from nanoserve.cli.main.bench.serve.stream import read_answer
-from nanoserve.cli.main.bench.serve.tables import Point, as_json, line, print_report
-from nanoserve.cli.main.bench.workloads import draw_workload
+from nanoserve.cli.bench.latency import poisson_arrivals
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.figures import figures
+from nanoserve.cli.bench.serve.load import closed_loop, open_loop
+from nanoserve.cli.bench.serve.options import parse_args
+from nanoserve.cli.bench.serve.prompts import WORDS, WordLength, shifted, text, word_length
+from nanoserve.cli.bench.serve.requests import Requests, first_model
+from nanoserve.cli.bench.serve.stream import read_answer
+from nanoserve.cli.bench.serve.tables import Point, as_json, line, print_report
+from nanoserve.cli.bench.workloads import draw_workload
 
 _FEW, _MANY = 8, 72  # words of the two prompts that warm up
 
@@ -103,7 +103,7 @@ async def measure(args: Namespace) -> list[Point]:
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(points, args, measurement.model), indent=1))
     if args.plot:
-        from nanoserve.cli.main.bench.serve.plot import plot_points
+        from nanoserve.cli.bench.serve.plot import plot_points
 
         plot_points(points, args.plot)
     return points

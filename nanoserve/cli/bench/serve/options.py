@@ -4,8 +4,8 @@ import os
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from nanoserve.cli.main.bench.serve.requests import PATHS
-from nanoserve.cli.main.bench.workloads import (
+from nanoserve.cli.bench.serve.requests import PATHS
+from nanoserve.cli.bench.workloads import (
     add_workload,
     count,
     counts,
@@ -13,7 +13,7 @@ from nanoserve.cli.main.bench.workloads import (
     positive,
     rates,
 )
-from nanoserve.cli.main.parser import Parser
+from nanoserve.cli.parser import Parser
 from nanoserve.utils.checks import require
 
 

@@ -5,8 +5,8 @@ from functools import partial
 
 from matplotlib.axes import Axes
 
-from nanoserve.cli.main.bench.plots import draw_all
-from nanoserve.cli.main.bench.serve.tables import Point
+from nanoserve.cli.bench.plots import draw_all
+from nanoserve.cli.bench.serve.tables import Point
 
 _TITLES = {"ttft": "Time to first token", "itl": "Between chunks", "e2e": "Whole answer"}
 

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from nanoserve.cli.main.bench.serve.connection import Server
-from nanoserve.cli.main.bench.serve.response import Response
-from nanoserve.cli.main.bench.serve.stream import error_in
+from nanoserve.cli.bench.serve.connection import Server
+from nanoserve.cli.bench.serve.response import Response
+from nanoserve.cli.bench.serve.stream import error_in
 
 PATHS = {"chat": "chat/completions", "completions": "completions"}
 # What not everybody takes, the least needed first. vLLM and nanoserve know `ignore_eos`; of the

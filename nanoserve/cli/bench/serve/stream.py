@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.cli.main.bench.serve.response import Response
+from nanoserve.cli.bench.serve.response import Response
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta
 _SHOWN = 160  # characters of what a server says, in a message

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.cli.main.bench.latency import PERCENTILES
-from nanoserve.cli.main.bench.report import print_table
+from nanoserve.cli.bench.latency import PERCENTILES
+from nanoserve.cli.bench.report import print_table
 
 Run = dict[str, Any]  # see `figures.figures`
 WAITS = ("ttft", "itl", "tpot", "e2e")
