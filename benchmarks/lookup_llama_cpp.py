@@ -20,7 +20,7 @@ import llama_cpp as lib
 import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "nanoserve" / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "nanoserve" / "cli" / "bench"))
 from engines.llama_cpp_engine import LlamaCppEngine
 
 # A prompt, and the answer that comes out of it.

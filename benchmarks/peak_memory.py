@@ -31,7 +31,7 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-_BENCH = Path(__file__).resolve().parents[1] / "nanoserve" / "bench"
+_BENCH = Path(__file__).resolve().parents[1] / "nanoserve" / "cli" / "bench"
 _PRECISIONS = {"bfloat16": None, "int8": "q8_0", "int4": "q4_0"}  # ours: llama.cpp's
 _PROMPT, _OUTPUT = 512, 32  # tokens
 _FIELDS = {"VmRSS": "total", "RssAnon": "own", "RssFile": "files", "VmHWM": "peak"}
@@ -186,7 +186,7 @@ def measure(args: Namespace, folder: Path) -> None:
             file.write_text(json.dumps(own))
             environment = dict(os.environ)
             if python == sys.executable:
-                environment["PYTHONPATH"] = str(_BENCH.parents[1])
+                environment["PYTHONPATH"] = str(_BENCH.parents[2])
             command = [python, __file__, "--child"]
             if name == "llama.cpp":
                 prepare = [*command, "prepare", "--spec", str(file)]

@@ -11,7 +11,7 @@ import nanoserve
 
 from . import worked
 
-SERVER = Path(nanoserve.__file__).parent / "server"
+SERVER = Path(nanoserve.__file__).parent / "serve"
 
 
 def cells(table: str) -> list[list[str]]:

@@ -8,7 +8,6 @@ The address `run.html#step=12` opens the page at that step.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from nanoserve.cli.parser import Parser
@@ -62,10 +61,3 @@ def _write(path: Path, text: str, source: Path) -> None:
         raise ValueError(f"{path} is the trace itself: write to another file")
     path.write_text(text, encoding="utf-8")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError, RecursionError) as error:  # a file that is missing or no trace
-        sys.exit(f"nanoserve trace: {error}")

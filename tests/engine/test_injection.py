@@ -35,7 +35,7 @@ PACKAGE = Path(nanoserve.__file__).parent
 FILES = {str(file) for file in (PACKAGE / "engine").glob("*.py")} | {
     str(PACKAGE / name)
     for name in (
-        "streams.py",
+        "features/streams.py",
         "features/speculative/extension.py",
         "features/structured/extension.py",
         "features/structured/constrained_sequence.py",

@@ -58,17 +58,18 @@ DISTRIBUTIONS = {
 # Rooms and files that are no part of the core, and the extras that bring what they import.
 ROOMS = {
     "attention/numba.py": {"cpu"},
-    "batch_jobs/": {"serve", "ray"},
     "cli/bench/engines/gguf_file.py": {"gguf"},
     "cli/bench/plots.py": {"bench"},
     "cli/bench/serve/plot.py": {"bench"},
-    "kernels/": {"test"},  # elsewhere Triton comes with torch's builds for CUDA
-    "kernels_cpu/": {"cpu"},
-    "kv_events/": {"kv-events"},
-    "replicas/": {"serve", "ray"},
-    "server/": {"serve"},
+    "features/kv_events/": {"kv-events"},
+    "features/metrics.py": {"serve"},
     "features/structured/guidance.py": {"guided"},
     "features/structured/xgrammar.py": {"xgrammar"},
+    "kernels/cpu/": {"cpu"},
+    "kernels/triton/": {"test"},  # elsewhere Triton comes with torch's builds for CUDA
+    "serve/": {"serve"},
+    "serve/batch/": {"serve", "ray"},
+    "serve/replicas/": {"serve", "ray"},
 }
 # Other engines live in environments of their own, and one is built from a repository's folder.
 NOT_OURS = {"flash_attn_interface", "llama_cpp", "nanovllm", "vllm"}
@@ -157,7 +158,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 # ---------------------------------------------------------------- built, and used elsewhere
 
-FOLDERS = ("benchmarks", "docs", "nanoserve", "tests")
+FOLDERS = ("benchmarks", "docs", "nanoserve", "tests", "training")
 FILES = (
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"),
     *("SECURITY.md", "bench.py", "example.py", "mkdocs.yml", "pyproject.toml"),

@@ -3,12 +3,12 @@
 import json
 import random
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from counting_executor import byte_tokenizer, make_engine, run
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.main import main
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.listeners import BlockListener
@@ -422,15 +423,12 @@ def test_what_is_no_trace_is_refused_with_its_line(
 
 def look(*arguments: str | Path) -> str:
     """`nanoserve trace`; what it says when it refuses."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["trace", *map(str, arguments)])
-        try:
-            runpy.run_module("nanoserve.features.trace", run_name="__main__")
-        except SystemExit as refused:
-            message = str(refused.code)
-            assert message.startswith("nanoserve trace: ") and "\n" not in message
-            return message
-    return ""
+    error = StringIO()
+    with redirect_stderr(error):
+        status = main(["trace", *map(str, arguments)])
+    message = error.getvalue()
+    assert not status or (message.startswith("nanoserve trace: ") and message.count("\n") == 1)
+    return message
 
 
 def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, capsys) -> None:

@@ -44,7 +44,7 @@ def imports_of(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             # Engines run in processes that have no nanoserve, too: they cannot name it.
-            is_engine = path.parent == PACKAGE / "bench" / "engines" and node.level == 1
+            is_engine = path.parent == PACKAGE / "cli" / "bench" / "engines" and node.level == 1
             assert is_engine or node.level == 0, f"{path}: relative imports hide walls"
             room = "nanoserve.cli.bench.engines." if is_engine else ""
             module = f"{room}{node.module or ''}".rstrip(".")
@@ -99,7 +99,7 @@ def test_the_brain_imports_no_torch(module: str, heavy_imports: dict[str, list[s
 @pytest.mark.parametrize(
     ("room", "allowed"),
     [
-        *((room, set()) for room in ("models", "layers", "attention", "kernels", "kernels_cpu")),
+        *((room, set()) for room in ("models", "attention", "kernels")),
         ("checkpoint", set()),
         ("sampling", {"nanoserve.engine.executor"}),  # the seam: what a slot's sequence asks for
     ],
@@ -108,7 +108,7 @@ def test_what_sees_tensors_does_not_see_the_brain(room: str, allowed: set[str]) 
     """Not in a function and not for a type checker either."""
     reached = {
         path.name: {m for m in modules_of(imports_of(path)) if m.startswith("nanoserve.engine")}
-        for path in (PACKAGE / room).glob("*.py")
+        for path in (PACKAGE / room).rglob("*.py")
     }
     assert set().union(*reached.values()) == allowed, reached
 
@@ -125,6 +125,8 @@ def test_only_the_front_door_builds_the_parts() -> None:
             "nanoserve.outputs",
             "nanoserve.utils.registry",
             "nanoserve.sampling_params",
+            "nanoserve.text",
+            "nanoserve.utils",
         )
         assert all(name.startswith(allowed) for name in own), (path.name, own)
 
@@ -148,52 +150,50 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 
 def test_kernels_import_nothing_of_nanoserve() -> None:
-    """Kernels know their own room only; not in a function and not for a type checker either."""
+    """Those of one kind know their own folder only; not for a type checker either."""
     strangers = {
-        f"{room}/{path.name}"
-        for room in ("kernels", "kernels_cpu")
-        for path in (PACKAGE / room).rglob("*.py")
-        if any(room_of(module) != room for module in modules_of(imports_of(path)))
+        f"{kind}/{path.name}"
+        for kind in ("triton", "cpu")
+        for path in (PACKAGE / "kernels" / kind).rglob("*.py")
+        for module in modules_of(imports_of(path))
+        if not module.startswith(f"nanoserve.kernels.{kind}")
     }
-    assert not strangers, f"must not import other rooms: {strangers}"
+    assert not strangers, f"must import nothing of nanoserve: {strangers}"
 
 
 # Rooms from below to above: imports point downwards, or to the same line. A room is a folder, or
 # one of these files; all other files of the package's own folder are "front".
 LINES = (
-    (
-        *("chat_template", "checks", "config", "inputs", "outputs", "parameter_table", "registry"),
-        *("request_lists", "sampling_params"),
-    ),
-    ("kernels", "kernels_cpu"),
-    ("checkpoint", "engine"),
-    ("attention", "layers", "models", "sampling"),
-    ("quantization",),
+    ("utils", "config", "outputs", "sampling_params"),
+    ("kernels",),
+    ("checkpoint",),
+    ("text",),
+    ("engine",),
+    ("attention", "models", "sampling"),
     ("worker",),
-    ("speculative", "structured", "kv_events", "trace"),
-    ("drop_in",),
+    ("features",),
+    ("compat",),
     ("front",),
-    ("server", "replicas", "batch_jobs", "commands", "bench", "tiny_qwen3"),
+    ("cli", "serve"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(LINES) for room in rooms}
 # The arrows that point upwards all the same, and why. The list may only become shorter.
 UPWARD = {
-    ("checkpoint", "drop_in"): "what there is in the place of what vLLM's ModelConfig has",
-    ("checkpoint", "quantization"): "what a quantised checkpoint and a GGUF file say of themselves",
+    ("checkpoint", "compat"): "what there is in the place of what vLLM's ModelConfig has",
     ("config", "attention"): "backends may have been registered",
-    ("config", "kv_events"): "a feature checks its own options",
-    ("config", "quantization"): "ways to quantise may have been registered",
-    ("config", "speculative"): "a feature checks its own options",
-    ("config", "structured"): "a feature checks its own options",
-    ("drop_in", "server"): "vLLM's metrics are those of the server",
-    ("parameter_table", "structured"): "a format that is asked for is checked by its feature",
-    ("sampling_params", "drop_in"): "vLLM's parameters are translated when one is not known",
-    ("trace", "commands"): "nanoserve trace is a command",
+    ("config", "checkpoint"): "ways to quantise may have been registered",
+    ("config", "features"): "a feature checks its own options",
+    ("config", "text"): "a chat template is read when an engine is configured",
+    ("sampling_params", "compat"): "vLLM's parameters are translated when one is not known",
+    ("text", "compat"): "a keyword of vLLM's chat is answered with what to do instead",
+    ("utils", "features"): "a grammar that is asked for is checked by its feature",
 }
 
 
 def room_of(module: str) -> str:
     own = module.removeprefix("nanoserve").removeprefix(".").partition(".")[0]
+    if own == "__main__":
+        return "cli"
     return own if own in FLOOR or ((PACKAGE / own).is_dir() and own) else "front"
 
 

@@ -43,7 +43,7 @@ from nanoserve.cli.bench.workloads import (
 from nanoserve.cli.parser import Parser, length_or_auto, whole_number
 from nanoserve.config import DTYPES, EngineConfig
 
-_ROOT = Path(__file__).resolve().parents[2]  # where this nanoserve was found
+_ROOT = Path(__file__).resolve().parents[3]  # where this nanoserve was found
 CHILD = Path(__file__).with_name("child.py")
 # What an engine may have otherwise than the others, as in nanoserve:batching=static; any other
 # option after an engine's name is handed to the engine.

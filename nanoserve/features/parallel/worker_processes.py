@@ -224,7 +224,7 @@ class Workers:
         self._steps.append(steps_here)
         self._statuses[status_here] = job["rank"]
         fds = shared | {"steps": steps_there, "status": status_there}
-        package = str(Path(__file__).parents[2])
+        package = str(Path(__file__).parents[3])
         search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)}
         settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder are not meant
