@@ -51,7 +51,7 @@ def tests(job: Job) -> Measurements:
 
 def tensor_parallel_tests(job: Job) -> Measurements:
     name = "tests of two ranks"
-    program = _start_tests(job, name, "tests/worker/test_tensor_parallel.py", "-n", "0")
+    program = _start_tests(job, name, "tests/features/parallel/test_tensor_parallel.py", "-n", "0")
     yield name, partial(_test_counts, program, job.scratch / f"{name}.xml")
 
 

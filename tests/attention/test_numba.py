@@ -141,7 +141,7 @@ def test_norms_and_gate(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, though many rows are computed by other code, which shares them between threads.
 
-    tests/kernels_cpu/test_same_bits.py shows it of all operations, compiled and loaded.
+    tests/kernels/cpu/test_same_bits.py shows it of all operations, compiled and loaded.
     """
     torch.manual_seed(0)
     x, weight, found = torch.randn(300, 192), torch.randn(192), []

@@ -294,7 +294,11 @@ def ctrl_c(frame: FrameType) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-FRONT_DOOR = [PACKAGE / "llm.py", PACKAGE / "features" / "streams.py", *(PACKAGE / "engine").glob("*.py")]
+FRONT_DOOR = [
+    PACKAGE / "llm.py",
+    PACKAGE / "features" / "streams.py",
+    *(PACKAGE / "engine").glob("*.py"),
+]
 FILES = {str(file) for file in FRONT_DOOR}
 
 

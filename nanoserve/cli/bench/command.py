@@ -9,9 +9,5 @@ def main(arguments: list[str]) -> int:
     parser = ArgumentParser("nanoserve bench", add_help=False, allow_abbrev=False)
     parser.add_argument("--url")
     is_server = parser.parse_known_args(arguments)[0].url is not None
-    chosen = (
-        "nanoserve.cli.bench.serve.measure"
-        if is_server
-        else "nanoserve.cli.bench.compare"
-    )
+    chosen = "nanoserve.cli.bench.serve.measure" if is_server else "nanoserve.cli.bench.compare"
     return import_module(chosen).main(arguments)

@@ -26,7 +26,9 @@ from nanoserve.utils.checks import require
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
 
-_BUNDLED = {"tiny-qwen3": Path(__file__).parents[2] / "checkpoint" / "tiny_qwen3" / "head.safetensors"}
+_BUNDLED = {
+    "tiny-qwen3": Path(__file__).parents[2] / "checkpoint" / "tiny_qwen3" / "head.safetensors"
+}
 
 
 def prepare_hidden_head(

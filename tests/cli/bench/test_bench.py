@@ -23,7 +23,7 @@ from nanoserve.cli.bench.report import Point, agreement, offline_table, print_co
 from nanoserve.cli.bench.roofline import Limit
 from nanoserve.cli.bench.workloads import draw_workload
 
-BENCH = Path(__file__).parents[2] / "bench.py"
+BENCH = Path(__file__).parents[3] / "bench.py"
 # On a CPU, older ones ask psutil how much memory there is, and have none without it.
 HAS_CB = find_spec("psutil") is not None or int(transformers.__version__.split(".")[1]) >= 23
 PEERS = ["transformers", "transformers-cb"] if HAS_CB else ["transformers"]

@@ -473,9 +473,7 @@ def test_a_connection_that_has_idled_is_not_used_again(
     monkeypatch.setattr(connection, "_IDLE", 0.4)
     # The second comes when the first has been answered, and before its connection has idled.
     arrivals = [0.5, 0.7, 1.3]
-    monkeypatch.setattr(
-        "nanoserve.cli.bench.serve.measure.poisson_arrivals", lambda *_: arrivals
-    )
+    monkeypatch.setattr("nanoserve.cli.bench.serve.measure.poisson_arrivals", lambda *_: arrivals)
     with StandIn(lambda body, number: talk(body)) as server:
         measure(server.url, "--request-rate", "3", "--num-seqs", "3")
         assert server.num_connections == 3

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 needs_x86 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="of x86 processors"
 )
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 AVX2 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+movbe"
 PROCESSORS = {
     "AVX2": ("haswell", AVX2, ["pairs of bytes", "pairs of nibbles", "bytes", "nibbles"]),

@@ -196,7 +196,7 @@ def test_files_may_be_named_as_for_vllm(tmp_path: Path) -> None:
 
 
 def test_what_the_page_shows_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "batch-jobs.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "batch-jobs.md").read_text("utf-8")
     shown = [text for text in page.splitlines() if text.startswith('{"custom_id"')]
     assert len(shown) == 2
     assert run(write(tmp_path / "requests.jsonl", shown), tmp_path / "answers.jsonl") == 0

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 
 from nanoserve.models.layers.numba_ops import NumbaOps
 
-SCRIPT = Path(__file__).parents[1] / "support" / "kernel_arguments.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "kernel_arguments.py"
 
 
 def test_each_argument_wrong_in_each_way_is_a_value_error() -> None:
