@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
 from nanoserve.checkpoint.overrides import config_with_overrides
@@ -66,8 +67,6 @@ class Checkpoint:
         """
         if not self.folder.is_file():
             return self.folder
-        from nanoserve.checkpoint.gguf.container import GGUFFile
-
         return GGUFFile.open(self.folder)
 
     @cached_property

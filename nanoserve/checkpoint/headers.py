@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
+from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
 from nanoserve.checkpoint.shards import INDEX, shard_files, shard_names
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 
@@ -54,8 +55,6 @@ def _sum(entries: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _of_gguf(path: Path) -> dict[str, int]:
-    from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
-
     sizes: Counter[str] = Counter()
     for tensor in GGUFFile.open(path).tensors.values():
         values, num_bytes = BLOCKS[tensor.type]

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.checkpoint.gguf.container import parts_of
 from nanoserve.checkpoint.misfits import save_anew
 from nanoserve.checkpoint.names import tell_no_name
 from nanoserve.checkpoint.shards import INDEX, shard_names
@@ -58,8 +59,6 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
 
 def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | None) -> Path:
     """The file, with the others of its model beside it if there are several."""
-    from nanoserve.checkpoint.gguf.container import parts_of
-
     files = parts_of(file)
     # They are patterns, too, of which this one would match others.
     require(not set(file) & set("*?["), f"{file!r} is no name of a file on the hub")

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.checkpoint.shards import shard_files
+from nanoserve.checkpoint.tied_tensors import check_tied
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 
 # Bytes of a value. Anything else is quantised: not just numbers.
@@ -144,8 +147,6 @@ def check_weights(
     found = {name: tensor.shape for name, tensor in stored.items()}
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
-        from nanoserve.checkpoint.misfits import tell_misfits
-
         told = tell_misfits(wanted, found, others)
         raise ValueError(f"the weights in {path} do not fit the model: {told}")
     return expected, stored
@@ -161,8 +162,6 @@ def _load_safetensors(
     """
     expected, stored = check_weights(model, path, elsewhere)
     if model.tied_tensors.keys() & stored.keys():
-        from nanoserve.checkpoint.tied_tensors import check_tied
-
         check_tied(model.tied_tensors, {name: source.file for name, source in stored.items()})
     num_threads = _num_threads()
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -272,6 +271,4 @@ def _weight_files(path: Path) -> list[Path]:
     single = path / SINGLE_FILE
     if single.is_file():
         return [single]
-    from nanoserve.checkpoint.shards import shard_files
-
     return shard_files(path)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.formats.fields import check_quantization_config
+from nanoserve.checkpoint.gguf.config import read_settings
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.misfits import check_folder
@@ -164,8 +166,6 @@ class ModelConfig:
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
     """Read the two files of a folder, or what a GGUF file, or its path, has in their place."""
     if not isinstance(source, Path) or source.is_file():
-        from nanoserve.checkpoint.gguf.config import read_settings
-
         return ConfigFiles(*read_settings(source))
     if (source / "adapter_config.json").is_file() or not (source / "config.json").is_file():
         check_folder(source)
@@ -187,8 +187,6 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
     if file.has("num_experts_per_tok"):
         fields["moe"] = MoEConfig.from_hf(file)
     if file.raw.get("quantization_config"):
-        from nanoserve.checkpoint.formats.fields import check_quantization_config
-
         fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields
 

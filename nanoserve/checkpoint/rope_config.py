@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanoserve.checkpoint.rope_types import check_head_dim, check_parameters, read_settings
 from nanoserve.utils.checks import check_int, is_number, require, shown
 
 
@@ -41,8 +42,6 @@ class RopeConfig:
             for field in fields(self)
             if field.name != "theta"
         ):
-            from nanoserve.checkpoint.rope_types import check_parameters
-
             check_parameters(self)
         require(
             is_number(self.theta) and self.theta > 1 + 1e-6,  # else it is 1 in float32
@@ -61,8 +60,6 @@ class RopeConfig:
         is_plain = settings.keys() <= {"rope_theta", "rope_type", "type"} and is_number(theta)
         if is_default and is_plain and raw.get("partial_rotary_factor") is None:
             return cls(theta=theta)
-        from nanoserve.checkpoint.rope_types import check_head_dim, read_settings
-
         config = cls(**read_settings(raw, settings, max_position_embeddings))
         check_head_dim(config, head_dim)
         return config

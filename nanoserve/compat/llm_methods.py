@@ -13,6 +13,7 @@ from nanoserve.compat.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
+from nanoserve.features.sleep import Sleeper
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -149,8 +150,6 @@ class LLMMethods:
 
     def _get_sleeper(self) -> "Sleeper":
         if self._sleeper is None:
-            from nanoserve.features.sleep import Sleeper
-
             self._sleeper = Sleeper(self.engine)
         return self._sleeper
 

@@ -21,6 +21,7 @@ from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.serve.engine_process import EngineProcess
 from nanoserve.serve.engine_thread import Done, EngineThread, News
 from nanoserve.serve.response_stream import EngineDeadError, EngineOwner, OutputReader
 from nanoserve.text.chat import prompts_of
@@ -316,8 +317,6 @@ class AsyncLLM:
         """Who steps, and calls `post` with what has come of it."""
         if not engine_process:
             return EngineThread(LLM(model, **options), post)
-        from nanoserve.serve.engine_process import EngineProcess
-
         return EngineProcess(model, options, post)
 
     async def _outputs_of(

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoserve.checkpoint.config_json import read_json
+from nanoserve.checkpoint.gguf.tokenizer import read_tokenizer
+from nanoserve.text.special_tokens import SpecialTokens
+from nanoserve.text.token_bytes import TokenBytes
 from nanoserve.utils.checks import shown
 
 if TYPE_CHECKING:
@@ -51,8 +54,6 @@ class Tokenizer:
         if isinstance(source, Path) and not source.is_file():
             self._hf = _read_folder(source, trust_remote_code)
         else:
-            from nanoserve.checkpoint.gguf.tokenizer import read_tokenizer
-
             self._hf = read_tokenizer(source)
         if chat_template is not None:
             self._hf.chat_template = str(chat_template)
@@ -93,14 +94,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> "TokenBytes":
-        from nanoserve.text.token_bytes import TokenBytes
-
         return TokenBytes(self.backend)
 
     @cached_property
     def special_tokens(self) -> "SpecialTokens":
-        from nanoserve.text.special_tokens import SpecialTokens
-
         return SpecialTokens(self.backend)
 
     def encode_marked(self, text: str, marks: "Marks") -> list[int]:

@@ -16,8 +16,11 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
+from nanoserve.models.quantization.linear_methods import choose_linear_method
+from nanoserve.models.quantization.schemes import check_activations
 from nanoserve.models.registry import weight_bytes
 from nanoserve.utils.registry import Registry
+from nanoserve.worker.backend_checks import check_attention_backend
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
@@ -69,7 +72,7 @@ def make_runner(
     if context.device.type == "cpu":
         return ModelRunner.load(config, model_config, path, context, host)
     from nanoserve.worker.cuda import Cuda
-    from nanoserve.worker.cuda_device import CudaDevice
+    from nanoserve.worker.cuda_device import CudaDevice  # imports Triton
 
     attention = context.attention
     device = CudaDevice(
@@ -95,14 +98,10 @@ def make_context(
     num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None
     if config.quantization_activations is not None:
-        from nanoserve.models.quantization.schemes import check_activations
-
         check_activations(config, model_config)
     # In float32, torch's products stay with its attention, as the plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
-        from nanoserve.models.quantization.linear_methods import choose_linear_method
-
         with threads(num_threads):
             method = choose_linear_method(config, model_config, device, num_bytes)
     context = LayerContext(dtype, device, parallel, attention, ops, method)
@@ -147,8 +146,6 @@ def choose_attention_backend(
         return "numba" if has_numba else "torch"
     if name == "torch":
         return name
-    from nanoserve.worker.backend_checks import check_attention_backend
-
     asked = "triton" if name == "auto" else name
     return check_attention_backend(asked, config.block_size, model_config, device)
 

@@ -31,6 +31,7 @@ from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import graph_sizes
+from nanoserve.worker.draft_program import DraftProgram
 from nanoserve.worker.gpu_memory import (
     GPUMemory,
     measure_graphs,
@@ -42,6 +43,7 @@ from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsPro
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes
+from nanoserve.worker.sampling_program import SamplingProgram
 
 _MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
 
@@ -268,12 +270,8 @@ def make_programs(
     rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
     drafts = config.speculative_config
     if drafts is not None and not drafts.enforce_eager:
-        from nanoserve.worker.draft_program import DraftProgram
-
         rows.append(DraftProgram(*parts, sizes, drafts.num_speculative_tokens + 1))
     if not config.capture_sampling:
         return rows
-    from nanoserve.worker.sampling_program import SamplingProgram
-
     sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
     return [*sampling, *rows]

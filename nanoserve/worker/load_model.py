@@ -12,6 +12,8 @@ from torch import nn
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
+from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.config import EngineConfig
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
@@ -47,7 +49,7 @@ def load_model(
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
     load = load_weights
     if is_deferred or model_config.quantization_config:
-        from nanoserve.checkpoint.quantized_loader import load_deferred as load
+        load = load_deferred
     shows_progress = context.tp.rank == 0
     load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     return model
@@ -68,7 +70,7 @@ def check_model(
     if config.load_format != "dummy":
         check = check_weights
         if model_config.quantization_config:
-            from nanoserve.checkpoint.quantized_loader import check_weights as check
+            check = check_quantized_weights
         check(model, path, elsewhere)
     num_bytes = kept_bytes(model)
     require(

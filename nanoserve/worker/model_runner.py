@@ -20,6 +20,7 @@ from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.sampling.diagnostics import errors_of_rows
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
@@ -225,8 +226,6 @@ class ModelRunner:
         # 1) By output: its token, or why it has none.
         new_ids, errors = [[token_id] for token_id in token_ids], sampled.errors
         if -1 in token_ids:
-            from nanoserve.sampling.diagnostics import errors_of_rows
-
             errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
         for output in errors:
             new_ids[output] = []

@@ -388,7 +388,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
 
 
 ROOM = "nanoserve.sampling."
-OPTIONAL = {"noise", "filters", "processors", "logprobs", "prompt_logprobs", "fused_sampler"}
+OPTIONAL = {"gumbel_noise", "filters", "processors", "logprobs", "prompt_logprobs", "fused_sampler"}
 OPTIONAL |= {"token_masks"}
 
 
@@ -396,16 +396,16 @@ OPTIONAL |= {"token_masks"}
 WHAT_IS_LOADED = [
     ({"temperature": 0}, []),
     ({"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, []),
-    ({"temperature": 1}, ["noise"]),
-    ({"temperature": 1, "top_k": 3}, ["noise", "filters"]),
-    ({"temperature": 1, "min_p": 0.1}, ["noise", "filters"]),
+    ({"temperature": 1}, ["gumbel_noise"]),
+    ({"temperature": 1, "top_k": 3}, ["gumbel_noise", "filters"]),
+    ({"temperature": 1, "min_p": 0.1}, ["gumbel_noise", "filters"]),
     ({"temperature": 0, "logprobs": 0}, ["logprobs"]),
     ({"temperature": 0, "min_tokens": 1}, ["processors"]),
     ({"temperature": 0, "presence_penalty": 1}, ["processors"]),
     ({"temperature": 0, "of_engine": True}, []),
     (
         {"temperature": 1, "top_p": 0.5, "bad_words": ["x"], "logprobs": 2},
-        ["noise", "filters", "processors", "logprobs"],
+        ["gumbel_noise", "filters", "processors", "logprobs"],
     ),
 ]
 

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.features.parallel.pipeline_stage import join_stage
 from nanoserve.features.parallel.process_group import LOOPBACK, Group, join_group
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
@@ -32,6 +33,4 @@ def join_ranks(
     tp_size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if num_stages == 1:
         return ParallelContext(TensorParallel(rank, tp_size, join("all", rank, tp_size)))
-    from nanoserve.features.parallel.pipeline_stage import join_stage
-
     return join_stage(num_stages, tp_size, rank, model_config, join)

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from nanoserve.features.structured.backends import check
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.schema_numbers import float_of
 from nanoserve.features.structured.schemas import rewritten
@@ -141,8 +142,6 @@ class StructuredOutputsParams:
         config, tokenizer: the engine's.
         """
         require(tokenizer is not None, "structured_outputs needs a tokenizer, and there is none")
-        from nanoserve.features.structured.backends import check
-
         config = config or StructuredOutputsConfig()
         check(config.backend_name, self.source(config))
 

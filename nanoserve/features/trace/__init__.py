@@ -11,6 +11,9 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from nanoserve.features.trace.recorder import TraceRecorder
+from nanoserve.features.trace.whole_lines import WholeLines
+
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
 
@@ -21,9 +24,6 @@ def start_trace(engine: "GuardedEngine") -> ExitStack:
     An earlier file of that name is replaced. Raises `OSError` if it cannot be written. If that
     happens later, as on a full disk, the trace ends there with a warning, and the engine goes on.
     """
-    from nanoserve.features.trace.recorder import TraceRecorder
-    from nanoserve.features.trace.whole_lines import WholeLines
-
     with ExitStack() as closing:  # closes the file if its header cannot be written
         file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)

@@ -10,6 +10,7 @@ from torch import nn
 
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.rope_scaling import inverse_frequencies
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,8 +25,6 @@ class RotaryEmbedding(nn.Module):
         # Angles in float32 always: at position 40,000, bfloat16 could not tell neighbours apart.
         inv_freq, scale = 1 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         if rope.rope_type != "default":
-            from nanoserve.models.layers.rope_scaling import inverse_frequencies
-
             inv_freq, scale = inverse_frequencies(rope, head_dim, context.max_model_len or length)
         angles = torch.outer(torch.arange(context.num_positions or length).float(), inv_freq)
         where = (context.device, context.dtype)
