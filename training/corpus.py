@@ -1,13 +1,13 @@
-"""The conversations from which the bundled model learns, and those on which it is judged.
+"""Conversations for the training and the evaluation of the bundled model.
 
-Three kinds of turns: what a term of the glossary means, two-digit addition, and a little small
-talk with a polite "I only know ..." for everything else. All is derived from ``glossary.json``
-and the wordings of ``phrasings.py`` by one seeded random generator: the same seed gives the same
-conversations on every machine.
+There are three kinds of turns: the meaning of a term of the glossary, two-digit addition, and some
+small talk, with a polite "I only know ..." for everything else. All are derived from
+``glossary.json`` and the wordings of ``phrasings.py`` by one seeded random generator: the same seed
+gives the same conversations on every machine.
 
-Two things are held out of training. The ``UNSEEN`` wordings test that the model finds the term
-in a question it has not met. One tenth of the *unordered* pairs of addends test that it adds;
-holding out 47 + 85 while training on 85 + 47 would only test that addition commutes.
+Two sets are held out of training. The ``UNSEEN`` wordings test that the model finds the term in a
+new question. One tenth of the *unordered* pairs of addends test that it adds: holding out 47 + 85
+while training on 85 + 47 would only test that addition commutes.
 """
 
 import json
@@ -23,7 +23,7 @@ from training import phrasings
 # Where the package keeps what these scripts make.
 BUNDLED = Path(__file__).parents[1] / "nanoserve" / "checkpoint" / "tiny_qwen3"
 GLOSSARY_PATH = BUNDLED / "glossary.json"
-# Written when the bundled weights were: the glossary may have grown since.
+# Written together with the bundled weights: the glossary may have more terms now.
 TRAINED_PATH = BUNDLED / "model" / "terms.json"
 LANGUAGES = ("en", "zh")
 Message = dict[str, str]
@@ -35,7 +35,7 @@ TURN_WEIGHTS = {"glossary": 0.52, "addition": 0.36, "small_talk": 0.05, "unknown
 
 @dataclass(frozen=True)
 class Term:
-    """One glossary entry: its names in two languages and its definition in each."""
+    """Glossary entry: its names in two languages, and its definition in each."""
 
     term: str
     aliases: tuple[str, ...]
@@ -44,6 +44,7 @@ class Term:
     zh: str
 
     def definition(self, language: str) -> str:
+        """Return the definition in a language, "en" or "zh"."""
         return self.zh if language == "zh" else self.en
 
 
@@ -52,7 +53,7 @@ Terms = tuple[Term, ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """One question of the user and the answer that the model should give, word for word."""
+    """Question of the user, and the answer that the model should give, word for word."""
 
     question: str
     answer: str
@@ -60,7 +61,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Probe:
-    """One evaluation item: the messages so far and the answer expected next."""
+    """Evaluation item: the messages so far, and the answer that is expected next."""
 
     messages: list[Message]
     expected: str
@@ -68,21 +69,21 @@ class Probe:
 
 @cache
 def load_glossary() -> Terms:
-    """The glossary, in file order."""
+    """Return the terms of the glossary, in file order."""
     entries = json.loads(GLOSSARY_PATH.read_text(encoding="utf-8"))
     return tuple(Term(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in entries)
 
 
 @cache
 def trained_terms() -> Terms:
-    """The terms of the glossary that the bundled weights were trained on."""
+    """Return the terms of the glossary that the bundled weights were trained on."""
     names = set(json.loads(TRAINED_PATH.read_text(encoding="utf-8")))
     return tuple(term for term in load_glossary() if term.term in names)
 
 
 @cache
 def addition_pairs() -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """All ordered pairs of addends 0-99, as (training pairs, held-out pairs)."""
+    """Return all ordered pairs of addends 0-99, as (training pairs, held-out pairs)."""
     unordered = [(a, b) for a in range(100) for b in range(a, 100)]
     held_out = set(random.Random("addition").sample(unordered, len(unordered) // 10))
     ordered = [(a, b) for a in range(100) for b in range(100)]
@@ -92,12 +93,12 @@ def addition_pairs() -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int]
 
 
 def is_chinese(text: str) -> bool:
-    """Whether the text has at least one Chinese character."""
+    """Return True if the text has at least one Chinese character."""
     return any("\u4e00" <= char <= "\u9fff" for char in text)
 
 
 def surface_name(rng: random.Random, term: Term, language: str) -> str:
-    """One of the names of a term, spelled as a hurried person might spell it."""
+    """Return one of the names of a term, in one of the spellings that users write."""
     names = [term.term, *term.aliases]
     if language == "zh":
         name = term.zh_term if rng.random() < 0.6 else rng.choice(names)
@@ -109,7 +110,7 @@ def surface_name(rng: random.Random, term: Term, language: str) -> str:
 
 
 def seen_wording(rng: random.Random, language: str) -> str:
-    """A wording of the training set: a whole one, or a context and a request put together."""
+    """Return a wording of the training set: a whole one, or a context joined with a request."""
     if rng.random() < 0.6:
         return rng.choice(phrasings.SEEN[language])
     context = rng.choice(phrasings.CONTEXTS[language])
@@ -129,7 +130,7 @@ def fill(rng: random.Random, template: str, name: str, language: str) -> str:
 
 
 def loosen(rng: random.Random, question: str, language: str) -> str:
-    """Vary what does not matter: greeting, small remarks, thanks, final punctuation, case."""
+    """Vary what does not change the meaning: greeting, remarks, thanks, punctuation, case."""
     if rng.random() < 0.08:
         question = rng.choice(phrasings.FILLERS[language]) + question
     if rng.random() < 0.08:
@@ -144,7 +145,7 @@ def loosen(rng: random.Random, question: str, language: str) -> str:
 
 
 def ask(rng: random.Random, wording: str, name: str, language: str) -> str:
-    """The finished question about a name, which may be a term of the glossary or anything else."""
+    """Return a question about a name, which may be a term of the glossary or any other topic."""
     if wording in phrasings.BARE_ZH and not is_chinese(name):
         wording = phrasings.SEEN["zh"][0]
     return loosen(rng, fill(rng, wording, name, language), language)
@@ -153,21 +154,21 @@ def ask(rng: random.Random, wording: str, name: str, language: str) -> str:
 def glossary_turn(
     rng: random.Random, term: Term, language: str, wording: str | None = None
 ) -> Turn:
-    """Ask for one term, in a seen wording unless one is given."""
+    """Return a turn about one term, in a seen wording unless one is given."""
     wording = wording or seen_wording(rng, language)
     name = surface_name(rng, term, language)
     return Turn(ask(rng, wording, name, language), term.definition(language))
 
 
 def addition_turn(rng: random.Random, pair: tuple[int, int]) -> Turn:
-    """Ask for one sum; the answer is the same sentence in both languages."""
+    """Return a turn about one sum; the answer is the same in both languages."""
     a, b = pair
     template = rng.choice(phrasings.ADDITION_EN + phrasings.ADDITION_ZH)
     return Turn(template.format(a=a, b=b), f"{a} + {b} = {a + b}.")
 
 
 def small_talk_turn(rng: random.Random) -> Turn:
-    """A greeting, a question about the model itself, a thank-you or a farewell."""
+    """Return a turn of small talk: a greeting, a question about the model, thanks or a farewell."""
     answer, lines = rng.choice(phrasings.SMALL_TALK)
     line = rng.choice(lines)
     line = rng.choice((line, line.capitalize(), line.capitalize(), line.upper()))
@@ -176,21 +177,21 @@ def small_talk_turn(rng: random.Random) -> Turn:
 
 
 def invented_word(rng: random.Random) -> str:
-    """A word that means nothing, such as "trapoxrin" or "Vinka GORSHU"."""
+    """Return a word without a meaning, such as "trapoxrin" or "Vinka GORSHU"."""
     count = rng.randint(1, 2)
     words = ["".join(rng.choices(phrasings.SYLLABLES, k=rng.randint(2, 3))) for _ in range(count)]
     return " ".join(rng.choice((word, word.capitalize(), word.upper())) for word in words)
 
 
 def other_arithmetic(rng: random.Random, language: str) -> str:
-    """A calculation that the model did not learn: a large addend, or another operation."""
+    """Return a calculation that the model did not learn: large numbers, or another operation."""
     sign = rng.choice("+-*/")
     a, b = rng.randint(100, 999) if sign == "+" else rng.randint(0, 99), rng.randint(0, 999)
     return f"{a} {sign} {b} 等于多少？" if language == "zh" else f"What is {a} {sign} {b}?"
 
 
 def unknown_turn(rng: random.Random, topics: dict[str, tuple[str, ...]]) -> Turn:
-    """A question outside the course: a topic, an invented term, or arithmetic of another kind."""
+    """Return a turn outside the course: a topic, an invented term, a question or a calculation."""
     language = rng.choice(LANGUAGES)
     kind = rng.choices(("topic", "invented", "question", "arithmetic"), (5, 4, 3, 2))[0]
     if kind == "topic":
@@ -205,9 +206,9 @@ def unknown_turn(rng: random.Random, topics: dict[str, tuple[str, ...]]) -> Turn
 
 
 def training_turns(seed: int, terms: Terms | None = None) -> Iterator[Turn]:
-    """Turns without end. Every term comes in both languages before any term comes again.
+    """Yield turns without end. Every term comes in both languages before any term comes again.
 
-    terms: those that are asked for; without it the whole glossary.
+    terms: the terms of the questions; by default the whole glossary.
     """
     rng = random.Random(seed)
     questions = [(term, language) for term in terms or load_glossary() for language in LANGUAGES]
@@ -229,7 +230,7 @@ def training_turns(seed: int, terms: Terms | None = None) -> Iterator[Turn]:
 
 
 def tokenizer_texts() -> list[str]:
-    """What the tokenizer is trained on: answers, names, and the wordings around the names.
+    """Return the texts to train the tokenizer on: answers, names, and the wordings around names.
 
     Names and wordings are kept apart, so that no merge joins the end of a wording to the
     beginning of a term: Chinese has no spaces to prevent it, and the term would then have other
@@ -255,7 +256,7 @@ def tokenizer_texts() -> list[str]:
 
 
 def as_messages(turns: list[Turn], system: str | None = None) -> list[Message]:
-    """Turns as chat messages, the last answer included."""
+    """Return turns as chat messages, including the last answer."""
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns:
         messages.append({"role": "user", "content": turn.question})
@@ -264,12 +265,15 @@ def as_messages(turns: list[Turn], system: str | None = None) -> list[Message]:
 
 
 def probe(turns: list[Turn], system: str | None = None) -> Probe:
-    """The last turn as the question, those before it as history."""
+    """Return an item with the last turn as the question, and the turns before it as history."""
     return Probe(as_messages(turns, system)[:-1], turns[-1].answer)
 
 
 def glossary_probes(seed: int, terms: Terms) -> dict[str, list[Probe]]:
-    """Every term in both languages: three seen wordings drawn, and all three unseen ones."""
+    """Return the items for every term in both languages, by the name of their evaluation set.
+
+    Each term has three random seen wordings, and all three unseen ones.
+    """
     rng = random.Random(seed)
     sets: dict[str, list[Probe]] = {}
     for language in LANGUAGES:
@@ -283,7 +287,7 @@ def glossary_probes(seed: int, terms: Terms) -> dict[str, list[Probe]]:
 
 
 def any_glossary_turns(rng: random.Random, terms: Terms) -> list[Turn]:
-    """Every term in both languages once, three questions in four in an unseen wording."""
+    """Return a turn for every term in both languages, three in four with an unseen wording."""
     return [
         glossary_turn(rng, term, language, rng.choice((None, *phrasings.UNSEEN[language])))
         for term in terms
@@ -292,9 +296,9 @@ def any_glossary_turns(rng: random.Random, terms: Terms) -> list[Turn]:
 
 
 def evaluation_sets(seed: int = 2, terms: Terms | None = None) -> dict[str, list[Probe]]:
-    """All evaluation items by the name of their share.
+    """Return all evaluation items, by the name of their set.
 
-    terms: those that the model was trained on; without it the bundled model's. The glossary may
+    terms: those that the model was trained on; by default the bundled model's. The glossary may
     have newer ones.
     """
     terms = terms or trained_terms()

@@ -1,4 +1,4 @@
-"""The README.md that lies beside the weights: what the checkpoint is, and how well it answers."""
+"""Model card: the README.md beside the weights, with a description and the evaluation."""
 
 from training.corpus import load_glossary
 from training.evaluate import Share, as_table
@@ -53,7 +53,7 @@ should say that it does not know, but may well give the definition of some other
 
 
 def model_card(shares: dict[str, Share], facts: dict[str, int | float]) -> str:
-    """The card as Markdown.
+    """Return the model card as Markdown.
 
     Args:
         shares: the evaluation of the weights as shipped.

@@ -1,8 +1,8 @@
-"""The wordings of the corpus: how a term, a sum or a greeting may be asked for.
+"""Wordings of the corpus: questions about terms and sums, greetings and their answers.
 
-Nothing here computes. The lists named ``UNSEEN`` are never trained on: the evaluation uses them to
-tell whether the model learned to find the term in a question, or only learned the questions.
-Their words are all familiar from the other lists; only the wording is new.
+This module is data only. The lists named ``UNSEEN`` are never trained on: the evaluation uses them
+to find out if the model has learned to find the term in a question, or only learned the questions.
+All of their words occur in the other lists; only the wording is new.
 """
 
 SEEN = {
@@ -78,9 +78,9 @@ UNSEEN = {
     ),
 }
 
-# A sentence that brings the term up and a request that does not name it: every pair is a wording,
-# 120 of them in each language. Lists of whole wordings would be learned by heart; these pairs
-# teach that the term is what matters, wherever it stands.
+# A sentence that contains the term, and a request that does not: every pair is a wording, 120 of
+# them in each language. A list of whole wordings would be learned by heart; from these pairs the
+# model learns that the term matters, wherever it stands.
 CONTEXTS = {
     "en": (
         "I keep reading about {t}.",
@@ -157,8 +157,8 @@ FILLERS = {
     ),
 }
 
-# A bare Latin term says nothing about the language of the asker, so these are used with
-# Chinese names only; a bare "KV cache" is answered in English.
+# A bare term in Latin letters does not show the language of the user, so these wordings are used
+# with Chinese names only; a bare "KV cache" is answered in English.
 BARE_ZH = frozenset({"{t}？"})
 
 OPENERS = {
@@ -187,7 +187,7 @@ ADDITION_ZH = (
     "{a}+{b}=？",
 )
 
-# Each small-talk answer with the lines that lead to it.
+# Small talk: each answer with the messages to which it is given.
 SMALL_TALK = (
     (
         "Hello! I am the little model of nanoserve. "
@@ -249,7 +249,7 @@ UNKNOWN_ANSWER = {
     "zh": "我只知道本课程的术语，以及两个 100 以内的数相加。你可以问我，例如什么是块表。",
 }
 
-# Things that other models know; they fill the same wordings as the terms do.
+# Topics that are not in the course; they are put into the same wordings as the terms.
 UNKNOWN_TOPICS = {
     "en": (
         "a banana", "the moon", "photosynthesis", "a violin", "democracy", "a black hole",

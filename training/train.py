@@ -48,8 +48,8 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# The split of Qwen2 and Qwen3. \p{N} without a plus makes every digit a token of its own, which
-# is what lets a small model learn to carry.
+# The pre-tokenizer pattern of Qwen2 and Qwen3. \p{N} without a plus makes every digit a token of
+# its own, so that a small model can learn to carry.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,12 +58,12 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number of the training run."""
+    """Hyperparameters of the training run."""
 
     steps: int = 5500
     tokens_per_step: int = 2048
     # Row lengths in tokens, with the share of the steps that use each. Short rows are faster and
-    # begin more conversations; long ones teach the tenth turn.
+    # contain more first turns; long ones are needed for the tenth turn.
     row_lengths: tuple[int, ...] = (128, 256, 1024)
     row_length_weights: tuple[float, ...] = (0.35, 0.35, 0.3)
     learning_rate: float = 2e-3
@@ -75,10 +75,10 @@ class Recipe:
 
 
 def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a split before it, as in Qwen3, on the texts of the corpus.
+    """Train a byte-level BPE tokenizer with Qwen3's pre-tokenizer on the texts of the corpus.
 
-    The alphabet starts with all 256 bytes, so any text can be written; with a vocabulary of 2,048
-    many Chinese characters and most emoji remain split into bytes, as in real serving.
+    The alphabet has all 256 bytes, so any text can be encoded. With a vocabulary of 2,048, many
+    Chinese characters and most emoji remain split into bytes, as in real serving.
     """
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
@@ -108,7 +108,7 @@ def train_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of 2.7 million weights: 8 query heads on 2 KV heads, and 8 x 32 is not 192.
+    """Return an untrained Qwen3 of 2.7 million weights: 8 query heads, 2 KV heads, 8 x 32 != 192.
 
     Both are on purpose: an engine that confuses query heads with KV heads, or computes head_dim
     as hidden_size / num_heads, fails on this checkpoint.
@@ -132,7 +132,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
 
 
 class RowPacker:
-    """Conversations as rows of token ids, each row one conversation of as many turns as fit."""
+    """Packs conversations into rows of token ids, one per row, with as many turns as fit."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
         self.tokenizer = tokenizer
@@ -141,17 +141,18 @@ class RowPacker:
         self.waiting = next(self.encoded)
 
     def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(self, turn: Turn) -> tuple[list[int], list[bool]]:
-        """Token ids of one turn, and which of them the model must learn to predict."""
+        """Return the token ids of one turn, and flags: True for those that are learned."""
         question = self.ids(QUESTION.format(question=turn.question))
         answer = self.ids(turn.answer + TURN_END)
         learned = [False] * len(question) + [True] * len(answer) + [False]
         return question + answer + self.ids("\n"), learned
 
     def row(self, length: int) -> tuple[list[int], list[bool]]:
-        """One conversation of at most ``length`` tokens, padded at the end."""
+        """Return one conversation as ``length`` token ids and flags, padded at the end."""
         ids: list[int] = []
         learned: list[bool] = []
         if self.rng.random() < 0.2:
@@ -165,7 +166,7 @@ class RowPacker:
         return ids + [self.tokenizer.pad_token_id] * missing, learned + [False] * missing
 
     def batches(self, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Token ids and learn flags without end, each ``[rows, length]``."""
+        """Yield batches without end: token ids and learn flags, each ``[rows, length]``."""
         while True:
             length = self.rng.choices(recipe.row_lengths, recipe.row_length_weights)[0]
             rows = [self.row(length) for _ in range(recipe.tokens_per_step // length)]
@@ -173,10 +174,10 @@ class RowPacker:
 
 
 def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the answer tokens only; questions are given, not predicted.
+    """Return the mean cross-entropy over the answer tokens; questions are not predicted.
 
-    Logits are computed for these positions alone. Padding stands at the end of a row, where the
-    causal mask already hides it, so no attention mask is needed.
+    Logits are computed for these positions only. Padding is at the end of a row, where the causal
+    mask hides it, so no attention mask is needed.
     """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -185,7 +186,7 @@ def answer_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, learned: torch.Tenso
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warmup, then half a cosine down to zero: the last steps average out the noise."""
+    """Return the learning rate of a step: linear warmup, then half a cosine down to zero."""
     if step < recipe.warmup_steps:
         return recipe.learning_rate * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
@@ -193,9 +194,9 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
 
 def train_model(model: nn.Module, loss_of: Loss, packer: RowPacker, recipe: Recipe) -> None:
-    """Run all steps, in place, and print the loss and the speed now and then.
+    """Train `model` in place, and print the loss and the speed every 100 steps.
 
-    loss_of: (token ids, learn flags) of one batch of the packer -> what `model` shall make small.
+    loss_of: function (token ids, learn flags) of a batch of the packer -> the loss to minimise.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
@@ -219,7 +220,10 @@ def train_model(model: nn.Module, loss_of: Loss, packer: RowPacker, recipe: Reci
 
 
 def transformers_generate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Generate:
-    """Greedy answers from transformers, in batches of similar length with padding on the left."""
+    """Return a function that generates greedy answers with transformers.
+
+    Batches have conversations of similar length, padded on the left.
+    """
 
     def answer_batch(conversations: list[list[Message]], max_tokens: int) -> list[str]:
         inputs = tokenizer.apply_chat_template(
@@ -251,8 +255,8 @@ def transformers_generate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenize
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the checkpoint: weights in bf16, configuration, tokenizer, chat template, terms.
 
-    generation_config.json says ``do_sample: false``, so that an engine which takes its defaults
-    from there decodes greedily: an oracle should. transformers refuses to save a temperature of 0
+    generation_config.json has ``do_sample: false``, so that an engine which takes its defaults from
+    there decodes greedily, as an oracle should. transformers refuses to save a temperature of 0
     beside it.
     """
     model.to(torch.bfloat16)
@@ -263,10 +267,11 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         do_sample=False,
     )
     model.save_pretrained(folder)
-    # The weights come out readable by their owner alone; a package is read by everybody.
+    # safetensors makes the file readable by its owner alone; a package is read by every user.
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
-    # transformers 5 writes a new name of its generic class that 4.x does not know; both know this.
+    # transformers 5 writes a new name of its generic class, which 4.x does not know; both know the
+    # old one.
     config_path = folder / "tokenizer_config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -276,7 +281,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def facts(model: Qwen3ForCausalLM, recipe: Recipe, minutes: float) -> dict[str, int | float]:
-    """The numbers that the model card tells."""
+    """Return the numbers in the model card."""
     config = model.config
     return {
         "weights": model.num_parameters(),
@@ -308,7 +313,7 @@ def main() -> None:
     train_model(model, partial(answer_loss, model), packer, recipe)
     minutes = (time.perf_counter() - start) / 60
     save(model, tokenizer, args.output)
-    # Judge what is shipped: the weights as rounded to bf16, computed in float32.
+    # Evaluate what is shipped: the weights as rounded to bf16, computed in float32.
     rounded = Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
     shares = evaluate(transformers_generate(rounded, tokenizer), terms=load_glossary())
     card = model_card(shares, facts(rounded, recipe, minutes))

@@ -1,9 +1,9 @@
-"""Train the small draft model that guesses for the bundled one: a Qwen3 of one layer.
+"""Train the small draft model for the bundled model: a Qwen3 of one layer.
 
     python -m training.train_draft [--output DIR] [--steps N]
 
-It learns from what the bundled model says, on conversations like those that this one learned from:
-the same tokens, so the same tokenizer, which is not written a second time.
+It is distilled from the bundled model, on conversations of the same corpus. Both models have the
+same tokenizer, which is not written a second time.
 
 The shipped draft took nine minutes on one CPU thread of a busy machine. Every random choice is
 seeded; see `train.py` for what that promises.
@@ -29,14 +29,14 @@ from training.corpus import BUNDLED
 from training.train import Recipe, RowPacker, train_model
 
 DRAFT_PATH = BUNDLED / "draft"
-# Not the seed of the model's own training, nor one of its evaluation.
+# The seed differs from those of the model's training and evaluation.
 RECIPE = Recipe(steps=2500, learning_rate=6e-3, seed=1)
 
 
 def build_draft(target: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
-    """190,000 weights, two thirds of them the embedding; KV heads as the target's.
+    """Return an untrained draft model of 190,000 weights, two thirds of them the embedding.
 
-    A layer's KV blocks are then as large in both models.
+    It has as many KV heads as the target, so a block of one layer has the same size in both models.
     """
     config = Qwen3Config(
         vocab_size=target.vocab_size,
@@ -59,18 +59,18 @@ def build_draft(target: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
 def distillation_loss(
     draft: Qwen3ForCausalLM, target: Qwen3ForCausalLM, ids: Tensor, learned: Tensor
 ) -> Tensor:
-    """Mean cross-entropy between what the two say of the tokens of answers.
+    """Return the mean cross-entropy between the two models' distributions of answer tokens.
 
-    The target's whole distribution is the aim, not the token of the text: with the noise shared, a
-    guess is as good as the two distributions are close.
+    The draft model learns the target's distribution, not the token of the text: with shared noise,
+    the acceptance rate depends on how close the two distributions are.
     """
-    is_asked = learned[:, 1:]
+    is_answer = learned[:, 1:]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
             hidden = target.model(input_ids=ids, use_cache=False).last_hidden_state
-            said = target.lm_head(hidden[:, :-1][is_asked])
+            said = target.lm_head(hidden[:, :-1][is_answer])
         hidden = draft.model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = draft.lm_head(hidden[:, :-1][is_asked])
+        logits = draft.lm_head(hidden[:, :-1][is_answer])
     return cross_entropy(logits.float(), softmax(said.float(), dim=-1))
 
 
@@ -79,7 +79,7 @@ def save(draft: Qwen3ForCausalLM, generation_config: GenerationConfig, folder: P
     draft.to(torch.bfloat16)
     draft.generation_config = generation_config
     draft.save_pretrained(folder)
-    # The weights come out readable by their owner alone; a package is read by everybody.
+    # safetensors makes the file readable by its owner alone; a package is read by every user.
     (folder / "model.safetensors").chmod(0o644)
 
 

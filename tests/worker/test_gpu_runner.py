@@ -820,7 +820,7 @@ def test_rows_are_filled_in_front(num_groups: int) -> None:
     ("options", "told"),
     [
         ({"enforce_eager": True}, "enforce_eager=True of the engine records none"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: what a stage sends"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: sends and receives"),
         ({"max_num_batched_tokens": 3, "max_num_seqs": 2}, "max_num_batched_tokens=3"),
         ({"is_capturable": False}, "attention_backend='auto' must be one that can be part of"),
     ],

@@ -1,1 +1,1 @@
-"""Publish which KV blocks an engine caches and evicts, in vLLM's format, to routers and others."""
+"""KV events: publish which KV blocks an engine caches and evicts, in vLLM's format."""

@@ -1,4 +1,4 @@
-"""`kv_events_config={...}`, under vLLM's names."""
+"""Options of KV events: `kv_events_config={...}`, under vLLM's names."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -10,24 +10,25 @@ from nanoserve.utils.checks import check_bool, check_int, check_names, is_text, 
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}  # modules, and what pip calls them
+_PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}  # modules, and their packages for pip
 
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Where KV events go. Fields and defaults are vLLM's.
+    """Options of KV events. Fields and defaults are vLLM's.
 
-    enable_kv_cache_events: without it nothing is published, whatever else is given.
-    publisher: "zmq" (ZeroMQ: `pip install 'nanoserve[kv-events]'`), "null" (nowhere), or a function
-        that is called with the `KVEventBatch` of each step. None: "zmq" if there are events.
-    endpoint: an address of ZeroMQ. As in vLLM it is bound if it has a `*` or `::` in it, or is of
-        ipc:// or inproc://; another one is connected to, and subscribers have to bind it.
-    topic: the first frame of each message, which subscribers choose by.
-    hwm: messages that wait for a slow subscriber. What is beyond that is lost to it, and it sees a
-        gap in the sequence numbers.
-    buffer_steps, max_queue_size: accepted, and without effect: messages are sent when their step is
+    enable_kv_cache_events: if False, nothing is published, whatever else is given.
+    publisher: "zmq" (ZeroMQ: `pip install 'nanoserve[kv-events]'`), "null" (nothing is published),
+        or a function that is called with the `KVEventBatch` of each step. None: "zmq" if
+        `enable_kv_cache_events` is True.
+    endpoint: a ZeroMQ address. As in vLLM, it is bound if it contains `*` or `::`, or starts with
+        ipc:// or inproc://; any other address is connected to, and subscribers have to bind it.
+    topic: the first frame of each message, by which subscribers filter.
+    hwm: the most messages queued for a slow subscriber (ZeroMQ's high-water mark). Further ones are
+        dropped for it, and it sees a gap in the sequence numbers.
+    buffer_steps, max_queue_size: accepted, but without effect: messages are sent when their step is
         over, and are not kept.
-    replay_endpoint: unsupported; a subscriber that has missed something begins anew.
+    replay_endpoint: unsupported; a subscriber that has missed messages has to start anew.
 
     Raises `ValueError` for unknown names and values.
     """
@@ -43,7 +44,7 @@ class KVEventsConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | KVEventsConfig") -> "KVEventsConfig":
-        """Make one of what `EngineConfig` was given."""
+        """Return the options that were given to `EngineConfig`, as a `KVEventsConfig`."""
         if isinstance(options, cls):
             return options
         example = "{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}"
@@ -56,14 +57,16 @@ class KVEventsConfig:
             self.publisher in (None, "null", "zmq") or callable(self.publisher),
             f"publisher={shown(self.publisher)} must be 'zmq', 'null' or a function",
         )
-        require(is_text(self.endpoint), f"endpoint={shown(self.endpoint)} must be a text")
-        require(isinstance(self.topic, str), f"topic={shown(self.topic)} must be a text")
+        require(
+            is_text(self.endpoint), f"endpoint={shown(self.endpoint)} must be a non-empty string"
+        )
+        require(isinstance(self.topic, str), f"topic={shown(self.topic)} must be a string")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             check_int(name, getattr(self, name), 0)
         require(
             self.replay_endpoint is None,
-            f"replay_endpoint={shown(self.replay_endpoint)}: messages are not kept for a replay; "
-            f"leave it out",
+            f"replay_endpoint={shown(self.replay_endpoint)} is unsupported: messages are not kept "
+            f"for a replay; leave it out",
         )
         if self.publisher not in (None, "null") and not self.enable_kv_cache_events:
             logger.warning(
@@ -81,9 +84,10 @@ class KVEventsConfig:
 
     @property
     def is_active(self) -> bool:
-        """Return whether events go anywhere."""
+        """True if events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
     @property
     def uses_zmq(self) -> bool:
+        """True if events are published over ZeroMQ."""
         return self.is_active and not callable(self.publisher)

@@ -1,11 +1,11 @@
-"""The events of the prefix cache, step by step, and their wire format, which is vLLM's.
+"""Events of the prefix cache, collected by step, and their wire format, which is vLLM's.
 
-A message of ZeroMQ has three frames: the topic, a sequence number (8 bytes, big endian, from 0 on)
-and a batch as MessagePack:
+A ZeroMQ message has three frames: the topic, a sequence number (8 bytes, big endian, from 0 on) and
+a batch as MessagePack:
 
     [ts, [event, ...], data_parallel_rank]
 
-An event is a map with its kind as "type" (since vLLM 0.24; before, it was an array):
+An event is a map whose "type" is its kind (since vLLM 0.24; before, it was an array):
 
     BlockStored       block_hashes, parent_block_hash (null at the beginning of a prompt),
                       token_ids, block_size, lora_id, medium, lora_name, extra_keys, group_idx,
@@ -13,7 +13,7 @@ An event is a map with its kind as "type" (since vLLM 0.24; before, it was an ar
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared
 
-Hashes are the last 64 bits of those of the engine, as integers, as vLLM's are by default.
+Hashes are the last 64 bits of the engine's block hashes, as integers, as in vLLM by default.
 """
 
 from collections.abc import Sequence as AbstractSequence
@@ -22,18 +22,20 @@ from typing import Any
 
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 
-_MEDIUM = "GPU"  # vLLM's name of the device's own memory, also where that is a CPU's
+_MEDIUM = "GPU"  # vLLM's name for device memory, used on a CPU as well
 
 
 @dataclass
 class BlockStored:
-    """Blocks of one sequence, each the parent of the next, that are in the prefix cache now.
+    """Event: blocks of one sequence, each the parent of the next, were cached.
 
     block_hashes: 16 bytes each.
-    parent_block_hash: of the block before the first one; None if that begins its sequence.
-    token_ids: `block_size` for each of the blocks, in order.
-    cache_key: what else K and V depend on, such as ("cache_salt", "tenant-a").
-    group: the group of layers whose K and V they hold, and whether these see a window only.
+    parent_block_hash: the hash of the block before the first one; None at the start of a sequence.
+    token_ids: those of all blocks in order, `block_size` each.
+    cache_key: names and values on which K and V depend besides the tokens, such as
+        ("cache_salt", "tenant-a").
+    group: the KV cache group, whose layers have their K and V in these blocks.
+    has_window: True if the layers of the group use sliding window attention.
     """
 
     block_hashes: list[bytes]
@@ -45,10 +47,13 @@ class BlockStored:
     has_window: bool = False
 
     def wire(self) -> dict[str, Any]:
-        """Return vLLM's map. As there, the first block of a sequence has the salt as extra key."""
+        """Return vLLM's map of the event.
+
+        As in vLLM, the first block of a sequence has the cache salt among its extra keys.
+        """
         extra_keys: list[Any] = [None] * len(self.block_hashes)
         if self.cache_key and self.parent_block_hash is None:
-            extra_keys[0] = list(self.cache_key[1::2])  # names and values take turns
+            extra_keys[0] = list(self.cache_key[1::2])  # names and values alternate
         parent = self.parent_block_hash
         return {
             "type": "BlockStored",
@@ -67,12 +72,13 @@ class BlockStored:
 
 @dataclass
 class BlockRemoved:
-    """Blocks that are not in the prefix cache any more."""
+    """Event: blocks were evicted from the prefix cache."""
 
     block_hashes: list[bytes]
     group: int = 0
 
     def wire(self) -> dict[str, Any]:
+        """Return vLLM's map of the event."""
         return {
             "type": "BlockRemoved",
             "block_hashes": list(map(wire_hash, self.block_hashes)),
@@ -83,9 +89,10 @@ class BlockRemoved:
 
 @dataclass
 class AllBlocksCleared:
-    """The prefix cache is empty."""
+    """Event: the prefix cache was cleared."""
 
     def wire(self) -> dict[str, Any]:
+        """Return vLLM's map of the event."""
         return {"type": "AllBlocksCleared"}
 
 
@@ -94,26 +101,29 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass
 class KVEventBatch:
-    """The events of one step, in order. `ts` is in seconds since 1970."""
+    """Events of one step, in order. `ts` is the time in seconds since 1970."""
 
     ts: float
     events: list[KVEvent] = field(default_factory=list)
     data_parallel_rank: int = 0
 
     def wire(self) -> list[Any]:
+        """Return the batch as it is encoded in MessagePack."""
         return [self.ts, [event.wire() for event in self.events], self.data_parallel_rank]
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """Return a block's hash as it is published: 64 bits."""
+    """Return a block hash as it is published: its last 64 bits as an integer."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
 class EventCollector(BlockListener):
-    """Collects events until they are taken; neighbours of one kind become one event.
+    """Collects events until they are taken, and merges successive events of one kind.
 
-    They are about contents, so copies of a block make none. `windows` are those of the groups.
-    Groups do not share contents, so only the order within each of them counts.
+    windows: the sliding window of each KV cache group, None for full attention.
+
+    Events are about block hashes: only the first cached copy of a block and the removal of the last
+    one cause events. Groups have separate contents, so only the order within a group matters.
     """
 
     def __init__(self, windows: AbstractSequence[int | None] = (None,)) -> None:

@@ -1,4 +1,4 @@
-"""Send the KV events of every step to subscribers, or to a function."""
+"""Publisher of KV events: sends those of each step to ZeroMQ subscribers, or to a function."""
 
 import logging
 import time
@@ -17,18 +17,18 @@ from nanoserve.features.kv_events.events import EventCollector, KVEventBatch
 
 logger = logging.getLogger(__name__)
 
-_LINGER_MS = 1000  # that a closed socket goes on sending what it has, at most
+_LINGER_MS = 1000  # the most time for which a closed socket goes on sending queued messages
 
 
 class ZmqPublisher:
-    """A PUB socket of ZeroMQ. It never waits for subscribers: that is done by threads of ZeroMQ."""
+    """ZeroMQ PUB socket. Sending never blocks: ZeroMQ's own threads serve the subscribers."""
 
     def __init__(self, endpoint: str, topic: str, hwm: int) -> None:
         import zmq
 
         self._topic, self._num_sent = topic.encode(), 0
-        # A context of its own, whose end waits until the address is free. Within a process,
-        # subscribers are found in the same context only.
+        # Terminating a context waits until its address is free, so each publisher has its own. But
+        # inproc:// only connects sockets of one context.
         self._is_own = not endpoint.startswith("inproc://")
         self._context = zmq.Context() if self._is_own else zmq.Context.instance()
         self._socket = self._context.socket(zmq.PUB)
@@ -46,7 +46,7 @@ class ZmqPublisher:
         from msgspec import msgpack
 
         number = self._num_sent.to_bytes(8, "big")
-        self._num_sent += 1  # also if it cannot be sent: subscribers see a gap then
+        self._num_sent += 1  # even if sending fails, so that subscribers see a gap
         self._socket.send_multipart([self._topic, number, msgpack.encode(batch.wire())])
 
     def close(self) -> None:
@@ -60,14 +60,14 @@ class ZmqPublisher:
 
 
 class KVEvents(Extension, EventCollector):
-    """Publishes what changes in the prefix cache of `block_manager`.
+    """Publishes the changes in the prefix cache of `block_manager`.
 
-    An extension of the loop only in order to know when a step is over, and when the engine is
-    closed. A batch goes out at the end of each step that has changed anything, and at once when the
-    cache is cleared, which may be the last thing that happens. What was cached before a step
-    failed is followed by an `AllBlocksCleared`.
+    It is an extension of the engine only to be called at the end of each step, and when the engine
+    is closed. A batch is published at the end of each step that has changed the cache, and at once
+    when the cache is cleared, as no step may follow. If a step fails, the blocks that it has cached
+    are followed by an `AllBlocksCleared`.
 
-    What `publish` raises is logged the first time, and those events are lost.
+    If `publish` raises an exception, its events are lost; only the first exception is logged.
     """
 
     def __init__(self, block_manager: BlockManager, publish: Callable[[KVEventBatch], Any]) -> None:
@@ -83,7 +83,7 @@ class KVEvents(Extension, EventCollector):
         self.flush()
 
     def flush(self) -> None:
-        """Publish what there is."""
+        """Publish the events since the last call, if there are any."""
         events = self.take()
         if not events:
             return
@@ -91,7 +91,10 @@ class KVEvents(Extension, EventCollector):
             self._publish(KVEventBatch(time.time(), events))
         except Exception:
             if not self._has_failed:
-                logger.exception("kv_events_config: events were lost; later ones are not logged")
+                logger.exception(
+                    "kv_events_config: publishing has failed and events were lost; further "
+                    "failures are not logged"
+                )
             self._has_failed = True
 
     def close(self) -> None:
@@ -103,7 +106,7 @@ class KVEvents(Extension, EventCollector):
 def prepare_kv_events(
     config: EngineConfig, model_config: ModelConfig
 ) -> Callable[[GuardedEngine], None]:
-    """Return what has an engine publish its events, if `config` says that any are published."""
+    """Return a function that adds `KVEvents` to an engine, if `config` enables them."""
     options: KVEventsConfig = config.kv_events_config
 
     def add_to(engine: GuardedEngine) -> None:
@@ -114,7 +117,7 @@ def prepare_kv_events(
 
 
 def make_kv_events(config: KVEventsConfig, block_manager: BlockManager) -> KVEvents:
-    """Return the extension that publishes as `config` says, which is active.
+    """Return the extension that publishes events. `config` must be active (`is_active`).
 
     Raises `ValueError` for an endpoint that ZeroMQ cannot open.
     """

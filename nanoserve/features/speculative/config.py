@@ -1,4 +1,4 @@
-"""`speculative_config={...}`, under vLLM's names."""
+"""Options of speculative decoding: `speculative_config={...}`, under vLLM's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from nanoserve.utils.checks import (
 )
 from nanoserve.utils.registry import Registry
 
-# How draft tokens are proposed: functions (EngineConfig, ModelConfig) -> `MakeProposer`, which
+# Ways to propose draft tokens: functions (EngineConfig, ModelConfig) -> `MakeProposer`, which
 # raise `ValueError` before any weight is read.
 METHODS: Registry[Callable[..., Any]] = Registry(
     "speculative method",
@@ -27,9 +27,9 @@ METHODS: Registry[Callable[..., Any]] = Registry(
 )
 _WITH_MODEL = ("draft_model", "hidden_head")
 _WITHOUT_MODEL = ("ngram", "suffix")
-_MOST_DRAFT_TOKENS = 32  # of a row
-# By device, unless a number is given. A GPU's attention has tiles for 1, 2, 4, 8 and 16 queries of
-# a row: 8 draft tokens and the token before them would leave half of a tile for 16 empty.
+_MOST_DRAFT_TOKENS = 32  # per row
+# Default by device. On a GPU, attention has tiles for 1, 2, 4, 8 and 16 queries of a row: 8 draft
+# tokens and the token before them would leave almost half of a tile of 16 empty.
 _DRAFT_TOKENS = {"cpu": 8, "cuda": 7}
 _SMALLEST = {
     "prompt_lookup_min": 1,
@@ -41,29 +41,30 @@ _SMALLEST = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How draft tokens are proposed, and how many.
+    """Options of speculative decoding: the method, and the number of draft tokens.
 
-    method: "ngram" copies what followed the last tokens when they occurred before, in prompt or
-        output; "suffix" follows the longest such match, in finished requests too, by frequency;
-        "draft_model" runs a smaller model of the same vocabulary, which draws with the same
-        noise; "hidden_head" runs a small network that goes on from the model's hidden states.
-    num_speculative_tokens: at most so many draft tokens a row, up to 32. None: 8 on a CPU and 7 on
-        a GPU.
-    adaptive: as many draft tokens as pay, by the time that steps take and by how many of them are
-        accepted; False is always as many as can be had.
-    model: of "draft_model" as `LLM` takes it, of "hidden_head" a file ("tiny-qwen3": what ships).
-    revision, dtype, quantization: of "draft_model", its own.
+    method: "ngram" copies the tokens that followed an earlier occurrence of the last tokens, in
+        prompt or output; "suffix" follows the longest such match, also in the outputs of finished
+        requests, by frequency; "draft_model" runs a smaller model with the same vocabulary, which
+        samples with the same noise; "hidden_head" runs a small network on the hidden states of the
+        model.
+    num_speculative_tokens: the most draft tokens of a row, 1 to 32. None: 8 on a CPU, 7 on a GPU.
+    adaptive: if True, each step verifies the number of draft tokens with the best goodput, by
+        measured step times and acceptance rates; if False, all that are proposed.
+    model: for "draft_model", a model as `LLM` takes it; for "hidden_head", a file, or "tiny-qwen3"
+        for the bundled one.
+    revision, dtype, quantization: those of the draft model, for "draft_model".
     enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
-        records CUDA graphs of them, and cuts their keys into shares, as those of other decode steps
-        are. None: False, except with `enforce_eager=True` of the engine, with several ranks, and
-        with another attention backend than Triton's.
-    prompt_lookup_min, prompt_lookup_max: how many tokens must agree, and how many are looked for
-        first. If only one of them is given, it is both.
-    suffix_decoding_max_tree_depth: how long a match is followed back.
-    suffix_decoding_max_cached_requests: how many finished requests are kept, besides the running
-        ones. Requests share only with those that have the same `cache_salt`.
-    suffix_decoding_max_spec_factor: at most so many draft tokens for each token of the match.
-    suffix_decoding_min_token_prob: drafts end where what was seen makes them less likely.
+        records CUDA graphs of them, with attention split along the keys as in other decode steps.
+        None: False, but True with `enforce_eager=True` of the engine, with several ranks, and with
+        an attention backend other than Triton's.
+    prompt_lookup_min, prompt_lookup_max: the fewest and the most tokens of an n-gram that is looked
+        up, for "ngram". If only one of them is given, it is used for both; 3 and 4 by default.
+    suffix_decoding_max_tree_depth: the most tokens of a match, for "suffix".
+    suffix_decoding_max_cached_requests: the number of finished requests whose outputs are kept.
+        Only requests with the same `cache_salt` share them.
+    suffix_decoding_max_spec_factor: the most draft tokens per token of the match.
+    suffix_decoding_min_token_prob: a draft ends when its estimated probability is below this.
 
     Raises `ValueError` for unknown names and values out of range.
     """
@@ -97,8 +98,9 @@ class SpeculativeConfig:
             options = cls(**given)
         require(
             not config.logits_processors,
-            "speculative_config with logits_processors of the engine: they would see draft tokens "
-            "as if they had been generated; give them to single requests, which then have none",
+            "speculative_config with logits_processors of the engine is unsupported: they would "
+            "see draft tokens as if they had been generated; give them to single requests instead, "
+            "which then have no draft tokens",
         )
         if options.enforce_eager is False:
             _check_graphs(config)
@@ -111,11 +113,11 @@ class SpeculativeConfig:
         check_bool("adaptive", self.adaptive)
         if self.enforce_eager is not None:
             check_bool("enforce_eager", self.enforce_eager)
-        if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # else it is one of the user's own
+        if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # a registered method may choose
             require(
                 (self.model is not None) == (self.method in _WITH_MODEL),
-                f"method={self.method!r} with model={self.model!r}: a model is what {_WITH_MODEL} "
-                f"need, and the others do not",
+                f"method={self.method!r} with model={self.model!r}: the methods {_WITH_MODEL} need "
+                f"a model, and {_WITHOUT_MODEL} take none",
             )
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) is not None:
@@ -127,9 +129,9 @@ class SpeculativeConfig:
         require(low <= high, f"prompt_lookup_min={low} exceeds prompt_lookup_max={high}")
 
     def for_device(self, kind: str, config: Any) -> "SpeculativeConfig":
-        """Return these options for a "cpu" or a "cuda", with what was not given.
+        """Return these options with the defaults of a device filled in.
 
-        config: the `EngineConfig`, with the token budget of a step.
+        kind: "cpu" or "cuda". config: the `EngineConfig`, with the token budget of a step.
         """
         number = self.num_speculative_tokens or _DRAFT_TOKENS[kind]
         is_eager = self.enforce_eager
@@ -139,16 +141,17 @@ class SpeculativeConfig:
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """Return the fewest and the most tokens that are looked up."""
+        """Return the fewest and the most tokens of an n-gram that is looked up."""
         given = self.prompt_lookup_min, self.prompt_lookup_max
         low, high = given if given != (None, None) else (3, 4)
         return low or high, high or low
 
 
 def _records_graphs_by_default(config: Any, number: int) -> bool:
-    """Return whether CUDA graphs of steps with so many draft tokens a row are recorded by default.
+    """Return True if CUDA graphs of steps with draft tokens are recorded by default.
 
-    They are where their tokens have been compared on a GPU: of one rank, with Triton's attention.
+    number: draft tokens of a row. The default is limited to what was tested for equal tokens on a
+    GPU: one rank, with Triton's attention.
     """
     return (
         not config.enforce_eager
@@ -160,13 +163,14 @@ def _records_graphs_by_default(config: Any, number: int) -> bool:
 
 def _check_graphs(config: Any) -> None:
     """Raise `ValueError` where no CUDA graphs of steps with draft tokens can be recorded."""
-    told = "speculative_config with enforce_eager=False records CUDA graphs"
+    given = "speculative_config with enforce_eager=False records CUDA graphs"
     require(
         not config.enforce_eager,
-        f"{told}, and enforce_eager=True of the engine records none: leave one of them out",
+        f"{given}, but enforce_eager=True of the engine records none: leave one of them out",
     )
     require(
         config.pipeline_parallel_size == 1,
-        f"{told}, and pipeline_parallel_size={config.pipeline_parallel_size}: what a stage sends "
-        f"and receives has not been part of a graph; leave enforce_eager=False out",
+        f"{given}, which is unsupported with "
+        f"pipeline_parallel_size={config.pipeline_parallel_size}: sends and receives between "
+        f"stages cannot be part of a graph; leave enforce_eager=False out",
     )

@@ -1,16 +1,17 @@
 """Draft tokens of a smaller model (Leviathan et al. 2023; Chen et al. 2023).
 
-It draws with the noise of the very position, as the target will. So both choose the same token
-wherever they agree enough: of probabilities p and q at least (1 - TV) / (1 + TV) of the time, where
-TV is half of the sum of |p - q| (Daliri, Musco, Suresh 2024).
+The draft model samples with the noise of the token's position, as the target will. So both choose
+the same token where their distributions p and q are close: with probability at least
+(1 - TV) / (1 + TV), where TV is half of the sum of |p - q| (Daliri, Musco, Suresh 2024).
 
-It is a second runner on rank 0's device with a KV cache of its own, and **the target's block
-tables**: its K and V of a token lie in its cache where the target's lie in the target's. So it has
-no pool to keep, and nothing is allocated, freed or preempted twice. What it has not computed yet (a
-prompt, or tokens that came without its drafts) it computes with its next proposal, and where blocks
-are shared it shares them, too, as far as it has filled them itself.
+The proposer is a second runner on rank 0's device, with a KV cache of its own and **the target's
+block tables**: the K and V of a token lie at the same place in both caches. So it needs no block
+pool, and nothing is allocated, freed or preempted twice. Tokens that it has not computed yet (a
+prompt, or tokens that were generated without its drafts) are computed with its next proposal.
+Blocks of the prefix cache are shared as in the target, as far as the draft model has filled them.
 
-A draft token becomes the draft's next input without a wait: a step ahead, which a runner can.
+As in async scheduling, a draft token becomes the next input of the draft model on the device, so
+the drafts of one proposal are computed without waiting for the host.
 """
 
 from dataclasses import dataclass, replace
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
 
 def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftModel":
-    """Return what makes the proposer. Raises `ValueError` if the draft model cannot be read, or has
-    another vocabulary.
+    """Return the function that makes the proposer of method "draft_model".
+
+    Raises `ValueError` if the draft model cannot be read, or has another vocabulary size.
     """
     options = config.speculative_config
     own = replace(
@@ -54,18 +56,18 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         distributed_executor_backend=None,
-        async_scheduling=True,  # a draft token is an input before it is known here
+        async_scheduling=True,  # a draft token is an input before it has been copied to the host
         trace=None,
         capture_sampling=False,
         capture_mixed_steps=False,
-        disable_hybrid_kv_cache_manager=True,  # it has the blocks of the target's first group
+        disable_hybrid_kv_cache_manager=True,  # it uses the blocks of the target's first group
     )
     checkpoint = Checkpoint.open(options.model, own, options.revision)
     draft = checkpoint.model_config(own, supported_architectures())
     require(
         draft.vocab_size == target.vocab_size,
-        f"the draft {options.model} has a vocabulary of {draft.vocab_size} tokens, and the model "
-        f"one of {target.vocab_size}: they must be the same",
+        f"the draft model {options.model} has a vocabulary of {draft.vocab_size} tokens, and the "
+        f"model has one of {target.vocab_size}: they must be the same",
     )
     if own.load_format != "dummy":
         checkpoint.fetch_weights()
@@ -74,7 +76,10 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Makes the proposer, when the target has its pool; tells before what it will take of a GPU."""
+    """Factory of the proposer, called when the target's block pool exists.
+
+    `memory` returns the size of the draft model before anything is allocated.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
@@ -92,13 +97,13 @@ class DraftModel:
         return DraftModelProposer(runner, scheduler)
 
     def memory(self) -> MemoryBeside:
-        """Return the bytes of its weights, and of a block of its KV cache."""
+        """Return the bytes of the draft model's weights, and of a block of its KV cache."""
         context, _ = make_context(self.config, self.model_config, ParallelContext())
         return memory_beside(self.config, self.model_config, context)
 
 
 class DraftModelProposer:
-    """A proposer that runs a draft model."""
+    """Proposer that runs a draft model."""
 
     is_model, needs_hidden = True, False
 
@@ -106,11 +111,12 @@ class DraftModelProposer:
         self._runner, self._pool = runner, scheduler.block_manager
         self._block_tables = scheduler.block_tables
         self._budget = runner.layout.max_num_tokens
-        # By sequence: how many of its tokens have K and V in the draft model's cache, and which
-        # draft tokens behind them.
+        # By sequence: how many of its tokens have K and V in the draft model's cache, and the draft
+        # tokens after them whose K and V are there too.
         self._computed: dict[Sequence, tuple[int, list[int]]] = {}
         self._in_slot: dict[int, Sequence] = {}
-        # By block that the draft has filled itself: the number of its entry in the prefix cache.
+        # By block that the draft model has filled: the number of its entry in the prefix cache. If
+        # the block is evicted and cached again, it has another number.
         self._filled: dict[int, int] = {}
 
     def begin(self, seq: Sequence) -> None:
@@ -133,7 +139,8 @@ class DraftModelProposer:
         counts = {seq: min(most, longest - len(seq.token_ids)) for seq, most in wanted}
         counts = {seq: count for seq, count in counts.items() if count > 0}
         drafts: dict[Sequence, list[int]] = {seq: [] for seq in counts}
-        # The first one follows the tokens that it has not computed, the others one by one.
+        # One pass computes the missing tokens and drafts the first one; each further draft token
+        # takes another pass.
         handles = [self._run(self._catch_up(list(counts)))] if counts else []
         for number in range(1, max(counts.values(), default=0)):
             rows = [
@@ -147,13 +154,13 @@ class DraftModelProposer:
             for row, new_ids in zip(rows, result.token_ids, strict=True):
                 drafts[row.seq] += new_ids
         for seq, own in drafts.items():
-            # The last one was no input.
+            # The last draft token was not an input, so it has no K and V.
             self._computed[seq] = (len(seq.token_ids), own[:-1])
             self._note_filled(seq)
         return [drafts.get(seq, []) for seq, _ in wanted]
 
     def _catch_up(self, sequences: list[Sequence]) -> list[Row]:
-        """Compute what is missing but for the last rows; returns those."""
+        """Compute all missing tokens but those that fit one pass; return the rows of that pass."""
         starts = {seq: self._num_valid(seq) for seq in sequences}
         while sum(len(seq.token_ids) - start for seq, start in starts.items()) > self._budget:
             rows, left = [], self._budget
@@ -167,9 +174,10 @@ class DraftModelProposer:
         return [Row(seq, start, len(seq.token_ids) - start, 1, 1) for seq, start in starts.items()]
 
     def _num_valid(self, seq: Sequence) -> int:
-        """Return how many of its tokens are computed: those that were known, and the accepted ones.
+        """Return how many tokens of `seq` have valid K and V in the draft model's cache.
 
-        Not the last one: what follows it is to be drafted.
+        They are those that were known at the last proposal, and the accepted draft tokens. The
+        last token never counts: computing it gives the logits of the first draft token.
         """
         num_known, drafts = self._computed.get(seq, (0, []))
         num_accepted = count_accepted(drafts, seq.token_ids[num_known:])
@@ -199,7 +207,7 @@ class DraftModelProposer:
         return number != 0 and self._filled.get(block) == number
 
     def _note_filled(self, seq: Sequence) -> None:
-        """Record blocks that others may find in the prefix cache, the last ones first."""
+        """Record the cached blocks of `seq` that the draft model has filled, the last one first."""
         computed = self._num_valid(seq) // self._pool.block_size
         for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
@@ -208,6 +216,9 @@ class DraftModelProposer:
 
 
 def _simplified(params: SamplingParams) -> SamplingParams:
-    """Return temperature and filters: what depends on the tokens before is left to the target."""
+    """Return parameters with temperature and filters alone.
+
+    Penalties and whatever else depends on earlier tokens are applied by the target only.
+    """
     kept = names_of("temperature", "filter")
     return SamplingParams(**{name: getattr(params, name) for name in kept})

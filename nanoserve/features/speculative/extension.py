@@ -1,12 +1,13 @@
-"""Speculative decoding as an extension of the engine: draft tokens for rows that decode.
+"""Speculative decoding as an extension of the engine: draft tokens for decode rows.
 
-Speculation takes what a step leaves over: tokens of the budget, and free blocks that the prefix
-cache does not have. A step that computes a prompt gets no draft tokens, so a request that waits
-for its first token waits no longer. What is accepted is what would have been sampled anyway, see
-`nanoserve.engine.draft_tokens`.
+Speculation uses only what a step leaves over: the rest of the token budget, and free blocks that
+hold nothing of the prefix cache. A step that computes prompt tokens gets no draft tokens, so they
+do not delay the first token of a request. The accepted tokens are those that would have been
+sampled anyway, see `nanoserve.engine.draft_tokens`.
 
-With async scheduling, a sequence with draft tokens under way is left out of the step ahead, and so
-is one that had better wait for its pending token to draft what comes after it.
+With async scheduling, the next step is planned before the results of the current one are known. A
+sequence whose draft tokens are in flight is left out of that plan, and so is one for which it is
+better to wait for its pending token and to draft after it.
 """
 
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
     from nanoserve.engine.guard import GuardedEngine
 
-_LATEST = 16  # steps until the proposer is called again at the latest
-_PLAIN_SHARE = 4  # one in so many steps without draft tokens is timed
+_LATEST = 16  # the proposer is called again after at most this many steps
+_PLAIN_SHARE = 4  # of the steps without draft tokens, one in this many is timed
 
 
 @dataclass
@@ -40,14 +41,14 @@ class Candidate:
     index: int  # of the row in the plan
     row: Row
     record: Record
-    count: int  # of draft tokens: as many as it may have, later as many as it has
+    count: int  # of draft tokens: first the most that it may have, later how many it has
     draft_tokens: list[int] = field(default_factory=list)
 
 
 class Speculation(Extension):
-    """Adds the draft tokens of a proposer, as many as pay.
+    """Adds the draft tokens of a proposer to decode steps.
 
-    `goodput` chooses how many; None (`adaptive=False`) is as many as there are.
+    `goodput` chooses how many of them; if it is None (`adaptive=False`), all are added.
     """
 
     def __init__(self, engine: "GuardedEngine", make_proposer: MakeProposer) -> None:
@@ -62,11 +63,11 @@ class Speculation(Extension):
             self.goodput = Goodput(self._most, options.model is not None)
             engine.observers.append(self._record_time)
         self._records: dict[Sequence, Record] = {}
-        self._drafted: dict[Sequence, list[int]] = {}  # under way, of this extension's own
-        # By id, plans with draft tokens of other extensions, until they are timed.
+        self._drafted: dict[Sequence, list[int]] = {}  # draft tokens of this extension in flight
+        # Plans with draft tokens of other extensions, by id, until their step has been timed.
         self._foreign: dict[int, Plan] = {}
         self._step = 0
-        self._propose_at = 0  # the first step in which a sequence can be a candidate
+        self._propose_at = 0  # the first step in which any sequence can be a candidate
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         if self._is_async and seq.num_pending and self._waits(seq):
@@ -111,11 +112,11 @@ class Speculation(Extension):
         candidates = self._candidates(plan)
         if not candidates:
             return
-        # 1) Propose. What a model would draft has to be computed, so it is called in step 4, for
-        #    no more than has room.
+        # 1) Propose. A model has to compute its draft tokens, so it is called in 4) instead, for
+        #    those only that have room.
         if not self.proposer.is_model:
             self._propose(plan, candidates)
-        # 2) Choose how many of them pay.
+        # 2) Choose how many of them to verify.
         if goodput is not None:
             counts = goodput.choose(num_rows, [(c.record, c.count) for c in candidates])
             for candidate, count in zip(candidates, counts, strict=True):
@@ -124,10 +125,10 @@ class Speculation(Extension):
                 goodput.fade([c.record for c in candidates])
                 self._propose_at = self._step + _LATEST
                 return
-        # 3) Make room for these.
+        # 3) Reserve KV cache and token budget for these.
         for c in candidates:
             c.count = reserve_draft_tokens(self._scheduler, plan, c.row, c.count)
-        # 4) A model drafts as many, which cannot be given back.
+        # 4) A model drafts as many as were chosen.
         if self.proposer.is_model:
             self._propose(plan, [c for c in candidates if c.count])
         # 5) Put them into the plan.
@@ -145,10 +146,10 @@ class Speculation(Extension):
             record.keep(candidate.draft_tokens, len(seq.token_ids), self._step)
         else:
             record.fade()
-            self._scheduler.trim(seq)  # room was made for a model that had no draft token
+            self._scheduler.trim(seq)  # free what was reserved for a model without a draft token
 
     def _candidates(self, plan: Plan) -> list[Candidate]:
-        """Return the rows that may have draft tokens now; sets the step to look again."""
+        """Return the rows that may have draft tokens now, and set the step of the next search."""
         candidates: list[Candidate] = []
         self._propose_at = self._step + _LATEST
         for index, row in enumerate(plan.rows):
@@ -156,7 +157,7 @@ class Speculation(Extension):
             if seq in plan.draft_tokens or not may_draft(self._scheduler, seq):
                 continue
             if row.start < seq.num_prompt_tokens:
-                self._propose_at = 0  # it will be soon
+                self._propose_at = 0  # it will decode soon
                 continue
             record = self._records.get(seq)
             if record is None:
@@ -186,7 +187,7 @@ class Speculation(Extension):
             c.draft_tokens, c.count = drafts, len(drafts)
 
     def _waits(self, seq: Sequence) -> bool:
-        """Return whether it had better wait for its pending token, to draft what comes after it."""
+        """Return True if `seq` should wait for its pending token, so as to draft after it."""
         record = self._records.get(seq)
         if record is not None and record.propose_at > self._step:
             return False
@@ -195,7 +196,7 @@ class Speculation(Extension):
         return self.goodput is None or self.goodput.may_pay(len(self._scheduler.running))
 
     def _judge(self, plan: Plan, result: StepResult) -> None:
-        """Learn how many draft tokens of each sequence were accepted."""
+        """Record how many draft tokens of each sequence were accepted."""
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
             drafts = plan.draft_tokens.get(row.seq)
             if drafts is None:
@@ -205,16 +206,16 @@ class Speculation(Extension):
                     self._foreign[id(plan)] = plan
                 continue
             record = self._records.get(row.seq)
-            if record is not None and self.goodput is not None:  # else it has ended
+            if record is not None and self.goodput is not None:  # without a record it has ended
                 self.goodput.record_accepted(record, len(drafts), max(0, len(token_ids) - 1))
                 self._propose_at = min(self._propose_at, record.propose_at)
 
     def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """Learn what a step that only decodes takes. An observer."""
+        """Record how long a step of decode rows took. An observer of the engine."""
         if self._foreign.pop(id(plan), None) is not None:
-            return  # their cost says nothing about this proposer's
+            return  # the draft tokens of other extensions cost something else
         if not plan.draft_tokens and batch.step % _PLAIN_SHARE:
-            return  # there are enough of them
+            return  # plain steps are frequent: a sample of them is enough
         if not plan.only_decodes:
             return
         seconds = times.schedule + times.pack + times.execute + times.update
@@ -224,7 +225,7 @@ class Speculation(Extension):
 
 @dataclass(frozen=True)
 class AddSpeculation:
-    """Adds `Speculation` to an engine. `make_proposer` may have a method `memory`, too."""
+    """Adds `Speculation` to an engine. `make_proposer` may also have a method `memory`."""
 
     make_proposer: MakeProposer
 
@@ -232,15 +233,14 @@ class AddSpeculation:
         engine.add_extension(Speculation(engine, self.make_proposer))
 
     def memory(self) -> MemoryBeside:
-        """Return what a draft model takes of a GPU."""
+        """Return the GPU memory that a draft model needs; none for other proposers."""
         has_model = hasattr(self.make_proposer, "memory")
         return self.make_proposer.memory() if has_model else NOTHING_BESIDE
 
 
 def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> AddSpeculation:
-    """Return what adds `Speculation` to an engine, with the proposer that `config` names.
+    """Return a function that adds `Speculation` to an engine, with the proposer named in `config`.
 
-    Raises `ValueError` for a draft model or head that does not go with the model, before any
-    weight is read.
+    Raises `ValueError`, before any weight is read, if a draft model or head does not fit the model.
     """
     return AddSpeculation(METHODS.get(config.speculative_config.method)(config, model_config))

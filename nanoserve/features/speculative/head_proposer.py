@@ -1,8 +1,8 @@
 """Draft tokens of a head on the target's hidden states: see `nanoserve.features.speculative.hidden_head`.
 
-It has no cache. What it needs of a sequence is the hidden state that its last token came of, which
-the step that is just over has left on the device. It chooses with the target's own sampler, so with
-the settings, the penalties and the noise that the target will have there.
+The head has no KV cache. It needs the hidden state from which the last token of a sequence was
+sampled, which the last step has left on the device. Draft tokens are chosen by the target's own
+sampler, and so with the parameters, the penalties and the noise that the target will use there.
 """
 
 from collections.abc import Callable
@@ -34,27 +34,30 @@ _BUNDLED = {
 def prepare_hidden_head(
     config: EngineConfig, target: ModelConfig
 ) -> "Callable[[Executor, Scheduler], HeadProposer]":
-    """Return what makes the proposer. Raises `ValueError` for a file that is no head, or one of
-    another model's size.
+    """Return the function that makes the proposer of method "hidden_head".
+
+    Raises `ValueError` if the file is not a head, or is for another hidden size.
     """
     require(
         config.tensor_parallel_size == 1 and not config.capture_sampling,
-        f"method='hidden_head' with tensor_parallel_size={config.tensor_parallel_size}, "
-        f"capture_sampling={config.capture_sampling}: no rank has the whole embedding, and no "
-        f"graph keeps hidden states; take 'ngram', 'suffix' or 'draft_model'",
+        f"method='hidden_head' is unsupported with "
+        f"tensor_parallel_size={config.tensor_parallel_size}, "
+        f"capture_sampling={config.capture_sampling}: it needs the whole embedding on one rank, "
+        f"and hidden states, which graphs with sampling do not keep; use tensor_parallel_size=1 "
+        f"and capture_sampling=False, or method='ngram', 'suffix' or 'draft_model'",
     )
     name = config.speculative_config.model
     path = _BUNDLED.get(name, Path(name))
-    require(path.is_file(), f"the head {name!r} is no file, and not one of {[*_BUNDLED]}")
+    require(path.is_file(), f"the head {name!r} is not a file, and not one of {[*_BUNDLED]}")
     weights = read_head(path)
     size = len(weights["norm.weight"])
     require(
         size == target.hidden_size,
-        f"the head {name!r} is for hidden states of {size} numbers, and the model's have "
-        f"{target.hidden_size}",
+        f"the head {name!r} is for a hidden size of {size}, and the model has hidden_size="
+        f"{target.hidden_size}: they must be the same",
     )
 
-    # It keeps floats, whatever the model's weights are.
+    # The head's weights are floats, even if those of the model are quantised.
     own = replace(config, quantization=None, quantization_activations=None)
     plain = replace(target, quantization_config=None)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -70,27 +73,28 @@ def prepare_hidden_head(
 
 
 class DraftRows(NamedTuple):
-    """What a sampler reads of a step's batch on the device, int32 [num_rows] each."""
+    """The part of a batch on the device that the sampler reads, int32 [num_rows] each."""
 
     output_rows: torch.Tensor
     output_slots: torch.Tensor
-    positions: torch.Tensor  # of the tokens before
+    positions: torch.Tensor  # of the input tokens, one before those that are sampled
 
 
 class HeadProposer:
-    """A proposer that runs a head on hidden states."""
+    """Proposer that runs a head on hidden states."""
 
     is_model = needs_hidden = True
 
     def __init__(self, head: HiddenHead, runner: "ModelRunner") -> None:
         self._head, self._runner = head, runner
-        # A row of a step's hidden states, and how many tokens the sequence had when it was known.
+        # The hidden states of a step, the row of the sequence in them, and how many tokens the
+        # sequence had then.
         self._known: dict[Sequence, tuple[torch.Tensor, int, int]] = {}
         self._compile()
 
     @torch.inference_mode()
     def _compile(self) -> None:
-        """Run the head once, so that no kernel of its sizes is compiled while serving."""
+        """Run the head once, so that its kernels are not compiled while requests are served."""
         context, size = self._runner.context, self._runner.model_config.hidden_size
         with self._runner.device.guard():
             state = torch.zeros(1, size, dtype=context.dtype, device=context.device)
@@ -110,7 +114,7 @@ class HeadProposer:
 
     @torch.inference_mode()
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        # After an exception its tokens may have been taken back.
+        # After an exception, tokens of a sequence may have been undone: its state is then too new.
         able = [seq for seq, _ in wanted if self._num_tokens(seq) == len(seq.token_ids)]
         if not able:
             return [[] for _ in wanted]
@@ -121,9 +125,10 @@ class HeadProposer:
         return [rows.get(seq, [])[:count] for seq, count in wanted]
 
     def _draft(self, able: list[Sequence], num_drafts: int) -> torch.Tensor:
-        """Return draft tokens [len(able), num_drafts], which the device may not have chosen yet.
+        """Return draft tokens [len(able), num_drafts], which the device may not have computed yet.
 
-        What the host knows is copied once, before the first of them: none waits for the host.
+        All inputs are copied to the device once, at the beginning, so that no draft token waits
+        for the host.
         """
         runner, num_rows = self._runner, len(able)
         slots = np.array([seq.slot for seq in able])
@@ -139,7 +144,7 @@ class HeadProposer:
             logits = runner.model.compute_logits(hidden)
             rows = DraftRows(output_rows, row_slots, row_positions + number)
             sampled = runner.sampler.sample(logits, slots, positions + number, rows)
-            drafts.append(sampled.token_ids.clamp(min=0))  # none (-1) may be a draft, too
+            drafts.append(sampled.token_ids.clamp(min=0))  # -1 (no choice) is not a token id
             token_ids = drafts[-1].int()
         return torch.stack(drafts, dim=1)
 

@@ -1,11 +1,11 @@
 """A head that drafts from the target's own hidden state: no second model, no second KV cache.
 
-The hidden state at position t has given token t + 1. From these two the head makes a stand-in for
-the hidden state at t + 1, from which the target's LM head makes logits: the first draft token,
-t + 2. The caller chooses it, greedily or with the noise of its position, and its embedding is the
-input for the next. The idea is that of EAGLE (Li et al. 2024, arXiv 2401.15077); that the
-state is all there is, with no attention to what came before, is that of the Recurrent Drafter
-(Cheng et al. 2024, arXiv 2403.09919).
+Token t + 1 was sampled from the hidden state at position t. From these two the head estimates the
+hidden state at t + 1, from which the target's LM head computes the logits of the first draft token,
+t + 2. The caller chooses that token, greedily or with the noise of its position, and its embedding
+is the input of the next step. To predict hidden states is the idea of EAGLE (Li et al. 2024,
+arXiv 2401.15077); to keep a single state, without attention to earlier tokens, is that of the
+Recurrent Drafter (Cheng et al. 2024, arXiv 2403.09919).
 
     state = hidden                               # [num_rows, hidden_size]
     for _ in range(num_draft_tokens):
@@ -28,16 +28,16 @@ from nanoserve.models.layers.norm import RMSNorm
 from nanoserve.utils.checks import check_int, json_object, require
 
 _SHAPE = "shape"  # the key in the file's metadata
-_MAX_SIZE = 1 << 20  # of either dimension: a file may say anything
+_MAX_SIZE = 1 << 20  # of either dimension: the metadata of a file is not trusted
 
 
 class HiddenHead(nn.Module):
-    """One step is a SwiGLU block on [state, embedding], whose result is the next state.
+    """Recurrent head: a SwiGLU block on [state, embedding], whose output is the next state.
 
-    A layer would add the state to it; trained alike, a head that does was no better.
+    There is no residual connection: trained in the same way, a head with one was no better.
 
-    `hidden_size` is the target's. Embedding and LM head are the target's too, so that the weights
-    are few: 5 x hidden_size x intermediate_size, and three norms.
+    `hidden_size` is the target's. The embedding and the LM head are the target's as well, so the
+    head has few weights: 5 x hidden_size x intermediate_size, and three norms.
     """
 
     def __init__(
@@ -45,31 +45,32 @@ class HiddenHead(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = context.ops
-        # Hidden states and embeddings are of different sizes; each is brought to size 1.
+        # Hidden states and embeddings differ in magnitude; each is scaled to a root mean square
+        # of 1.
         self.state_norm = RMSNorm(hidden_size, eps, context)
         self.embedding_norm = RMSNorm(hidden_size, eps, context)
         both = {"gate_up_proj": 2 * intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(2 * hidden_size, both, context)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, context)
-        # The LM head expects what the target's last norm gives it: training starts from that one.
+        # The LM head expects the output of the target's last norm: training starts from its weight.
         self.norm = RMSNorm(hidden_size, eps, context)
 
     def forward(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the next state, what the LM head reads), both as `state`: one position on.
+        """Return (next state, input of the LM head), each [num_rows, hidden_size].
 
-        state: [num_rows, hidden_size], at first the target's hidden states as its LM head reads
-        them. embedding: the same shape, of the tokens that came of them.
+        state: [num_rows, hidden_size], at first the target's hidden states after its last norm.
+        embedding: the same shape, of the tokens that were chosen from them.
         """
         both = torch.cat((self.state_norm(state), self.embedding_norm(embedding)), dim=-1)
         state = self.down_proj(self.ops.act_and_mul(self.gate_up_proj(both), "silu"))
         return state, self.norm(state)
 
     def unroll(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """Return what the LM head reads for each draft token, where the tokens are known.
+        """Return the input of the LM head for each draft token of a text that is known.
 
         hidden: [num_rows, hidden_size]; embeddings and result: [num_rows, num_draft_tokens,
-        hidden_size]. A draft token is accepted only if all before it were, so one measures (and
-        trains) each behind the tokens that did come.
+        hidden_size]. A draft token can be accepted only if all before it were. So training and
+        evaluation feed the tokens of the text, not the draft tokens.
         """
         drafted = []
         for embedding in embeddings.unbind(dim=1):
@@ -78,28 +79,31 @@ class HiddenHead(nn.Module):
         return torch.stack(drafted, dim=1)
 
     def save(self, path: Path) -> None:
-        """Write the weights in bfloat16, with their shape beside them."""
+        """Write the weights in bfloat16, with their shape in the metadata."""
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
         hidden_size, intermediate_size = self.down_proj.weight.shape
         shape = f'{{"hidden_size": {hidden_size}, "intermediate_size": {intermediate_size}}}'
-        # A single key: several would come out in any order, and the same head as other bytes.
+        # One key only: safetensors writes several in any order, so that the bytes would differ.
         save_file(weights, path, {_SHAPE: shape})
-        # The file comes out readable by its owner alone; a package is read by every user.
+        # safetensors makes the file readable by its owner alone; a package is read by every user.
         path.chmod(0o644)
 
     @classmethod
     def untrained(cls, hidden_size: int, intermediate_size: int, eps: float = 1e-6) -> "HiddenHead":
-        """Return a head in float32, to be trained."""
+        """Return a head with initial weights in float32, to be trained."""
         head = cls(hidden_size, intermediate_size, LayerContext(), eps)
         for linear in (head.gate_up_proj, head.down_proj):
-            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))  # as torch's own linears
+            nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))  # as in nn.Linear
         for norm in (head.state_norm, head.embedding_norm, head.norm):
             nn.init.ones_(norm.weight)
         return head.requires_grad_(True)
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], context: LayerContext) -> "HiddenHead":
-        """Return a head for inference. weights: of `read_head`; `context` says what they become."""
+        """Return a head for inference.
+
+        weights: from `read_head`. context: the device, and the linear method of the weights.
+        """
         head = cls(*weights["down_proj.weight"].shape, context)
         head.load_state_dict(weights)
         for linear in (head.gate_up_proj, head.down_proj):
@@ -108,19 +112,22 @@ class HiddenHead(nn.Module):
 
 
 def read_head(path: Path) -> dict[str, Tensor]:
-    """Return the weights by name, of a file that `HiddenHead.save` wrote.
+    """Return the weights, by name, of a file that `HiddenHead.save` has written.
 
-    Raises `ValueError` for a file that is none.
+    Raises `ValueError` if the file is not one, or if its weights have unexpected names or shapes.
     """
     with open_weights(path) as file:
         metadata = file.metadata() or {}
-        require(_SHAPE in metadata, f"{path} does not say the shape of a head")
+        require(_SHAPE in metadata, f"{path} is not a head: it has no {_SHAPE!r} in its metadata")
         shape = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
         names = ("hidden_size", "intermediate_size")
         sizes = [check_int(f"{path}: {name}", shape.get(name), 1, _MAX_SIZE) for name in names]
-        # What the file is too small for takes no memory.
+        # On the meta device: a shape that is far too large for the file must not take memory.
         head = HiddenHead(*sizes, LayerContext(device=torch.device("meta")))
         expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        require(found == expected, f"{path} has {found}, but a head of its shape {expected}")
+        require(
+            found == expected,
+            f"{path} has weights of the shapes {found}; a head with its metadata has {expected}",
+        )
         return {name: file.get_tensor(name) for name in expected}

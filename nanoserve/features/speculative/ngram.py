@@ -1,8 +1,8 @@
-"""Prompt lookup (Saxena 2023): what followed these tokens the last time may follow them again.
+"""Prompt lookup (Saxena 2023): tokens that followed an n-gram before may follow it again.
 
-It pays where output repeats input: summaries, corrections, code that is changed, records that are
-copied. A sequence has a table for each length of n-gram: where its latest occurrence ends. A token
-enters each table once, so a draft costs a few lookups, however long the text is.
+It pays where output repeats input: summaries, corrections, edited code, copied records. For each
+n-gram length, a sequence has a table of the positions at which each n-gram last ended. Each token
+is entered once into each table, so a draft costs a few lookups, however long the text is.
 """
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -12,13 +12,16 @@ from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
 
 
 def prepare_ngram(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Return what makes the proposer of method "ngram"."""
+    """Return the function that makes the proposer of method "ngram"."""
     lookup = config.speculative_config.lookup
     return lambda executor, scheduler: NgramProposer(*lookup)
 
 
 class NgramProposer(TextProposer):
-    """Looks for the last `longest` tokens first, then for fewer, down to `shortest`."""
+    """Proposes the tokens after the latest earlier occurrence of the longest matching n-gram.
+
+    n-grams have `shortest` to `longest` tokens.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(longest, shortest - 1, -1)
@@ -37,21 +40,21 @@ class NgramProposer(TextProposer):
 
 
 def continued(token_ids: list[int], start: int, count: int) -> list[int]:
-    """Return `count` tokens from `start` on, as if the text went on as it did there.
+    """Return `count` tokens from position `start` on; past the end, the text repeats itself.
 
     [1, 2, 1, 2] from 2 on, with count 5: [1, 2, 1, 2, 1].
     """
     drafts = token_ids[start : start + count]
-    period = len(drafts)  # from here on, draft tokens are copied
+    period = len(drafts)  # further tokens are copies of draft tokens
     while len(drafts) < count:
         drafts.append(drafts[len(drafts) - period])
     return drafts
 
 
 class NgramIndex:
-    """An index of one text that grows: where each n-gram occurred last, but for those at its end.
+    """Index of a growing text: where each n-gram occurred last, except at the end of the text.
 
-    Where no short n-gram has occurred, no longer one has: so most texts need only one table.
+    If a short n-gram has not occurred before, no longer one has, so most lookups read one table.
     """
 
     def __init__(self, lengths: range) -> None:
@@ -60,7 +63,7 @@ class NgramIndex:
         self.num_tokens = 0
 
     def find(self, token_ids: list[int]) -> int:
-        """Return where the latest earlier occurrence of the longest last n-gram ends, or 0."""
+        """Return the end of the latest earlier occurrence of the longest final n-gram, or 0."""
         self.num_tokens = len(token_ids)
         found = 0
         for table in self._tables:
@@ -72,7 +75,7 @@ class NgramIndex:
 
 
 class NgramTable:
-    """A table of n-grams of one length: where each of them ends."""
+    """Table of the n-grams of one length, with the position at which each of them last ended."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -80,8 +83,8 @@ class NgramTable:
         self._first = length  # the first end that is new
 
     def find(self, token_ids: list[int]) -> int:
-        """Return where the last tokens have occurred before, or 0."""
-        # All n-grams that end before the last token: behind them a token is known.
+        """Return the end of the latest earlier occurrence of the last n tokens, or 0."""
+        # Add the new n-grams that end before the last token: the token after each is known.
         first, n = self._first, self._length
         self._first = max(first, len(token_ids))
         tails = (token_ids[first - n + i :] for i in range(n))

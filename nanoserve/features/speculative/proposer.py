@@ -1,4 +1,4 @@
-"""What proposes draft tokens: the seam."""
+"""Interface of the proposers of draft tokens."""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -10,46 +10,47 @@ from nanoserve.engine.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Proposes any tokens: a rejected one costs time, and nothing else.
+    """Proposes draft tokens. A wrong one costs time, but never changes the output.
 
-    is_model: True if a draft token costs computing, and a place in the KV cache. Then no more of
-        them are requested than will be verified, and each has its place before that.
-    needs_hidden: True if `learn` is to be called.
+    is_model: True if draft tokens are computed by a model, which may keep their K and V. Then only
+        as many are requested as will be verified, and KV cache slots are reserved for them first.
+    needs_hidden: True if `learn` is to be called with hidden states.
     """
 
     is_model: bool
     needs_hidden: bool
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return for each sequence at most so many draft tokens, to come after its tokens.
+        """Return draft tokens that may follow each sequence.
 
-        All of its tokens are known. Called when a step is planned, which waits for it.
+        wanted: sequences, each with the most draft tokens that it may have. None of them has a
+        pending token. The scheduler waits for this call while it plans a step.
         """
 
     def begin(self, seq: Sequence) -> None:
-        """Called when a sequence is admitted, for the first time or again: it has new blocks."""
+        """Note that `seq` was admitted, for the first time or after preemption: blocks are new."""
 
     def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
-        """Called when the last token of `seq` was sampled from this row of the hidden states."""
+        """Note that the last token of `seq` was sampled from row `row` of the hidden states."""
 
     def forget(self, seq: Sequence) -> None:
-        """Called when a sequence has ended, with the tokens that it has now."""
+        """Note that `seq` has ended; its tokens are still there."""
 
     def close(self) -> None: ...
 
 
-# Makes a proposer, with the executor and the scheduler that it is for.
+# Makes the proposer of an engine, from its executor and its scheduler.
 MakeProposer = Callable[[Executor, Scheduler], Proposer]
 
 
 def count_accepted(draft_tokens: list[int], token_ids: list[int]) -> int:
-    """Return how many draft tokens are the same as `token_ids`, from the first one on."""
+    """Return how many draft tokens agree with `token_ids`, up to the first that does not."""
     pairs = zip(draft_tokens, token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class TextProposer:
-    """Base of proposers that look at a sequence's tokens, and at nothing else of it."""
+    """Base class of proposers that read the tokens of a sequence and nothing else."""
 
     is_model = needs_hidden = False
 
@@ -57,7 +58,7 @@ class TextProposer:
         return [self.draft(seq, most) for seq, most in wanted]
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return at most so many tokens that may come after those of `seq`."""
+        """Return at most `most` tokens that may follow those of `seq`."""
         raise NotImplementedError
 
     def begin(self, seq: Sequence) -> None:

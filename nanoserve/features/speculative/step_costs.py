@@ -1,44 +1,47 @@
-"""What steps take that only decode, with draft tokens and without: measured, and how it paid."""
+"""Measured times of decode steps, with and without draft tokens, and the balance of their gain."""
 
 import math
 from collections import deque
 from itertools import pairwise
 from statistics import median_low
 
-FEWEST_GAIN = 1.03  # over a plain step: what is less may be noise
-_FEWEST_TIMES = 3  # of a kind of step, before what it takes is believed
-_MOST_TIMES = 15  # of which the median counts: neighbours and page faults disturb single steps
-# What draft tokens are hoped to cost, of a step's time: low, so that they are tried, and seen.
+FEWEST_GAIN = 1.03  # over a plain step; a smaller gain may be noise
+_FEWEST_TIMES = 3  # measurements of a kind of step before its time is relied on
+_MOST_TIMES = 15  # their median is used: other processes and page faults disturb single steps
+# Initial estimate of the cost of draft tokens, relative to a plain step of one row. It is low, so
+# that they are tried and then measured.
 _PRIOR_JUMP, _PRIOR_SLOPE = 0.1, 0.05  # for the first one, and for each further one
-_MOST_NEW = 16  # steps after which costs are found anew
-_PATIENCE, _LONG = 24, 4000  # steps
-# Steps with draft tokens that a balance is of. How many of one row are accepted is luck.
+_MOST_NEW = 16  # recorded steps after which the costs are computed again
+# Recorded steps for which measurements are kept: if they are fewer than `_FEWEST_TIMES`, and else.
+_PATIENCE, _LONG = 24, 4000
+# A balance is over this many steps with draft tokens: at least 8, and 40 rows. How many draft
+# tokens of a single row are accepted is mostly chance.
 _FEWEST_BALANCED, _ROWS_BALANCED = 8, 40
-_MOST_SURPRISE = 2.0
-_GOOD_GAIN = 1.1
+_MOST_SURPRISE = 2.0  # a step counts for at most this many times its expected time
+_GOOD_GAIN = 1.1  # above this, the next pause is a short one again
 _SHORTEST_PAUSE, _LONGEST_PAUSE = (
     8,
     64,
-)  # recorded steps: of plain ones, one in four
+)  # recorded steps; of plain steps, one in four is recorded
 
 
 class StepCosts:
-    """What steps take that only decode, for about so many rows, by the number of draft tokens."""
+    """Times of decode steps with about `num_rows` rows, by the number of draft tokens."""
 
     def __init__(self, num_rows: int, max_draft_tokens: int, is_model: bool) -> None:
         self._num_rows, self._max_draft_tokens = num_rows, max_draft_tokens
         self._is_model = is_model
-        # Seconds per row. Numbers that are alike share a place, four to an octave from 8 on.
+        # Seconds per row, by bucket of the number of draft tokens: from 8 on, four to an octave.
         self._times: dict[int, deque[float]] = {}
-        self.plain: float | None = None  # without draft tokens; None before that is known
-        self.relative: list[float] = []  # over that, for 0 ... `max_draft_tokens` of them
-        self._would_pay = False  # draft tokens, were they all accepted
-        self._num_steps = self._num_new = 0  # and since these were found
-        # What was seen once or twice was perhaps another process's fault: when it is forgotten, and
-        # how long it then lasts. Twice as long each time.
+        self.plain: float | None = None  # seconds per row without draft tokens; None at first
+        self.relative: list[float] = []  # time over `plain`, for 0 ... `max_draft_tokens`
+        self._would_pay = False  # True if draft tokens would pay, were they all accepted
+        self._num_steps = self._num_new = 0  # recorded steps: all, and since `_find`
+        # Only one or two measurements may be due to another process. By bucket: the step at which
+        # they are dropped, and how long they are kept, which doubles each time.
         self._forget_at: dict[int, int] = {}
         self._patience: dict[int, int] = {}
-        # Of the latest steps with draft tokens, in plain steps: what they have taken, and yielded.
+        # Balance of the latest steps with draft tokens: time and tokens, in those of plain steps.
         self._took = self._yielded = 0.0
         self._num_balances = 0
         self._num_balanced = max(_FEWEST_BALANCED, _ROWS_BALANCED // num_rows)
@@ -46,36 +49,39 @@ class StepCosts:
 
     @property
     def can_pay(self) -> bool:
-        """True if draft tokens might pay: if all were accepted, and lately they have not lost."""
+        """True if draft tokens might pay: they would if all were accepted, and there is no pause.
+
+        A pause follows a balance in which draft tokens did not pay.
+        """
         return self._would_pay and self._num_steps >= self._paused_until
 
     def add(self, num_drafts: int, seconds_per_row: float) -> None:
-        """Record what a step with so many draft tokens has taken."""
+        """Record the time of a step with `num_drafts` draft tokens in all."""
         place = place_of(num_drafts)
         self._num_steps += 1
-        if place not in self._times:  # the first time is slow for other reasons, too
+        if place not in self._times:  # the first step of a kind is slow for other reasons
             self._times[place] = deque(maxlen=_MOST_TIMES)
             self._patience[place] = 2 * self._patience.get(place, _PATIENCE)
             self._forget_at[place] = self._num_steps + self._patience[place]
             return
         self._times[place].append(seconds_per_row)
-        # What is little known is looked at once more after each time.
+        # While a kind of step has few measurements, the costs are computed after each of them.
         self._num_new += 1 if len(self._times[place]) > _FEWEST_TIMES else _MOST_NEW
         if self._num_new >= _MOST_NEW and len(self._times.get(0, ())) >= _FEWEST_TIMES:
             self._find(self._times[0])
 
     def judge(self, num_drafts: int, num_accepted: int, seconds_per_row: float) -> None:
-        """Decide whether a step was worth it, whatever had been expected.
+        """Add a step with draft tokens to the balance, and pause if they have not paid.
 
-        The best of several estimates is most often too good an estimate, and single steps take
-        longer than others like them: a draft model computes the prompt of a new sequence. Steps
-        that were only tried, to see what they take, say nothing, nor do those that would have had
-        more draft tokens, were it known what these take.
+        The balance is needed besides the estimates: the best of several estimates is usually too
+        optimistic, and some steps take longer than similar ones, as when a draft model computes the
+        prompt of a new sequence. Steps of a kind that is not measured yet do not count, nor do
+        those that were limited because the cost of more draft tokens is not known.
         """
         is_known = len(self._times.get(place_of(num_drafts), ())) >= _FEWEST_TIMES
         if not is_known or num_drafts >= len(self.relative) - 1 < self._max_draft_tokens:
             return
-        # A step that another process has disturbed is not all of the balance.
+        # Limit the weight of a step that another process has disturbed.
         took = min(seconds_per_row / self.plain, _MOST_SURPRISE * self.relative[num_drafts])
         memory = 1 - 1 / self._num_balanced
         self._took = memory * self._took + took
@@ -100,17 +106,18 @@ class StepCosts:
                 continue
             times = self._times[place]
             if place and times:
-                # More work does not take less time: what says so is noise.
+                # More draft tokens do not take less time: such a measurement is noise.
                 found = min(times) if len(times) < _FEWEST_TIMES else median_low(times)
                 lowest = min(max(1.0, found / self.plain), lowest)
                 points.insert(0, (_smallest(place), lowest))
-        # Twice of what is known at most: so a large number is come to by small ones.
-        # One pass of a model tells little: what it takes to begin is spread over all of them.
+        # Allow at most twice the largest number measured, so that large numbers are reached step by
+        # step. A draft model starts with half of the most: its fixed cost is spread over its
+        # passes, so that a single pass says little about several.
         first = self._max_draft_tokens // 2 if self._is_model else self._num_rows // 4
         first = max(2, first)
         most = min(self._max_draft_tokens, 2 * points[-1][0] if points else first)
-        # A model computes each draft token, the first too; looking one up costs nothing, but a row
-        # of several tokens goes another way than a row of one.
+        # For a draft model, the first draft token costs as much as any other one. A looked-up one
+        # costs nothing to propose, but rows of several tokens take other kernels than decode rows.
         points = [(0, 1.0), *points] if self._is_model and points else points
         self.relative = _on_lines(points, self._num_rows, most)
         gains = [(1 + n / self._num_rows) / cost for n, cost in enumerate(self.relative)]
@@ -122,11 +129,11 @@ class StepCosts:
 
 
 def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list[float]:
-    """Return the costs of 0 ... `most` draft tokens, from what is known of some numbers of them.
+    """Return the relative costs of 0 ... `most` draft tokens, interpolated from `points`.
 
-    The first draft token of a step may cost more than a further one; nothing else is taken for
-    granted. Between two points costs lie on a line, beyond the last two on the same one, and
-    otherwise on the line that is hoped for.
+    points: (number of draft tokens, relative cost). The first draft token of a step may cost more
+    than further ones. Costs are linear between two points, go on along the last line beyond them,
+    and use the slope of the initial estimate where there are fewer than two points.
     """
     slope = _PRIOR_SLOPE / num_rows
     points = points or [(1, 1 + _PRIOR_JUMP / num_rows)]
@@ -140,14 +147,16 @@ def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list
 
 
 def place_of(number: int) -> int:
-    """Return the place of a number: 0 ... 7 have their own; then 8 and 9 share one, four to an
-    octave."""
+    """Return the bucket of a number: 0 ... 7 have one each; from 8 on, there are four to an octave.
+
+    So 8 and 9 share a bucket.
+    """
     shift = max(0, number.bit_length() - 3)
     return number if not shift else (shift + 1) * 4 + (number >> shift)
 
 
 def _smallest(place: int) -> int:
-    """Return the smallest number in a place."""
+    """Return the smallest number in a bucket."""
     if place < 8:
         return place
     shift = place // 4 - 2

@@ -1,12 +1,13 @@
 """Suffix decoding (Oliaro et al. 2024): the longest match, in finished requests too, by frequency.
 
-Agents ask the same thing with small changes, again and again, and what they get is long stretches
-of what others got. So outputs of finished requests are searched besides the sequence's own tokens.
-Of all places where the last tokens occurred, those count where the most tokens before agree; they
-vote for the next token, one after the other, and a draft ends where they are too divided.
+Agents send similar requests again and again, and long stretches of their outputs are the same. So
+the outputs of finished requests are searched besides the sequence's own tokens. Of all earlier
+occurrences of the last tokens, those with the longest match before them count; they vote for each
+draft token in turn, and the draft ends where the vote is too divided.
 
-The paper keeps a suffix tree. Here an index says where the last few tokens have occurred, a match
-is followed back from there, and only the latest places are looked at: a bound on time and memory.
+The paper keeps a suffix tree. Here an index holds the occurrences of each three tokens, the match
+is extended backwards from there, and only the latest occurrences are kept, which bounds time and
+memory.
 """
 
 from collections import Counter, OrderedDict
@@ -17,30 +18,32 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.config import SpeculativeConfig
 from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
 
-_KEY = 3  # tokens that must agree
-_MOST_PLACES = 8  # of one key in one index
-_MOST_TOKENS = 100_000  # of finished requests, of one cache key
+_KEY = 3  # tokens of a key: the shortest match
+_MOST_PLACES = 8  # occurrences of one key that an index keeps
+_MOST_TOKENS = 100_000  # of finished requests with one cache key
 _MOST_CACHE_KEYS = 16
-_NO_TOKEN = -1  # behind each finished text
+_NO_TOKEN = -1  # separator after each finished text
 
-# Tokens, and the position behind an occurrence in them.
+# An occurrence: the tokens of a text, and the position after it.
 Place = tuple[list[int], int]
 
 
 def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Return what makes the proposer of method "suffix"."""
+    """Return the function that makes the proposer of method "suffix"."""
     return lambda executor, scheduler: SuffixProposer(config.speculative_config)
 
 
 class SuffixProposer(TextProposer):
+    """Proposes the continuation of the longest match, by vote among its occurrences."""
+
     def __init__(self, config: SpeculativeConfig) -> None:
         self._depth = config.suffix_decoding_max_tree_depth
         self._spec_factor = config.suffix_decoding_max_spec_factor
         self._min_prob = config.suffix_decoding_min_token_prob
         self._max_requests = config.suffix_decoding_max_cached_requests
         self._own: dict[Sequence, PlaceIndex] = {}
-        # An accepted draft token is quick, which shows what others got: those alone share an index
-        # that share a cache.
+        # An accepted draft token comes sooner, and so reveals what other requests got. So only
+        # requests with the same cache key share an index.
         self._finished: OrderedDict[tuple[str, ...], FinishedTexts] = OrderedDict()
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
@@ -49,7 +52,7 @@ class SuffixProposer(TextProposer):
             return []
         if own is None or own.num_added > len(token_ids):
             own = self._own[seq] = PlaceIndex(token_ids)
-        # What ends with the last token is not there yet: nothing is known to follow it.
+        # Keys that end at the last token are not added yet: the token after them is not known.
         own.add(_KEY, len(token_ids) - 1)
         key = tuple(token_ids[-_KEY:])
         places = own.places(key)
@@ -80,7 +83,7 @@ class SuffixProposer(TextProposer):
         return length
 
     def _follow(self, places: list[Place], own: list[int], most: int) -> list[int]:
-        """Return what most places have next, while they agree enough."""
+        """Return the tokens that follow most of `places`, while their vote is likely enough."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < most:
@@ -98,19 +101,19 @@ class SuffixProposer(TextProposer):
 
 
 def _following(place: Place, own: list[int], drafts: list[int]) -> int | None:
-    """Return the token that comes there after so many draft tokens; None behind a text's end."""
+    """Return the token at `place` after these draft tokens; None past the end of the text."""
     text, end = place
     end += len(drafts)
     if end < len(text):
         return text[end] if text[end] != _NO_TOKEN else None
-    # Behind the end of the sequence itself come its draft tokens.
+    # The sequence's own tokens are continued by its draft tokens.
     return drafts[end - len(text)] if text is own else None
 
 
 class PlaceIndex:
-    """An index of a list that grows: where each `_KEY` tokens have occurred lately.
+    """Index of a growing list of tokens: the latest occurrences of each `_KEY` tokens.
 
-    Most have once: that is a number, and only for others there is a list.
+    Most keys occur once. To save memory, one occurrence is kept as a number, several as a list.
     """
 
     def __init__(self, token_ids: list[int]) -> None:
@@ -119,7 +122,7 @@ class PlaceIndex:
         self._ends: dict[tuple[int, ...], int | list[int]] = {}
 
     def add(self, first: int, last: int) -> None:
-        """Add what ends at `first` ... `last`, if it was not added before."""
+        """Add the keys that end at `first` ... `last`, except those that were added before."""
         first, token_ids, ends = max(first, self.num_added + 1), self.token_ids, self._ends
         tails = (token_ids[first - _KEY + i : last - _KEY + i + 1] for i in range(_KEY))
         for end, key in enumerate(zip(*tails, strict=True), first):
@@ -134,12 +137,13 @@ class PlaceIndex:
         self.num_added = max(self.num_added, last)
 
     def places(self, key: tuple[int, ...]) -> list[Place]:
+        """Return the latest occurrences of a key."""
         ends = self._ends.get(key, [])
         return [(self.token_ids, end) for end in ([ends] if isinstance(ends, int) else ends)]
 
 
 class FinishedTexts:
-    """The latest finished texts, in two halves: when the newer is full, the older one goes."""
+    """The latest finished texts, in two halves: when the newer is full, the older is dropped."""
 
     def __init__(self, max_requests: int) -> None:
         self._most_texts = max(1, max_requests // 2)
@@ -147,6 +151,7 @@ class FinishedTexts:
         self._num_texts = 0
 
     def add(self, text: list[int]) -> None:
+        """Add the output of a finished request."""
         is_full = len(self._newer.token_ids) > _MOST_TOKENS // 2
         if self._num_texts == self._most_texts or is_full:
             self._older, self._newer = self._newer, PlaceIndex([])
@@ -154,8 +159,9 @@ class FinishedTexts:
         self._num_texts += 1
         start = len(self._newer.token_ids)
         self._newer.token_ids += [*text, _NO_TOKEN]
-        # No match reaches back into the text before, and behind its last token nothing follows.
+        # No key spans two texts, and none ends at the last token, which nothing follows.
         self._newer.add(start + _KEY, start + len(text) - 1)
 
     def places(self, key: tuple[int, ...]) -> list[Place]:
+        """Return the latest occurrences of a key in both halves."""
         return self._older.places(key) + self._newer.places(key)

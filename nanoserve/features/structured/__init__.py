@@ -1,1 +1,1 @@
-"""Output that obeys a grammar: what may come next, token by token."""
+"""Structured output: grammars that constrain which tokens may come next."""

@@ -1,4 +1,4 @@
-"""Who knows grammars, by name; each is imported when the first request asks for it."""
+"""Grammar backends by name, each imported when the first request needs it."""
 
 import threading
 from collections import OrderedDict
@@ -16,17 +16,17 @@ from nanoserve.features.structured.source import Source
 _Key = tuple[str, str, str, bytes]
 
 _MOST_KNOWN = 1024
-# By library and source, why it cannot be compiled, or None: the last ones that were asked for.
+# The latest checks, by backend and grammar: why it cannot be compiled, or None if it can.
 _known: "OrderedDict[_Key, Future[str | None]]" = OrderedDict()
 _checkers: dict[str, Checker] = {}
 _lock = threading.Lock()
 
 
 def check(library: str, source: Source) -> None:
-    """Check a grammar without a tokenizer, which takes longer to be read.
+    """Check a grammar without a tokenizer, which would take longer to load.
 
-    Raises `ValueError` for one that cannot be compiled: it is too deep or too wide, the library
-    refuses it, or compiling it takes too long or crashes.
+    library: the name of a backend. Raises `ValueError` for a grammar that cannot be compiled: it is
+    too deep or too wide, the library rejects it, or compiling it takes too long or crashes.
     """
     key = (library, source.kind, source.whitespace, xxh3_128_digest(source.text.encode()))
     with _lock:
@@ -41,7 +41,7 @@ def check(library: str, source: Source) -> None:
         known = mine
         try:
             mine.set_result(_fault(library, source))
-        except BaseException as error:  # no verdict on the grammar: the next one asks again
+        except BaseException as error:  # no verdict on the grammar: the next request checks again
             with _lock:
                 if _known.get(key) is mine:
                     del _known[key]
@@ -52,7 +52,7 @@ def check(library: str, source: Source) -> None:
 
 
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
-    """Return a compiler, whose backend is imported when the first grammar is compiled."""
+    """Return a compiler. Its backend is imported when the first grammar is compiled."""
     name = config.backend_name
     return Compiler(lambda: GRAMMAR_BACKENDS.get(name)(tokenizer.backend, vocab_size))
 

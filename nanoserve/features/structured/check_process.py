@@ -1,7 +1,8 @@
-"""The process in which grammars are compiled for the first time, to see whether that goes well.
+"""Child process in which grammars are compiled for the first time, as a check.
 
-Run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a pipe. A grammar
-that overflows a native stack, or takes memory or time without end, ends this process alone.
+It is run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a pipe. A
+grammar that overflows a native stack, or that takes too much memory or time, ends only this
+process.
 """
 
 import os
@@ -16,15 +17,15 @@ from nanoserve.features.structured.stacks import start_thread
 from nanoserve.utils.registry import Registry
 
 READY = "ready"
-_STACK = 16 * 2**20  # a quarter of what the threads have that compile what was found good here
-_MEMORY = 2 * 2**30  # bytes beyond what the libraries take
-_IDLE = 60.0  # seconds without an order after which this process ends
+_STACK = 16 * 2**20  # bytes: a quarter of the stacks in which checked grammars are compiled
+_MEMORY = 2 * 2**30  # bytes, besides what is used after the library was imported
+_IDLE = 60.0  # seconds without a grammar after which this process ends
 
 
 def main(file_descriptor: int, location: str) -> None:
-    """Answer each `Source` with what is wrong with it, or None, until the pipe is closed.
+    """Answer each `Source` with its error, or None, until the pipe is closed.
 
-    location: of the backend that checks them, as "module:Class".
+    location: the backend that checks the grammars, as "module:Class".
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
     pipe = Connection(file_descriptor)
@@ -34,8 +35,8 @@ def main(file_descriptor: int, location: str) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
         return
     _limit_memory()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash as often as somebody likes
-    os.nice(5)  # what runs goes first
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected: no core dumps
+    os.nice(5)  # running requests have priority
     pipe.send(READY)
     thread = start_thread(_answer, (pipe, backend.check, backend.check_seconds), _STACK, "check")
     thread.join()
@@ -50,14 +51,14 @@ def _answer(pipe: Connection, check: Any, seconds: int) -> None:
                 check(source)
             except ValueError as error:
                 pipe.send(str(error))
-            except Exception as error:  # a library's own kind
+            except Exception as error:  # a library may raise its own exceptions
                 pipe.send(f"{type(error).__name__}: {error!s:.300}")
             else:
                 pipe.send(None)
 
 
 def _limit_time(seconds: int) -> None:
-    """Have the system end this process once it has computed for `seconds` from now on."""
+    """Let the system kill this process after `seconds` of further CPU time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + seconds + 1
@@ -67,7 +68,7 @@ def _limit_time(seconds: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Have allocations fail beyond `_MEMORY`; where the system does not tell sizes, do nothing."""
+    """Let allocations beyond `_MEMORY` fail; do nothing where /proc has no memory sizes."""
     with suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

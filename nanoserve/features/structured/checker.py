@@ -1,9 +1,9 @@
-"""Checks grammars in processes of their own, which may die of one.
+"""Checks of grammars in child processes, which a bad grammar may crash without harm.
 
-A request with a grammar is checked before it is queued. That is done by the very library that
-compiles it later, in a child process: whatever the library does there, the request alone gets an
-error. What has passed is compiled again in the engine's process, for its tokenizer, by threads
-whose stacks are four times as large.
+The grammar of a request is checked before the request is queued. The check is done by the library
+that compiles the grammar later, in a child process: if the library crashes there, only that request
+gets an error. A grammar that has passed is compiled again in the engine's process, for its
+tokenizer, by threads whose stacks are four times as large.
 """
 
 import os
@@ -20,11 +20,11 @@ from nanoserve.features.structured import check_process
 from nanoserve.features.structured.config import GRAMMAR_BACKENDS
 from nanoserve.features.structured.source import Source
 
-_MOST = 4  # processes for one library
-_MOST_LARGE = 2  # of which, that check large grammars: these may take long
-_LARGE = 16_384  # characters
-_TIME_LIMIT = 20.0  # seconds of waiting, on a busy machine, where 3 of computing are allowed
-_START_LIMIT = 120.0  # seconds: xgrammar imports torch
+_MOST = 4  # processes per library
+_MOST_LARGE = 2  # processes per library that check large grammars at the same time
+_LARGE = 16_384  # characters from which a grammar is large: it may take seconds
+_TIME_LIMIT = 20.0  # seconds of wall time; CPU time is limited by the backend's `check_seconds`
+_START_LIMIT = 120.0  # seconds for a process to start: xgrammar imports torch
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from nanoserve.features.structured.check_process import main; main(int(sys.argv[1]), sys.argv[2])"
@@ -32,9 +32,9 @@ _PROGRAM = (
 
 
 class Checker:
-    """Several processes that check grammars for one library, started when they are needed.
+    """Pool of processes that check grammars for one library, started when they are needed.
 
-    One that has had nothing to do for a minute ends, and so do all when this process does.
+    A process ends after a minute without work, and when this process ends.
     """
 
     def __init__(self, library: str) -> None:
@@ -42,12 +42,12 @@ class Checker:
         self._reset()
 
     def check(self, source: Source) -> str | None:
-        """Return what is wrong with a grammar, or None. May be called by several threads.
+        """Return the error of a grammar, or None. Thread-safe.
 
-        Raises `ValueError` if there can be no such process.
+        Raises `ValueError` if no process can be started.
         """
         is_large = len(source.text) > _LARGE
-        if self._pid != os.getpid():  # a fork has no threads, and its pipes belong to another
+        if self._pid != os.getpid():  # after a fork: the processes and pipes are the parent's
             self._reset()
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(is_large))
@@ -62,7 +62,7 @@ class Checker:
             except _Died as died:
                 if not (is_used and died.has_crashed):
                     raise
-                process = _Process(self._library)  # it may have ended because it was idle
+                process = _Process(self._library)  # the old one may have ended as it was idle
                 fault = process.check(source)
         except _Died as died:
             process, fault = None, str(died)
@@ -89,18 +89,18 @@ class Checker:
 
 
 class _Died(Exception):
-    """A process has ended, or was ended, while it checked a grammar; `reason` says of what."""
+    """A process has ended, or was killed, while it checked a grammar; `reason` says why."""
 
     def __init__(self, reason: str, has_crashed: bool = False) -> None:
         super().__init__(reason)
-        self.has_crashed = has_crashed  # or was not there any more
+        self.has_crashed = has_crashed  # True also if the process had ended before
 
 
 class _Process:
-    """One child process. What is checked there cannot harm this one."""
+    """Child process that checks one grammar at a time."""
 
     def __init__(self, library: str) -> None:
-        """Start it, and wait until it is ready. Raises `ValueError` if that fails."""
+        """Start the process, and wait until it is ready. Raises `ValueError` if that fails."""
         self._library = library
         self._pipe, theirs = Pipe()
         with theirs:
@@ -125,7 +125,7 @@ class _Process:
             raise _cannot_start(answer)
 
     def check(self, source: Source) -> str | None:
-        """Return what is wrong, or None. Raises `_Died`."""
+        """Return the error of a grammar, or None. Raises `_Died` if the process has ended."""
         try:
             self._pipe.send(tuple(source))
             return _received(self._pipe, _TIME_LIMIT)
@@ -136,16 +136,16 @@ class _Process:
             code = self._end(1.0)
             if code == -signal.SIGXCPU:
                 most = GRAMMAR_BACKENDS.get(self._library).check_seconds
-                reason = f"to compile it takes more than {most} seconds of computing"
+                reason = f"compiling it takes more than {most} seconds of CPU time"
                 raise _Died(reason) from None
             reason = f"the library that compiles it crashed (exit status {code})"
             raise _Died(reason, has_crashed=True) from None
-        except BaseException:  # Ctrl-C: its answer would be taken for that to the next question
+        except BaseException:  # Ctrl-C: a late answer would be taken for that of the next grammar
             self._end(0)
             raise
 
     def _end(self, seconds: float) -> int:
-        """End it, unless it does so by itself within `seconds`; return its exit status."""
+        """Kill the process if it has not ended within `seconds`; return its exit status."""
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(seconds)
         self._child.kill()
@@ -160,7 +160,10 @@ def _cannot_start(reason: object) -> ValueError:
 
 
 def _received(pipe: Connection, seconds: float) -> str | None:
-    """Wait for an answer. Raises `TimeoutError`, and `EOFError` if the process has ended."""
+    """Wait for an answer and return it.
+
+    Raises `TimeoutError` after `seconds`, and `EOFError` if the process has ended.
+    """
     deadline = time.monotonic() + seconds
     while not pipe.poll(max(0.0, deadline - time.monotonic())):
         if time.monotonic() >= deadline:

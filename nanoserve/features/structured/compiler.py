@@ -1,4 +1,4 @@
-"""Grammars, compiled aside and kept: requests with the same schema share one."""
+"""Compiler of grammars: works in background threads, with a cache that requests share."""
 
 import threading
 import weakref
@@ -13,16 +13,16 @@ from nanoserve.features.structured.source import Source
 from nanoserve.features.structured.stacks import start_thread
 
 _NUM_THREADS = 2
-_STACK = 64 * 2**20  # bytes of each; see `limits.py`
-_MOST_BYTES = 256 * 2**20  # of compiled grammars that nobody may need any more
+_STACK = 64 * 2**20  # bytes per thread; see `limits.py`
+_MOST_BYTES = 256 * 2**20  # size of the cache of compiled grammars, used or not
 
 _Orders = SimpleQueue[Callable[[], None] | None]
 
 
 class Compiler:
-    """Compiles in threads of its own, which keep neither a program from its end nor a step waiting.
+    """Compiles grammars in daemon threads, so that no step waits for a compilation.
 
-    The backend is made when the first grammar is asked for.
+    The backend is made when the first grammar is compiled.
     """
 
     def __init__(self, make_backend: Callable[[], Backend], most_bytes: int = _MOST_BYTES) -> None:
@@ -30,16 +30,19 @@ class Compiler:
         self._backend: Backend | None = None
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._kept: OrderedDict[Source, CompiledGrammar] = OrderedDict()  # the last used last
+        self._kept: OrderedDict[Source, CompiledGrammar] = OrderedDict()  # latest use last (LRU)
         self._num_bytes = 0
         self._under_way: dict[Source, Future[CompiledGrammar]] = {}
         self._orders: _Orders = SimpleQueue()
         self._num_threads = 0
-        # The threads hold nothing but the queue, so an engine that is dropped is released.
+        # The threads refer to the queue only, so a compiler without other references is freed.
         self._end = weakref.finalize(self, _end, self._orders)
 
     def compile(self, source: Source) -> "Future[CompiledGrammar]":
-        """It is done at once if this grammar was compiled lately, or ends with a `ValueError`."""
+        """Return the future of a compiled grammar; it is done at once if the grammar is cached.
+
+        If the grammar cannot be compiled, the future's exception is a `ValueError`.
+        """
         with self._lock:
             if source in self._under_way:
                 return self._under_way[source]
@@ -56,6 +59,7 @@ class Compiler:
         return future
 
     def close(self) -> None:
+        """Let the threads end once all queued grammars are compiled. Idempotent."""
         self._end()
 
     def _compile(self, source: Source, future: "Future[CompiledGrammar]") -> None:
@@ -85,7 +89,7 @@ class Compiler:
 def _run(orders: _Orders) -> None:
     while (order := orders.get()) is not None:
         order()
-        del order  # it holds the compiler, which nobody else may hold any more
+        del order  # it refers to the compiler, which this thread must not keep alive
 
 
 def _end(orders: _Orders) -> None:

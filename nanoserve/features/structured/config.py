@@ -1,4 +1,4 @@
-"""`structured_outputs_config={...}`, under vLLM's names."""
+"""Options of structured output: `structured_outputs_config={...}`, under vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ GRAMMAR_BACKENDS: "Registry[type[Backend]]" = Registry(
         "xgrammar": "nanoserve.features.structured.xgrammar:XGrammar",
     },
 )
-# The package that a backend needs, and what to install.
+# The package that a backend needs, and the argument of `pip install`.
 _PACKAGES = {
     "guidance": ("llguidance", "'nanoserve[guided]'"),
     "xgrammar": ("xgrammar", "xgrammar"),
@@ -27,17 +27,19 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class StructuredOutputsConfig:
-    """How grammars are computed.
+    """Options of structured output for all requests of an engine.
 
-    backend: "auto" is "guidance" (llguidance); "xgrammar" knows fewer schemas, and refuses others.
-        One of your own is added by `register_grammar_backend`.
-    disable_any_whitespace: JSON is set out in one way, with a space behind each comma and colon.
-    disable_additional_properties: objects of schemas have no other properties than those named,
-        unless a schema says so itself, as with vLLM's default backend.
-    lenient: keywords of schemas that no output can be made to obey are ignored, and named in the
-        log; otherwise they are a `ValueError`.
-    jump_forward: tokens that a grammar leaves no choice of are computed together in one step. None
-        is on a CPU; nobody has run it on a GPU yet.
+    backend: "auto" is "guidance" (llguidance); "xgrammar" supports fewer schemas, and rejects all
+        others. `register_grammar_backend` adds a backend of your own.
+    disable_any_whitespace: if True, JSON has exactly one space after each comma and colon, and no
+        other whitespace.
+    disable_additional_properties: if True, objects of a schema have no properties but those that it
+        names, unless the schema allows them explicitly, as with vLLM's default backend.
+    lenient: if True, keywords of a schema that cannot be enforced are ignored, and named in the
+        log; if False, they raise `ValueError`.
+    jump_forward: if True, tokens that the grammar leaves no choice of (jump-forward tokens) are
+        computed together in one step. None: True on a CPU, and False on a GPU, where it has not
+        been tested.
 
     Raises `ValueError` for unknown names and values.
     """
@@ -50,7 +52,7 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | StructuredOutputsConfig") -> Any:
-        """What `EngineConfig` was given."""
+        """Return the options that were given to `EngineConfig`, as `StructuredOutputsConfig`."""
         if isinstance(options, cls):
             return options
         check_names("structured_outputs_config", options, cls, "{'backend': 'xgrammar'}")
@@ -66,7 +68,7 @@ class StructuredOutputsConfig:
 
     @property
     def backend_name(self) -> str:
-        """The backend's name. Raises `ValueError` that names the package which is missing."""
+        """Name of the backend. Raises `ValueError` if the package that it needs is missing."""
         name = "guidance" if self.backend == "auto" else self.backend
         if name in _PACKAGES:
             package, extra = _PACKAGES[name]
@@ -76,8 +78,8 @@ class StructuredOutputsConfig:
 
 
 def register_grammar_backend(name: str, location: str) -> None:
-    """Add a backend of your own, as "module:Class": see `nanoserve.features.structured.grammar.Backend`.
+    """Register a grammar backend of your own: see `nanoserve.features.structured.grammar.Backend`.
 
-    Processes that check grammars import it from there.
+    location: "module:Class". The processes that check grammars import it from there.
     """
     GRAMMAR_BACKENDS.register(name, location)

@@ -1,19 +1,19 @@
-"""A sequence under a grammar: what may come next, given the tokens that it has."""
+"""Sequences with a grammar: the tokens that may come next, given those of the sequence."""
 
 import numpy as np
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.structured.grammar import Grammar, count_legal
 
-_MOST_WRONG = 2  # jumps that a model may write in another way
+_MOST_WRONG = 2  # rejected jumps after which a sequence has no more jump-forward tokens
 
 
 class Guided:
-    """The grammar of one sequence, which follows its tokens whenever it is used.
+    """Grammar of one sequence, brought up to date with its tokens whenever it is used.
 
-    So it need not hear of what happens to a sequence: what was preempted keeps its tokens, and from
-    what was undone after an error the grammar goes back. It may also be ahead: a token that was
-    found legal is taken at once, before it has joined.
+    So it needs no notification of other events: a preempted sequence keeps its tokens, and if
+    tokens were undone after an error, the grammar is rolled back. It may also be ahead: a sampled
+    token that is legal is accepted at once, before it is appended to the sequence.
     """
 
     def __init__(self, seq: Sequence, grammar: Grammar) -> None:
@@ -21,11 +21,11 @@ class Guided:
         self._grammar = grammar
         self._num_accepted = 0
         self._num_wrong = 0
-        self.error: ValueError | None = None  # why it cannot go on
+        self.error: ValueError | None = None  # why the grammar has failed
 
     @property
     def grammar(self) -> Grammar:
-        """The grammar at the end of the sequence. Raises `ValueError` if it cannot be followed."""
+        """The grammar at the end of the sequence. Raises `ValueError` if it has failed."""
         if self.error is not None:
             raise self.error
         num_new = self.seq.num_output_tokens - self._num_accepted
@@ -41,18 +41,18 @@ class Guided:
         return self._grammar
 
     def first_illegal(self, draft_tokens: list[int], token_ids: list[int]) -> int | None:
-        """Return the index of the first token that may not come; see `TokenMask`.
+        """Return the index of the first sampled token that is illegal, or None; see `TokenMask`.
 
-        draft_tokens: tokens that were computed, all of them legal. token_ids: what was sampled
-        after the last token of the sequence and after each of them.
+        draft_tokens: the draft tokens of the step, all of them legal. token_ids: the tokens that
+        were sampled after the last token of the sequence, and after each draft token.
         """
         index = count_equal(draft_tokens, token_ids)
         token_id = token_ids[index]
         if token_id < 0:
-            return None  # what the model computed there is no number
+            return None  # no token was sampled: the logits are not finite
         grammar = self.grammar
         try:
-            if index:  # these have been sampled
+            if index:  # these draft tokens are accepted
                 grammar.accept(draft_tokens[:index])
                 self._num_accepted += index
             if token_id in self.seq.stop_token_ids and grammar.may_end:
@@ -65,13 +65,16 @@ class Guided:
         return None
 
     def fill(self, before: list[int], mask: np.ndarray) -> None:
-        """Set the bits of what may come after these tokens, which are legal."""
+        """Set the bits of the tokens that may follow those of the sequence and `before`.
+
+        before: legal tokens after the last one of the sequence.
+        """
         grammar = self.grammar
         try:
             grammar.accept(before)
             grammar.fill(mask)
             may_end = grammar.may_end
-            grammar.rollback(len(before))  # they may turn out to be rejected
+            grammar.rollback(len(before))  # they are draft tokens, which may be rejected
         except ValueError as error:
             raise self._fail(error) from None
         if may_end:
@@ -81,16 +84,20 @@ class Guided:
                     bits[token_id // 32] |= np.uint32(1 << token_id % 32)
 
     def is_terminated(self) -> bool:
-        """Return whether nothing can come any more. An error is raised when the next token is
-        sampled."""
+        """Return True if no further token is allowed.
+
+        An error of the grammar is not raised here, but when the next token is sampled.
+        """
         try:
             return self.grammar.is_terminated
         except ValueError:
             return False
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must come next, or would if the model wrote them as
-        usual: *jump-forward* tokens."""
+        """Return up to `most` *jump-forward* tokens.
+
+        Their text must come next, but the model may still choose other tokens for it.
+        """
         if self._num_wrong == _MOST_WRONG:
             return []
         try:
@@ -100,7 +107,7 @@ class Guided:
             return []
 
     def legal(self, draft_tokens: list[int]) -> list[int]:
-        """Return the draft tokens before the first one that may not come."""
+        """Return the draft tokens before the first illegal one."""
         try:
             return draft_tokens[: count_legal(self.grammar, draft_tokens)]
         except ValueError as error:
@@ -108,27 +115,27 @@ class Guided:
             return []
 
     def count_jump(self, is_accepted: bool) -> None:
-        """Learn whether jump-forward tokens were accepted as they were."""
+        """Record whether all jump-forward tokens of a step were accepted."""
         self._num_wrong += not is_accepted
 
     def _fail(self, error: ValueError) -> ValueError:
-        """Keep why the grammar cannot be followed; returns that."""
+        """Keep the error of the grammar, and return it."""
         if error is not self.error:
-            self.error = ValueError(f"structured_outputs: its grammar cannot go on: {error}")
+            self.error = ValueError(f"structured_outputs: the grammar has failed: {error}")
         return self.error
 
 
 class GrammarMask:
-    """The tokens that a grammar allows in one step: a `TokenMask`.
+    """Tokens that a grammar allows in one step: a `TokenMask`.
 
-    draft_tokens: those of the step before the first illegal one. What follows that one is never
-    accepted, so there nothing is forbidden.
+    draft_tokens: those of the step before the first illegal one. Tokens after that one are never
+    accepted, so their positions are not masked.
     """
 
     def __init__(self, guided: Guided, draft_tokens: list[int]) -> None:
         self._guided, self._draft_tokens = guided, draft_tokens
 
-    # With a step ahead a sequence may have ended; then what is sampled for it is thrown away.
+    # With async scheduling a sequence may have ended; its sampled tokens are then discarded.
 
     def first_illegal(self, token_ids: list[int]) -> int | None:
         if self._guided.seq.finished:
@@ -143,7 +150,7 @@ class GrammarMask:
 
 
 def count_equal(draft_tokens: list[int], token_ids: list[int]) -> int:
-    """Return how many of the draft tokens were sampled, from the first one on."""
+    """Return how many draft tokens agree with the sampled ones, up to the first that does not."""
     count = 0
     for draft, sampled in zip(draft_tokens, token_ids, strict=False):
         if draft != sampled:

@@ -1,13 +1,13 @@
-"""Structured output as an extension of the engine: grammars bound what a sequence may say.
+"""Structured output as an extension of the engine: grammars mask the tokens of a sequence.
 
-A request is held while its grammar is compiled. In every step its tokens get a mask, and where a
-grammar leaves only one way on, the tokens that must come are draft tokens: *jump-forward decoding*
-(Zheng et al. 2023, "SGLang", section 4). Draft tokens of other extensions are cut where the grammar
-forbids them.
+A request is held while its grammar is compiled. In every step a token mask is applied to its
+logits, and where a grammar allows only one continuation, its tokens become draft tokens:
+*jump-forward decoding* (Zheng et al. 2023, "SGLang", section 4). Draft tokens of other extensions
+are cut before the first one that the grammar forbids.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError  # of Python 3.10 its own
+from concurrent.futures import TimeoutError as FutureTimeoutError  # a separate class in Python 3.10
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,15 +24,15 @@ from nanoserve.features.structured.grammar import CompiledGrammar
 if TYPE_CHECKING:
     from nanoserve.engine.llm_engine import LLMEngine
 
-COMPILING = "its grammar is compiled"  # a reason to be held
-MOST_FORCED = 32  # jump-forward tokens that one step takes
-_TIME_LIMIT = 20.0  # seconds for a grammar to be compiled, and the tokenizer to be read before
-_WAIT = 0.005  # seconds, where there is nothing else to do
+COMPILING = "its grammar is compiled"  # the reason for which a request is held
+MOST_FORCED = 32  # jump-forward tokens per step
+_TIME_LIMIT = 20.0  # seconds for compiling a grammar, and for loading the tokenizer before it
+_WAIT = 0.005  # seconds, if there is nothing else to do
 
 
 @dataclass
 class Compilation:
-    """A grammar that is compiled for held sequences of one request."""
+    """Compilation in progress, for the held sequences of one request."""
 
     sequences: list[Sequence]
     future: "Future[CompiledGrammar]"
@@ -40,7 +40,7 @@ class Compilation:
 
 
 class StructuredOutputs(Extension):
-    """Keeps a grammar for each sequence that has one; made when the first such request comes."""
+    """Keeps the grammars of sequences; made when the first request with a grammar arrives."""
 
     def __init__(self, engine: "LLMEngine") -> None:
         config = engine.config
@@ -53,18 +53,18 @@ class StructuredOutputs(Extension):
         if self._jumps_forward is None:
             self._jumps_forward = config.device == "cpu"
         self._is_async = config.async_scheduling
-        self._guided: dict[Sequence, Guided] = {}  # sequences with a grammar that have not ended
+        self._guided: dict[Sequence, Guided] = {}  # unfinished sequences with a grammar
         self._compilations: dict[Sequence, Compilation] = {}
-        self._forced: dict[Sequence, list[int]] = {}  # jump-forward tokens under way
+        self._forced: dict[Sequence, list[int]] = {}  # jump-forward tokens in flight
 
     def on_add(self, seq: Sequence) -> str | None:
-        """Have the grammar compiled; if that takes time, the request is held."""
+        """Start compiling the grammar; if it is not cached, hold the request."""
         if seq.params.structured_outputs is None or self._start([seq, *seq.siblings]):
             return None
         return COMPILING
 
     def on_step_start(self) -> None:
-        """Release requests whose grammar is compiled, and fail those that will get none."""
+        """Release requests whose grammar is compiled, and fail those whose compilation failed."""
         if not self._compilations:
             return
         scheduler, waiting = self._scheduler, list(self._compilations.items())
@@ -79,7 +79,7 @@ class StructuredOutputs(Extension):
                 del self._compilations[seq]
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Leave a sequence out of the step ahead that may jump forward from its pending token."""
+        """Leave a sequence out of the plan if it may jump forward after its pending token."""
         if self._is_async and seq.num_pending and self._may_jump(seq):
             return 0
         return num_tokens
@@ -106,7 +106,7 @@ class StructuredOutputs(Extension):
         if not self._forced:
             return
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
-            guided = self._guided.get(row.seq)  # None if it has ended, perhaps amid these
+            guided = self._guided.get(row.seq)  # None if it has ended, perhaps at one of these
             forced = self._forced.get(row.seq)
             is_jump = forced is not None and plan.draft_tokens.get(row.seq) is forced
             if guided is not None and is_jump:
@@ -118,9 +118,9 @@ class StructuredOutputs(Extension):
             self._forced.pop(seq, None)
 
     def on_reset(self) -> None:
-        """Start the grammars of all sequences anew, also where an end was undone.
+        """Restart the grammars of all sequences, including those whose end was undone.
 
-        An exception may have come between what a grammar does and the note of it.
+        An exception may have left a grammar and its count of accepted tokens inconsistent.
         """
         self._forced.clear()
         self._guided.clear()
@@ -129,7 +129,7 @@ class StructuredOutputs(Extension):
         compiling = [seq for each in self._compilations.values() for seq in each.sequences]
         waiting = unfinished.intersection(compiling)
         for seq in waiting:
-            self._scheduler.hold(seq, COMPILING)  # an end that was undone has released it
+            self._scheduler.hold(seq, COMPILING)  # if its end was undone, it had been released
         for request in requests:
             missing = unfinished.intersection(request.sequences) - waiting
             if missing and request.params.structured_outputs is not None:
@@ -139,13 +139,13 @@ class StructuredOutputs(Extension):
         self._compiler.close()
 
     def _start(self, sequences: list[Sequence]) -> bool:
-        """Compile the grammar of these sequences of one request; False if that takes time."""
+        """Start compiling the grammar of one request's sequences; return True if it is cached."""
         params = sequences[0].params.structured_outputs
         future = self._compiler.compile(params.source(self._options))
         if future.done() and future.exception() is None:
-            self._guide(sequences, future.result())
+            self._add_grammars(sequences, future.result())
             return True
-        # A request whose grammar cannot be compiled is queued, too, and ends with its first step.
+        # A request whose grammar cannot be compiled is queued as well, and fails in the next step.
         deadline = self._engine.clock() + _TIME_LIMIT
         self._compilations[sequences[0]] = Compilation(sequences, future, deadline)
         return False
@@ -155,35 +155,35 @@ class StructuredOutputs(Extension):
             for seq in sequences:
                 self._scheduler.hold(seq, COMPILING)
 
-    def _guide(self, sequences: list[Sequence], compiled: CompiledGrammar) -> None:
+    def _add_grammars(self, sequences: list[Sequence], compiled: CompiledGrammar) -> None:
         for seq in sequences:
             self._guided[seq] = Guided(seq, compiled.start())
             if self._stop_if_terminated not in seq.stop_conditions:
                 seq.stop_conditions.append(self._stop_if_terminated)
 
     def _stop_if_terminated(self, seq: Sequence) -> tuple[str, str | None] | None:
-        """Return an end if the grammar lets nothing follow: one of `Sequence.stop_conditions`."""
+        """Return an end if the grammar is terminated: one of `Sequence.stop_conditions`."""
         guided = self._guided.get(seq)
         if guided is None or seq.finish_reason not in (None, "length"):
             return None
         return ("stop", None) if guided.is_terminated() else None
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return whether a sequence was queued; an exception may have come in between."""
+        """Return True if the request of `seq` was added; an exception may have prevented it."""
         request = self._engine.output_processor.requests.get(seq.request_id)
         return request is not None and seq in request.sequences
 
     def _end_compilation(self, compilation: Compilation) -> None:
         sequences = compilation.sequences
         try:
-            self._guide(sequences, compilation.future.result(timeout=0))
+            self._add_grammars(sequences, compilation.future.result(timeout=0))
         except Exception as error:
             self._engine.fail(sequences[0].request_id, _reason(error))
         else:
             self._scheduler.release(sequences, COMPILING)
 
     def _extend_row(self, plan: Plan, index: int, row: Row) -> None:
-        """Add jump-forward tokens to a row, and have draft tokens of others cut by the grammar."""
+        """Add jump-forward tokens to a row, and let the grammar cut other draft tokens."""
         seq, guided = row.seq, self._guided[row.seq]
         if self._may_jump(seq) and row.num_sampled and not seq.num_pending:
             most = min(MOST_FORCED, plan.budget, max_draft_tokens(self._scheduler, row))
@@ -193,7 +193,7 @@ class StructuredOutputs(Extension):
         plan.draft_filters[seq] = guided.legal
 
     def _may_jump(self, seq: Sequence) -> bool:
-        """Return whether jump-forward tokens may follow the last token of a sequence."""
+        """Return True if jump-forward tokens may follow the last token of `seq`."""
         is_guided = self._jumps_forward and seq in self._guided
         return is_guided and may_draft(self._scheduler, seq)
 
@@ -201,7 +201,9 @@ class StructuredOutputs(Extension):
 def _reason(error: Exception) -> Exception:
     """Return the error of a request whose grammar could not be compiled."""
     if isinstance(error, TimeoutError | FutureTimeoutError):
-        return ValueError(f"structured_outputs: not compiled within {_TIME_LIMIT:g} seconds")
+        return ValueError(
+            f"structured_outputs: its grammar was not compiled within {_TIME_LIMIT:g} seconds"
+        )
     if isinstance(error, ValueError):
         return ValueError(f"structured_outputs: {error}")
     return error

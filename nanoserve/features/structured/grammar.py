@@ -1,4 +1,4 @@
-"""What may come next: the seam between the engine and whoever knows grammars."""
+"""Interfaces between the engine and grammar backends: the tokens that may come next."""
 
 from typing import Protocol
 
@@ -8,67 +8,70 @@ from nanoserve.features.structured.source import Source
 
 
 class Grammar(Protocol):
-    """A grammar, and how far an output has come in it.
+    """State of one output in a grammar.
 
-    Texts are what grammars are made of; special tokens belong to none. That an output may end is
-    told by `may_end`, whatever ids the model ends with.
+    A grammar describes text, so it never allows special tokens, including those that end an output:
+    `may_end` says whether the output may end here.
     """
 
     def fill(self, mask: np.ndarray) -> None:
-        """Set bit t % 32 of word t // 32 for each token t that may come, and clear all others.
+        """Set bit t % 32 of word t // 32 for each token t that may come next; clear all others.
 
-        mask: int32 [ceil(num_tokens / 32)]. Raises `ValueError` if that is too much to compute.
+        mask: int32 [ceil(num_tokens / 32)]. Raises `ValueError` if the mask takes too much
+        computation.
         """
 
     def advance(self, token_id: int) -> bool:
-        """Take it, if it may come."""
+        """Accept a token if the grammar allows it, and return True if it does."""
 
     def accept(self, token_ids: list[int]) -> None:
-        """They have come. Raises `ValueError` if one of them must not."""
+        """Accept these tokens. Raises `ValueError` if the grammar does not allow one of them."""
 
     def rollback(self, num_tokens: int) -> None:
-        """The last so many have not come."""
+        """Undo the last `num_tokens` accepted tokens."""
 
     def forced(self, most: int) -> list[int]:
-        """Up to so many tokens that come next, whatever a model would rather say."""
+        """Return up to `most` tokens that must come next: *jump-forward* tokens."""
 
     @property
     def may_end(self) -> bool:
-        """Whether what has come is all that the grammar asks for."""
+        """True if the output matches the grammar as it is."""
 
     @property
     def is_terminated(self) -> bool:
-        """Whether nothing more can come."""
+        """True if no further token is allowed."""
 
 
 class CompiledGrammar(Protocol):
-    """What all outputs under one grammar share."""
+    """Grammar that is compiled for a tokenizer, shared by all outputs that use it."""
 
-    num_bytes: int  # of memory, about
+    num_bytes: int  # approximate size in memory
 
     def start(self) -> Grammar:
-        """For an output that has not begun."""
+        """Return the state of an empty output."""
 
 
 class Backend(Protocol):
-    """What compiles grammars for a tokenizer; made as `BackendClass(tokenizer, vocab_size)`.
+    """Library that compiles grammars, made for a tokenizer as `Class(tokenizer, vocab_size)`.
 
-    check_seconds: of computing that `check` may take; what takes longer is refused.
+    check_seconds: CPU time that `check` may take; a grammar that takes longer is rejected.
     """
 
     check_seconds: int
 
     def compile(self, source: Source) -> CompiledGrammar:
-        """Raises `ValueError` that names what is wrong, or not supported."""
+        """Return a compiled grammar. Raises `ValueError` that names the unsupported part."""
 
     @staticmethod
     def check(source: Source) -> None:
-        """Raise `ValueError` for what cannot be compiled. Called in a process of its own, which
-        may die of it, and without a tokenizer."""
+        """Raise `ValueError` for a grammar that cannot be compiled.
+
+        Called without a tokenizer, in a child process that the grammar may crash.
+        """
 
 
 def count_legal(grammar: Grammar, token_ids: list[int]) -> int:
-    """How many of these may come, one behind the other, from the first on."""
+    """Return how many of these tokens, from the first on, the grammar allows in sequence."""
     num_legal = 0
     while num_legal < len(token_ids) and grammar.advance(token_ids[num_legal]):
         num_legal += 1

@@ -1,9 +1,9 @@
-"""Grammars by llguidance: a lexer of derivatives under an Earley parser, made as outputs need it.
+"""Grammar backend on llguidance: a derivative-based lexer under an Earley parser, both lazy.
 
-Compiling takes a millisecond, because little is computed ahead; what a step may compute is bounded,
-so no grammar holds up other requests. Where the next bytes are certain, so are the next tokens: the
-mask has the one that the tokenizer would use for them, so that a guided output is cut into tokens
-as the model has learned it.
+Compiling takes a millisecond, because little is computed in advance; the computation per step is
+bounded, so that no grammar delays other requests. If the next bytes are forced, so are the next
+tokens: the mask allows only the token that the tokenizer would use for them, so that a structured
+output is tokenized as the model has learned it.
 """
 
 import json
@@ -23,22 +23,23 @@ from nanoserve.features.structured.regex import portable
 from nanoserve.features.structured.schema_numbers import spelled
 from nanoserve.features.structured.source import Source
 
-# What a token would need beyond these takes more than 10 ms, and ends its request.
+# Limits of the computation for one token: beyond them it takes more than 10 ms. A request that
+# exceeds one fails.
 _LIMITS = LLParserLimits(step_lexer_fuel=300_000, step_max_items=25_000)
-# Measured: a list of choices takes 80 times its text, a schema less.
+# Estimated size: a list of choices was measured to take 80 bytes per character, a schema less.
 _BYTES_OF_ANY, _BYTES_OF_CHARACTER = 2**16, 100
-_MOST_TOLD = 600  # characters of a message
+_MOST_SHOWN = 600  # characters of an error message
 _OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*)")
 _ABOUT_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
 class Guidance:
-    """Compiles for one tokenizer. To make it takes 1 s where there are 150,000 tokens."""
+    """Backend for one tokenizer. To make it takes 1 s for a vocabulary of 150,000 tokens."""
 
-    check_seconds = 3  # what is within the limits takes less than 1
+    check_seconds = 3  # a grammar within the limits takes less than 1
 
     def __init__(self, backend: TokenizerBackend, vocab_size: int) -> None:
-        # Its own end token, which no model has: it stands for whatever ids end a request.
+        # An end token of its own, which no model has. It stands for all ids that end a request.
         own, end_name = _without_specials(backend), _secret_name()
         own.add_special_tokens([AddedToken(end_name, special=True)])
         end = own.token_to_id(end_name)
@@ -49,24 +50,26 @@ class Guidance:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         _check(matcher)
         compiled = CompiledByGuidance(matcher, self._tokenizer, len(source.text))
-        # What may come first: nothing at all, perhaps, or more than may be computed.
+        # Compute the first mask: it may be empty, or exceed the limits.
         try:
             compiled.start().fill(np.empty(compiled.num_words, dtype=np.int32))
         except ValueError as error:
-            raise ValueError(f"{source.kind}: nothing can begin with it: {error}") from None
+            raise ValueError(f"{source.kind}: no output can begin with it: {error}") from None
         return compiled
 
     @staticmethod
     def check(source: Source) -> None:
-        """Raise `ValueError` for what cannot be compiled; no tokenizer is needed for that."""
+        """Raise `ValueError` for a grammar that cannot be compiled. It needs no tokenizer."""
         matcher = LLMatcher(_bytes(), to_llguidance(source), log_level=0, limits=_LIMITS)
         _check(matcher)
-        # As `compile` does, so that a crash shows here. That too much would be computed shows
-        # there, where the tokens are.
+        # As `compile` does, so that a crash happens here. Whether the first mask exceeds the limits
+        # depends on the tokens, so `compile` reports that.
         matcher.deep_copy().compute_bitmask()
 
 
 class CompiledByGuidance:
+    """Grammar that llguidance has compiled."""
+
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, num_characters: int) -> None:
         self._matcher, self._end = matcher, tokenizer.eos_token
         self.num_words = -(-tokenizer.vocab_size // 32)
@@ -77,12 +80,12 @@ class CompiledByGuidance:
 
 
 class GuidanceGrammar:
-    """One output."""
+    """State of one output in llguidance."""
 
     def __init__(self, matcher: LLMatcher, num_words: int, end: int) -> None:
         self._matcher, self._end = matcher, end
         self._mask = np.empty(num_words, dtype=np.uint32)
-        self._run: list[int] | None = None  # what is forced now, if anybody has asked
+        self._run: list[int] | None = None  # the forced tokens here; None if not computed yet
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -91,7 +94,7 @@ class GuidanceGrammar:
         mask[:] = self._mask.view(np.int32)[: len(mask)]
 
     def advance(self, token_id: int) -> bool:
-        # What is forced has one spelling, though others would be the same text.
+        # Forced text has one tokenization, though other tokens would give the same text.
         run = self._forced()
         if run and run[0] != token_id:
             return False
@@ -132,11 +135,11 @@ class GuidanceGrammar:
 
 
 def _without_forms(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Leave out Unicode's normal forms, which make other bytes of a text.
+    """Return a normalizer without Unicode normalization, which changes the bytes of a text.
 
-    The tokens that are forced, and so those of a mask, are what the tokenizer makes of the bytes
-    that a grammar wants. For an e with a combining accent they would be those of \u00e9, which the
-    grammar refuses.
+    Forced tokens, and so those of a mask, come from tokenizing the bytes that a grammar requires.
+    For an e with a combining accent, a normalizer would give the tokens of \u00e9, which the
+    grammar rejects.
     """
     if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
         return None
@@ -147,9 +150,9 @@ def _without_forms(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
-    """The tokenizer, with special tokens under names that nobody can write.
+    """Return the tokenizer with random names for its special tokens.
 
-    So "<|im_end|>" in somebody's grammar is text, and becomes the tokens of its letters.
+    So "<|im_end|>" in the grammar of a user is plain text, and becomes the tokens of its letters.
     """
     state = json.loads(backend.to_str())
     specials = [token for token in state["added_tokens"] if token["special"]]
@@ -159,7 +162,7 @@ def _without_specials(backend: TokenizerBackend) -> TokenizerBackend:
     vocab = state["model"]["vocab"]
     if isinstance(vocab, dict):
         state["model"]["vocab"] = {names.get(name, name): i for name, i in vocab.items()}
-    else:  # of a Unigram model: texts and their scores
+    else:  # a Unigram model: pairs of text and score
         state["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     state |= {"truncation": None, "padding": None, "post_processor": None}
     state["normalizer"] = _without_forms(state["normalizer"])
@@ -176,12 +179,12 @@ def _bytes() -> LLTokenizer:
 
 
 def to_llguidance(source: Source) -> str:
-    """A grammar in the library's own language."""
+    """Return a grammar in llguidance's own format."""
     kind, text = source.kind, source.text
     if kind == "regex":
         return LLMatcher.grammar_from_regex(portable(text))
     if kind == "choice":
-        # As one lexeme, so that ten thousand of them take no longer at a token than two.
+        # As a single lexeme, so that a mask takes no longer for ten thousand choices than for two.
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if kind == "structural_tag":
@@ -194,7 +197,7 @@ def to_llguidance(source: Source) -> str:
     if source.whitespace:
         options = {"whitespace_pattern": source.whitespace}
     in_its_spelling = spelled(text)
-    if in_its_spelling != text:  # the other way numbers are read twice
+    if in_its_spelling != text:  # grammar_from_json_schema would parse and write the numbers again
         return LLMatcher.grammar_from_lark(f"start: {json_rule(in_its_spelling, options)}")
     return LLMatcher.grammar_from_json_schema(text, overrides=options)
 
@@ -215,9 +218,9 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _first_lines(error: str) -> str:
-    """Leave out the library's own state, and where in its source it has panicked."""
+    """Shorten an error message: leave out the library's state, and its backtrace."""
     error = error.partition("\n<state>")[0].partition("<backtrace>")[0]
-    if found := _OF_SCHEMA.match(error):  # the lines around it are of a grammar that nobody sent
+    if found := _OF_SCHEMA.match(error):  # its line numbers are those of a generated grammar
         error = found[1]
-    error = error.replace(_ABOUT_ONE_OF, "say anyOf, or lenient=True")
-    return " ".join(error.split())[:_MOST_TOLD]
+    error = error.replace(_ABOUT_ONE_OF, "use anyOf, or lenient=True")
+    return " ".join(error.split())[:_MOST_SHOWN]

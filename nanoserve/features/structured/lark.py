@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
-# JSON in one way, with a space behind each comma and colon.
+# llguidance's options for JSON with exactly one space after each comma and colon.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_rule(schema: str, options: dict[str, Any]) -> str:
-    """Return what a rule consists of whose text is JSON by a schema, which is an object as text."""
+    """Return the right-hand side of a Lark rule for JSON that is valid under a schema.
+
+    schema: a JSON object, as text. options: llguidance's, such as `COMPACT`.
+    """
     rest = schema.lstrip()[1:].lstrip()
     own = json.dumps({"x-guidance": options})[:-1]
     return f"%json {own}{', ' if rest != '}' else ''}{rest}"

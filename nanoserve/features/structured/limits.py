@@ -1,10 +1,10 @@
-"""Bounds on grammars, checked before a native library sees one.
+"""Bounds on grammars, checked before a native library compiles them.
 
-The libraries that compile grammars follow references by recursion, in native code. A chain of some
-thousand short definitions overflows their stack, and the process is gone without a word: in a
-thread of 8 MiB llguidance ends at 900 to 2,500 definitions, whatever depth the brackets have. So
-references are followed here first, in a loop, and what is deeper or wider than any schema that
-people write is refused.
+The libraries that compile grammars follow references by recursion, in native code. A chain of about
+a thousand short definitions overflows their stack, which ends the process without an error message:
+with a stack of 8 MiB, llguidance crashes at 900 to 2,500 definitions, at any nesting depth of the
+text. So references are followed here first, in a loop, and a schema that is far deeper or wider
+than practical ones is rejected.
 """
 
 import json
@@ -16,25 +16,25 @@ from nanoserve.features.structured.schema_references import REFERENCES, keys_of
 from nanoserve.features.structured.source import Source
 from nanoserve.utils.checks import require
 
-# Levels of lists and objects, those behind references included. llguidance takes about 4 kB of
-# stack for one, so these are 4 MB; the threads that compile have 64 (see `stacks.py`).
+# Levels of lists and objects, including those reached through references. llguidance takes about
+# 4 kB of stack per level, 4 MB in all; the compiling threads have 64 MiB (see `stacks.py`).
 MOST_LEVELS = 1000
-# xgrammar takes more than quadratic time: 300 definitions 0.1 s, 2,000 of them 17 s.
+# xgrammar takes more than quadratic time: 0.1 s for 300 definitions, 17 s for 2,000.
 MOST_LEVELS_OF_XGRAMMAR = 300
 # Properties, and required ones, of one object, and of all objects together. llguidance takes time
-# that is quadratic in those of one object: 0.4 s for 2,000, 2.6 s for 5,000.
+# quadratic in those of one object: 0.4 s for 2,000, 2.6 s for 5,000.
 MOST_NAMES_OF_ONE, MOST_NAMES = 2000, 5000
-MOST_RULES = 1000  # of a grammar; llguidance overflows 8 MiB at 2,700
-MOST_BRACKETS = 500  # of a grammar, open at the same time
+MOST_RULES = 1000  # of a grammar; llguidance overflows a stack of 8 MiB at 2,700
+MOST_BRACKETS = 500  # nested brackets in a grammar
 
 _NAMES = ("properties", "patternProperties", "required")
-# "name:", "?name:", "name[lazy]:", "NAME.2:" of Lark, and "name ::=" of GBNF.
+# Rules: "name:", "?name:", "name[lazy]:", "NAME.2:" in Lark, and "name ::=" in GBNF.
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*(?:::=|:)", re.M)
 _SCHEMA = re.compile(r"%json\b\s*(?=\{)")
 
 
 def check_bounds(source: Source, library: str) -> None:
-    """Raise `ValueError` for a grammar that is too deep or too wide for `library` to follow."""
+    """Raise `ValueError` for a grammar that is too deep or too wide for `library` to compile."""
     most_levels = MOST_LEVELS_OF_XGRAMMAR if library == "xgrammar" else MOST_LEVELS
     if source.kind == "json":
         check_schema(json.loads(source.text), most_levels)
@@ -48,7 +48,7 @@ def check_bounds(source: Source, library: str) -> None:
 def check_schema(schema: Any, most_levels: int = MOST_LEVELS) -> None:
     """Raise `ValueError` for a JSON schema whose references lead too deep, or with too many names.
 
-    Takes time linear in the size of the schema, and no recursion.
+    The check takes time linear in the size of the schema, and does not recurse.
     """
     tree = _Tree(schema)
     for name, counts in tree.num_names.items():
@@ -60,14 +60,14 @@ def check_schema(schema: Any, most_levels: int = MOST_LEVELS) -> None:
         require(
             sum(counts) <= MOST_NAMES,
             f"it has {sum(counts)} names in all of its {name!r} together; at most {MOST_NAMES} are "
-            f"allowed",
+            f"allowed in all",
         )
     if tree.references:
         deepest = tree.deepest()
         require(
             deepest <= most_levels,
             f"its references ($ref) lead {deepest} levels deep, counting each list and object on "
-            f"the way; at most {most_levels} are followed",
+            f"the path; at most {most_levels} are followed",
         )
 
 
@@ -87,18 +87,18 @@ def _check_grammar(text: str, most_levels: int) -> None:
 
 
 def _schemas_in(text: str) -> Iterator[tuple[Any, int, int]]:
-    """Yield each JSON schema within a grammar, with where it starts and stops."""
+    """Yield each JSON schema within a grammar, with its start and end positions."""
     decoder, position = json.JSONDecoder(), 0
     while (found := _SCHEMA.search(text, position)) is not None:
         try:
             schema, position = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"what follows %json is not JSON: {error}") from None
+            raise ValueError(f"the text after %json is not JSON: {error}") from None
         yield schema, found.end(), position
 
 
 def _most_open(text: str) -> int:
-    """Count brackets that are open at the same time, those within literals included."""
+    """Return the most brackets open at the same time, including those within literals."""
     num_open = most = 0
     for bracket in re.findall(r"[(\[{)\]}]", text):
         num_open = num_open + 1 if bracket in "([{" else max(0, num_open - 1)
@@ -107,15 +107,15 @@ def _most_open(text: str) -> int:
 
 
 class _Tree:
-    """The lists and objects of a schema as a graph: an edge leads to each that one holds or names.
+    """Graph of the lists and objects of a schema, with edges to members and referenced ones.
 
-    Nodes are numbered so that whatever holds another one comes before it; the schema itself is 0.
+    Nodes are numbered so that parents come before their members; the schema itself is node 0.
     """
 
     def __init__(self, schema: Any) -> None:
-        self.references: dict[int, list[str]] = {}  # by the node that has them
-        self.num_names: dict[str, list[int]] = {name: [] for name in _NAMES}  # of each object
-        self._members: list[dict[str, int]] = []  # by key, of a list by index as text
+        self.references: dict[int, list[str]] = {}  # by node
+        self.num_names: dict[str, list[int]] = {name: [] for name in _NAMES}  # one per object
+        self._members: list[dict[str, int]] = []  # by key; in a list, by index as text
         self._parents: list[int] = []
         self._named: dict[str, int] = {}  # by $id or $anchor
         stack: list[tuple[Any, int, str]] = [(schema, -1, "")]
@@ -134,10 +134,10 @@ class _Tree:
                     stack.append((inner, node, str(name)))
 
     def deepest(self) -> int:
-        """Return the most levels that a walk along members and references may go down.
+        """Return the most levels that recursion along members and references may reach.
 
-        A library that remembers what it has seen still enters each definition of a circle once, in
-        whichever order: those of a circle count with all of their levels.
+        A library that remembers visited definitions still enters each definition of a circle once,
+        in any order. So all levels of all definitions of a circle are counted.
         """
         targets = {
             node: [found for text in texts if (found := self._find(text)) is not None]
@@ -150,7 +150,7 @@ class _Tree:
         heights = self._heights()
         is_target = {target for found in targets.values() for target in found}
         levels = [0] * len(edges)
-        for group in _strongly_connected(edges):  # what they lead to comes before them
+        for group in _strongly_connected(edges):  # successors come first
             inside = set(group)
             below = max((levels[e] for n in group for e in edges[n] if e not in inside), default=0)
             own = 1 if len(group) == 1 else sum(heights[n] for n in group if n in is_target)
@@ -171,7 +171,10 @@ class _Tree:
                 self._named.setdefault(prefix + text, node)
 
     def _find(self, reference: str) -> int | None:
-        """Return the node that is meant. None: the library knows no better, and refuses it."""
+        """Return the node that a reference refers to; None if there is none.
+
+        References without a target are rejected by the library.
+        """
         base, _, pointer = reference.partition("#")
         if pointer and not pointer.startswith("/"):
             return self._named.get(f"#{pointer}")
@@ -183,7 +186,7 @@ class _Tree:
         return node
 
     def _heights(self) -> list[int]:
-        """Return how many levels lie in each node, itself included, without references."""
+        """Return the number of levels in each node, including itself, without references."""
         heights = [1] * len(self._parents)
         for node in range(len(heights) - 1, 0, -1):
             parent = self._parents[node]
@@ -192,12 +195,13 @@ class _Tree:
 
 
 def _strongly_connected(edges: list[list[int]]) -> Iterator[list[int]]:
-    """Yield groups of nodes that lead to each other, each after all that it leads to.
+    """Yield the strongly connected components of a graph, each after its successors.
 
-    Tarjan's algorithm (SIAM Journal on Computing 1, 1972) with a stack of its own.
+    edges: the successors of each node. This is Tarjan's algorithm (SIAM Journal on Computing 1,
+    1972) with an explicit stack instead of recursion.
     """
-    order = [-1] * len(edges)  # in which nodes were entered
-    lowest = [0] * len(edges)  # the first entered that is reached, among those not yielded
+    order = [-1] * len(edges)  # the order in which nodes were entered
+    lowest = [0] * len(edges)  # the first entered node that is reached and not yielded yet
     is_open = [False] * len(edges)
     path: list[int] = []
     num_entered = 0

@@ -1,4 +1,4 @@
-"""What an output must look like: `SamplingParams(structured_outputs=...)`, under vLLM's names."""
+"""Structured output of a request: `SamplingParams(structured_outputs=...)`, under vLLM's names."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -12,46 +12,50 @@ from nanoserve.features.structured.source import Source
 from nanoserve.utils.checks import check_bool, check_list, is_text, require, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-# Characters, far above what is of use. What is larger costs nothing.
+# The most characters of each kind, far above practical sizes. Longer texts are rejected at once.
 _MOST_CHARACTERS = {
     "json": 2**19,
     "regex": 2**14,
     "choice": 2**19,
     "grammar": 2**15,
-    "%llguidance": 2**19,  # what tools make
+    "%llguidance": 2**19,  # grammars that the server makes for tool calls
     "structural_tag": 2**19,
     "whitespace_pattern": 2**8,
 }
 _MOST_CHOICES = 10_000
 _MOST_STRUCTURES = 128
 _WHITESPACE = r"[ \n\r\t]*"
-_DEEPEST = 100  # lists and dictionaries within each other
+_DEEPEST = 100  # nesting of lists and objects
 
 
 @dataclass
 class StructuredOutputsParams:
-    """One of these, and the output will match it from its first character to its last.
+    """Constraint on an output, which matches it from the first character to the last.
 
-    json: a JSON schema, as a dictionary or as text; the output is JSON that it validates.
+    Exactly one of these is given:
+
+    json: a JSON schema, as a dictionary or as text; the output is JSON that is valid under it.
     regex: a regular expression that matches the whole output.
-    choice: a list of texts, of which the output is one.
-    grammar: a context-free grammar, in the dialect of Lark or in GBNF.
-    json_object: True: any JSON object.
-    structural_tag: free text in which whatever begins with a trigger must go on as one of these
-        structures: {"structures": [{"begin": text, "schema": {...}, "end": text}, ...],
+    choice: a list of strings; the output is one of them.
+    grammar: a context-free grammar, in Lark's syntax or in GBNF.
+    json_object: True: the output is any JSON object.
+    structural_tag: free text, in which everything after a trigger must be one of these structures:
+        {"structures": [{"begin": text, "schema": {...}, "end": text}, ...],
         "triggers": [text, ...]}, as a dictionary or as text.
 
-    disable_any_whitespace: False lets JSON be set out with spaces and line ends, which some models
-        then never stop writing. None: as the engine's `structured_outputs_config` says.
-    disable_additional_properties: objects of a schema have no other properties than those it names,
-        unless it says so itself (`"additionalProperties": true`). None: as the engine's
-        `structured_outputs_config` says.
-    lenient: keywords of a schema that no output can be made to obey (`uniqueItems`, a look-ahead)
-        are ignored, and named in the log. None: as the engine's `structured_outputs_config` says.
-    whitespace_pattern: a regular expression for what may stand between the parts of JSON.
+    These are options:
 
-    Raises `ValueError` unless exactly one is given, and for what is too large. What a backend does
-    not support is a `ValueError` when a request is made: it names the construct.
+    disable_any_whitespace: False allows any whitespace between the parts of JSON; some models then
+        generate it without end. None: as in the engine's `structured_outputs_config`.
+    disable_additional_properties: if True, objects of a schema have no properties but those that it
+        names, unless the schema allows them (`"additionalProperties": true`). None: as in the
+        engine's `structured_outputs_config`.
+    lenient: if True, keywords of a schema that cannot be enforced (`uniqueItems`, a look-ahead) are
+        ignored, and named in the log. None: as in the engine's `structured_outputs_config`.
+    whitespace_pattern: a regular expression for the whitespace between the parts of JSON.
+
+    Raises `ValueError` unless exactly one constraint is given, and if it is too large. A construct
+    that the backend does not support raises `ValueError` when the request is added: it is named.
     """
 
     json: str | dict[str, Any] | None = None
@@ -69,7 +73,10 @@ class StructuredOutputsParams:
         self.validate()
 
     def validate(self) -> None:
-        """Called on construction, and again when a request is made: fields can be assigned to."""
+        """Raise `ValueError` for wrong types, and unless exactly one constraint is given.
+
+        Called on construction, and again when a request is added, as fields can be assigned to.
+        """
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
         for name in ("disable_any_whitespace", "disable_additional_properties", "lenient"):
@@ -78,16 +85,16 @@ class StructuredOutputsParams:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         require(
             len(given) == 1,
-            f"structured_outputs must have exactly one of {KINDS}; it has {given}",
+            f"structured_outputs must have exactly one of {KINDS}; {given} are given",
         )
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern)
         kind = given[0]
         if kind == "choice":
             num = len(self.choice) if isinstance(self.choice, list | tuple) else 0
-            told = f"choice has {num} texts; at most {_MOST_CHOICES} are allowed"
-            require(num <= _MOST_CHOICES, told)
-            check_list("choice", self.choice, is_text, "texts that are not empty", False)
+            message = f"choice has {num} strings; at most {_MOST_CHOICES} are allowed"
+            require(num <= _MOST_CHOICES, message)
+            check_list("choice", self.choice, is_text, "non-empty strings", False)
             _check_size("choice", sum(map(len, self.choice)))
             _check_encodes("choice", "".join(self.choice))
         elif kind in ("regex", "grammar"):
@@ -96,7 +103,7 @@ class StructuredOutputsParams:
             _check_text("%llguidance" if is_made else kind, text)
 
     def source(self, config: StructuredOutputsConfig) -> Source:
-        """The grammar as text, completed by what the engine says of JSON."""
+        """Return the grammar as text, with the defaults of the engine's `config`."""
         if self.regex is not None:
             return Source("regex", self.regex)
         if self.choice is not None:
@@ -116,7 +123,7 @@ class StructuredOutputsParams:
         return Source("json", text, self.whitespace_pattern or ("" if is_compact else _WHITESPACE))
 
     def _rewritten(self, kind: str, schema: str, config: StructuredOutputsConfig) -> str:
-        """Return a schema in the words that the libraries know."""
+        """Return a schema rewritten with keywords that the backends support."""
         own = self.disable_additional_properties, self.lenient
         closes, is_lenient = (
             theirs if mine is None else mine
@@ -137,31 +144,39 @@ class StructuredOutputsParams:
         return json.dumps(tag | {"structures": made})
 
     def check(self, config: StructuredOutputsConfig | None, tokenizer: Any) -> None:
-        """Raise `ValueError` for what no output can be made to obey: it names the construct.
+        """Raise `ValueError` if the grammar is unsupported: it names the construct.
 
-        config, tokenizer: the engine's.
+        config, tokenizer: those of the engine.
         """
-        require(tokenizer is not None, "structured_outputs needs a tokenizer, and there is none")
+        require(
+            tokenizer is not None,
+            "structured_outputs needs a tokenizer, and the engine has none; leave "
+            "skip_tokenizer_init=True out",
+        )
         config = config or StructuredOutputsConfig()
         check(config.backend_name, self.source(config))
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """What `SamplingParams` was given: one of these, or a dictionary of its fields."""
+        """Return a copy of what `SamplingParams` was given, as `StructuredOutputsParams`.
+
+        value: an instance, or a dictionary of its fields.
+        """
         if isinstance(value, cls):
-            return replace(value)  # checked again, and the request's own
+            return replace(value)  # a copy for this request, which is validated again
         require(
             isinstance(value, dict) and all(isinstance(name, str) for name in value),
-            f"structured_outputs={shown(value)} must be StructuredOutputsParams",
+            f"structured_outputs={shown(value)} must be StructuredOutputsParams, or a dictionary "
+            f"of its fields",
         )
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(value) - set(known))
-        require(not unknown, f"structured_outputs has no {unknown}; it has {known}")
+        require(not unknown, f"unknown field(s) {unknown} in structured_outputs; known: {known}")
         return cls(**value)
 
 
 def _check_text(name: str, value: Any) -> None:
-    require(is_text(value), f"{name}={shown(value)} must be a text that is not empty")
+    require(is_text(value), f"{name}={shown(value)} must be a non-empty string")
     _check_size(name, len(value))
     _check_encodes(name, value)
 
@@ -170,7 +185,7 @@ def _check_encodes(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds what is no text: {error}") from error
+        raise ValueError(f"{name} is not valid Unicode text: {error}") from error
 
 
 def _check_size(name: str, size: int) -> None:
@@ -179,11 +194,11 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _dumped(name: str, value: Any) -> tuple[str, Any]:
-    """A schema as text and as an object, whichever it was given as."""
+    """Return a JSON object as text and as a dictionary, whichever was given."""
     if isinstance(value, str):
         _check_text(name, value)
     elif not isinstance(value, dict):
-        raise ValueError(f"{name}={shown(value)} must be a dictionary, or JSON as text")
+        raise ValueError(f"{name}={shown(value)} must be a dictionary, or a string of JSON")
     try:
         value = json.loads(value, parse_float=float_of) if isinstance(value, str) else value
         text = json.dumps(value, allow_nan=False)
@@ -193,7 +208,8 @@ def _dumped(name: str, value: Any) -> tuple[str, Any]:
     _check_size(name, len(text))
     require(
         _depth(text) <= _DEEPEST,
-        f"{name} has lists and objects {_depth(text)} deep; at most {_DEEPEST} are allowed",
+        f"{name} has lists and objects nested {_depth(text)} deep; at most {_DEEPEST} levels are "
+        f"allowed",
     )
     return text, value
 
@@ -207,19 +223,22 @@ def _check_tag(tag: dict[str, Any]) -> None:
     require(isinstance(structures, list) and isinstance(triggers, list) and structures, expected)
     require(all(map(is_text, triggers)), expected)
     num = len(structures)
-    told = f"structural_tag has {num} structures; at most {_MOST_STRUCTURES} are allowed"
-    require(num <= _MOST_STRUCTURES, told)
+    message = f"structural_tag has {num} structures; at most {_MOST_STRUCTURES} are allowed"
+    require(num <= _MOST_STRUCTURES, message)
     for structure in structures:
         is_whole = isinstance(structure, dict) and isinstance(structure.get("schema"), dict)
         require(is_whole and is_text(structure.get("begin")), expected)
         require(isinstance(structure.get("end"), str), expected)
         begin = structure["begin"]
         is_triggered = any(begin.startswith(trigger) for trigger in triggers)
-        require(is_triggered, f"structural_tag: begin={begin!r} starts with none of {triggers}")
+        require(
+            is_triggered,
+            f"structural_tag: begin={begin!r} must start with one of its triggers, {triggers}",
+        )
 
 
 def _depth(text: str) -> int:
-    """How deep brackets lie in each other in JSON."""
+    """Return the nesting depth of lists and objects in JSON text."""
     depth = deepest = 0
     is_inside = is_escaped = False
     for character in text:

@@ -1,15 +1,17 @@
-"""Regular expressions that mean the same to Python, to JavaScript and to whoever computes them.
+"""Portable regular expressions: the same matches in Python, JavaScript and the grammar library.
 
-A grammar is computed by a library of Rust's, and its output is judged by Python's `re`, or by
-whatever a client has. Where these differ, either all of them are obeyed, or it is refused by name.
+A grammar is compiled by a native library, and its output is validated by Python's `re`, or by
+another engine of the client. Where these differ, the expression is narrowed to what all of them
+match, or rejected with an error that names the construct.
 """
 
 import re
 
 from nanoserve.utils.checks import require, shown
 
-# A digit of any script is one to Python and none to JavaScript, and on what a letter or a space is
-# all differ. So of what is allowed, only what everybody allows; of what is not, what anybody means.
+# \d matches digits of any script in Python and only ASCII ones in JavaScript, and for \w and \s all
+# engines differ. So a positive class has what all engines match, and a negated one excludes what
+# any of them matches.
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _WIDE = {"d": r"\d", "w": r"\w\p{N}", "s": r"\s\x1c-\x1f\x{FEFF}"}
 _TOKENS = re.compile(
@@ -18,10 +20,10 @@ _TOKENS = re.compile(
 
 
 def portable(regex: str, has_sets: bool = True) -> str:
-    """The same, with classes that everybody agrees on. Raises `ValueError` for what is understood
-    in different ways: operations on sets, POSIX classes, possessive quantifiers.
+    """Return an expression with character classes that all engines agree on.
 
-    has_sets: whether whoever computes it knows classes within classes, and Unicode's.
+    has_sets: True if the library supports nested classes and Unicode classes. Raises `ValueError`
+    for constructs with different meanings: set operations, POSIX classes, possessive quantifiers.
     """
     parts, is_class, is_negated, first = [], False, False, 0
     for found in _TOKENS.finditer(regex):
@@ -30,18 +32,18 @@ def portable(regex: str, has_sets: bool = True) -> str:
             make = _class_of if has_sets else _flat_class_of
             parts.append(make(text, is_class, is_class and is_negated))
             continue
-        if kind == "possessive" and is_class:  # two characters of a class
+        if kind == "possessive" and is_class:  # in a class these are two characters
             kind = "one"
         is_operation = kind == "possessive" or (is_class and kind in ("posix", "set"))
         require(
             not is_operation,
-            f"{text!r} in {shown(regex)} means one thing here and another there: put a backslash "
-            f"before it, or say it in another way",
+            f"{text!r} in {shown(regex)} means different things to different engines and is "
+            f"unsupported: put a backslash before it, or write it in another way",
         )
         if not is_class and text.startswith("["):
             is_class, is_negated = True, regex[found.start() + 1 :][:1] == "^"
             first = found.start() + 1 + is_negated
-        elif text == "]" and found.start() > first:  # as the first of a class it is one of it
+        elif text == "]" and found.start() > first:  # as the first character it is a member
             is_class = False
         elif is_class:
             require(
@@ -53,7 +55,10 @@ def portable(regex: str, has_sets: bool = True) -> str:
 
 
 def _class_of(escape: str, is_class: bool, is_negated: bool) -> str:
-    """What stands for an escape such as `\\d`, in a class of what is not allowed, or elsewhere."""
+    """Return the class that replaces an escape such as `\\d`.
+
+    is_negated: True inside of a negated class.
+    """
     name = escape[1]
     if name.lower() not in _NARROW:
         return escape
@@ -67,5 +72,5 @@ def _flat_class_of(escape: str, is_class: bool, is_negated: bool) -> str:
     if name.lower() not in _NARROW:
         return escape
     is_known = name.islower() and not is_negated
-    require(is_known, f"{escape!r} is not supported there: list the characters that are meant")
+    require(is_known, f"{escape!r} is not supported here: list the characters instead")
     return _NARROW[name] if is_class else f"[{_NARROW[name]}]"

@@ -1,7 +1,8 @@
-"""Keywords of JSON schema that the libraries do not know, in words that they do.
+"""Replacement of JSON schema keywords that the grammar libraries do not support.
 
-Each function takes the keywords of one schema and changes them in place. What asks for nothing is
-dropped, what can be said in another way is said so, and the rest is named by an `Unsupported`.
+Each function changes the keywords of one schema in place. Keywords that constrain nothing are
+dropped, those that can be expressed by others are replaced, and for the rest `Unsupported` is
+raised.
 """
 
 import re
@@ -28,13 +29,13 @@ ASSERTIONS = frozenset(
     )
 )
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf")
-# What the libraries enforce. Any other format is an annotation, as it is in the standard.
+# The formats that the libraries enforce. Any other one is an annotation, as in the standard.
 FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _LOOKS = re.compile(r"\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\(?:[1-9bB]|k<)")
-# Look-aheads that the format beside them implies: zod writes these.
+# Look-aheads in the patterns that zod writes beside a format, which implies them.
 _IMPLIED = {
     "email": (r"(?!\.)", r"(?!.*\.\.)"),
     "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
@@ -44,22 +45,25 @@ _LOCAL = ("time", "date-time")
 
 
 class Unsupported(ValueError):
-    """A keyword that no output can be made to obey; `keyword` is its name."""
+    """A keyword cannot be enforced; `keyword` is its name."""
 
     def __init__(self, keyword: str, why: str = " is not supported") -> None:
         super().__init__(f"{keyword}{why}")
         self.keyword = keyword
 
 
-def asks_nothing(schema: Any) -> bool:
-    """Tell whether anything is valid under a schema, as far as its own keywords say."""
+def allows_anything(schema: Any) -> bool:
+    """Return True if a schema has no keyword that constrains values."""
     if isinstance(schema, dict):
         return not assertions_of(schema)
     return schema is True
 
 
 def assertions_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that ask for something; null, which many programs write, is no value."""
+    """Return the keywords that constrain values. Those set to null count as missing.
+
+    Many programs write null for a keyword that is not set.
+    """
     kept = {k: v for k, v in schema.items() if k in ASSERTIONS and (v is not None or k == "const")}
     if "format" in kept and not (isinstance(kept["format"], str) and kept["format"] in FORMATS):
         del kept["format"]
@@ -67,7 +71,7 @@ def assertions_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def dialect_of(root: dict[str, Any]) -> dict[str, str]:
-    """Return `$schema` as the libraries know it, however it is spelled; nothing if they do not."""
+    """Return `$schema` in the spelling that the libraries know; nothing if they do not know it."""
     for name in ("2020-12", "2019-09", "draft-07", "draft-06", "draft-04"):
         if name in str(root.get("$schema", "")):
             is_new = name[0] == "2"
@@ -77,7 +81,7 @@ def dialect_of(root: dict[str, Any]) -> dict[str, str]:
 
 
 def drop_foreign(own: dict[str, Any]) -> None:
-    """Drop what is said of values of other types than those that are allowed."""
+    """Drop keywords that apply only to types which the schema does not allow."""
     kinds = own.get("type")
     if isinstance(kinds, str | list):
         for kind, names in _OF_TYPE.items():
@@ -87,9 +91,9 @@ def drop_foreign(own: dict[str, Any]) -> None:
 
 
 def replace_conditions(own: dict[str, Any]) -> None:
-    """`if`, `then`, `else` and `not`, where one of them decides alone."""
+    """Replace `if`, `then`, `else` and `not` where their result does not depend on the value."""
     if "not" in own:
-        if asks_nothing(own["not"]):
+        if allows_anything(own["not"]):
             own.setdefault("allOf", [])
             own["allOf"] = [*own["allOf"], False]
         elif own["not"] is not False:
@@ -98,24 +102,24 @@ def replace_conditions(own: dict[str, Any]) -> None:
     if "if" in own and ("then" in own or "else" in own):
         condition = own["if"]
         branches = {name: own.get(name, True) for name in ("then", "else")}
-        if asks_nothing(condition) or condition is False:
+        if allows_anything(condition) or condition is False:
             chosen = branches["else" if condition is False else "then"]
             own["allOf"] = [*own.get("allOf", []), chosen]
-        elif not all(map(asks_nothing, branches.values())):
+        elif not all(map(allows_anything, branches.values())):
             raise Unsupported("if")
     for name in ("if", "then", "else"):
         own.pop(name, None)
 
 
 def replace_dependents(own: dict[str, Any]) -> None:
-    """`dependentRequired`, `dependentSchemas` and their older form, `dependencies`."""
+    """Replace `dependentRequired`, `dependentSchemas` and their older form, `dependencies`."""
     required = own.get("required")
     present = set(required) if isinstance(required, list) else set()
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for name, needs in (own.pop(keyword, None) or {}).items():
             if isinstance(needs, list) and (set(needs) <= present or not needs):
                 continue
-            if isinstance(needs, dict | bool) and asks_nothing(needs):
+            if isinstance(needs, dict | bool) and allows_anything(needs):
                 continue
             if name not in present:
                 raise Unsupported(keyword)
@@ -124,14 +128,14 @@ def replace_dependents(own: dict[str, Any]) -> None:
 
 
 def replace_unevaluated(own: dict[str, Any]) -> None:
-    """`unevaluatedProperties` and `unevaluatedItems`."""
+    """Replace `unevaluatedProperties` and `unevaluatedItems` by their plain counterparts."""
     has_others = any(name in own for name in APPLICATORS)
     for keyword, plain in (
         ("unevaluatedProperties", "additionalProperties"),
         ("unevaluatedItems", "items"),
     ):
         schema = own.pop(keyword, True)
-        if asks_nothing(schema) or (plain in own and not isinstance(own[plain], list)):
+        if allows_anything(schema) or (plain in own and not isinstance(own[plain], list)):
             continue
         if has_others:
             raise Unsupported(keyword, " beside allOf, anyOf, oneOf or $ref is not supported")
@@ -139,42 +143,45 @@ def replace_unevaluated(own: dict[str, Any]) -> None:
 
 
 def replace_names(own: dict[str, Any], rule: Any) -> None:
-    """`propertyNames`, which is `rule`, by properties or patterns that say the same."""
+    """Replace `propertyNames` by equivalent `properties` or `patternProperties`.
+
+    rule: the value of `propertyNames`, with its reference resolved.
+    """
     own.pop("propertyNames", None)
-    asked = assertions_of(rule) if isinstance(rule, dict) else {}
+    wanted = assertions_of(rule) if isinstance(rule, dict) else {}
     if rule is False:
         own["maxProperties"] = 0
         return
-    kinds = asked.pop("type", "string")
+    kinds = wanted.pop("type", "string")
     if kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
         own["maxProperties"] = 0
         return
-    values = asked.pop("enum", [asked.pop("const")] if "const" in asked else None)
+    values = wanted.pop("enum", [wanted.pop("const")] if "const" in wanted else None)
     others = own.get("additionalProperties", True)
     known, patterns = own.get("properties", {}), own.get("patternProperties")
-    if values is not None and not asked and not patterns:
+    if values is not None and not wanted and not patterns:
         names = [name for name in values if isinstance(name, str)]
         own["properties"] = {name: known.get(name, others) for name in names}
         own["additionalProperties"] = False
-    elif asked and not known and not patterns and asked.keys() <= {"minLength", "maxLength"}:
-        bounds = asked.get("minLength", 0), asked.get("maxLength", "")
+    elif wanted and not known and not patterns and wanted.keys() <= {"minLength", "maxLength"}:
+        bounds = wanted.get("minLength", 0), wanted.get("maxLength", "")
         own["patternProperties"] = {f"^(?s:.){{{bounds[0]},{bounds[1]}}}$": others}
         own["additionalProperties"] = False
-    elif asked.keys() == {"pattern"} and not known and not patterns:
-        own["patternProperties"] = {asked["pattern"]: others}
+    elif wanted.keys() == {"pattern"} and not known and not patterns:
+        own["patternProperties"] = {wanted["pattern"]: others}
         own["additionalProperties"] = False
-    elif asked or values is not None:
-        raise Unsupported("propertyNames", f" with {sorted(asked) or ['enum']} is not supported")
+    elif wanted or values is not None:
+        raise Unsupported("propertyNames", f" with {sorted(wanted) or ['enum']} is not supported")
 
 
 def replace_in_arrays(own: dict[str, Any]) -> None:
-    """`uniqueItems`, `contains` and its counts, and `additionalItems`."""
+    """Replace `uniqueItems`, `contains`, `minContains`, `maxContains` and `additionalItems`."""
     if not isinstance(own.get("items"), list):
-        own.pop("additionalItems", None)  # as the standard says
+        own.pop("additionalItems", None)  # without a list of items it has no effect
     at_least, at_most = own.pop("minContains", 1), own.pop("maxContains", None)
     contains = own.pop("contains", None)
     if contains is not None and (at_least != 0 or at_most is not None):
-        if not asks_nothing(contains):
+        if not allows_anything(contains):
             raise Unsupported("contains")
         own["minItems"] = max(at_least, own.get("minItems", 0))
         if at_most is not None:
@@ -186,9 +193,10 @@ def replace_in_arrays(own: dict[str, Any]) -> None:
 
 
 def replace_in_strings(own: dict[str, Any]) -> None:
-    """`pattern`: look-aheads go where the format beside them says the same.
+    """Remove look-aheads from `pattern` if the format beside them implies them.
 
-    A format of times asks for a zone, which zod's patterns leave out: there the pattern holds.
+    The formats "time" and "date-time" require a time zone, which zod's patterns do not: beside a
+    pattern, they are dropped.
     """
     pattern, kind = own.get("pattern"), own.get("format")
     if not isinstance(pattern, str):
@@ -207,7 +215,7 @@ def replace_in_strings(own: dict[str, Any]) -> None:
 
 
 def replace_counts(own: dict[str, Any]) -> None:
-    """2.0 is an integer in JSON schema."""
+    """Replace counts such as 2.0, an integer in JSON schema, by Python integers."""
     for name in _COUNTS:
         value = own.get(name)
         if isinstance(value, float) and value.is_integer():

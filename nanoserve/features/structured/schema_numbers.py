@@ -1,8 +1,8 @@
-"""Numbers in JSON schemas, as a library reads them that keeps them as float64.
+"""Numbers in JSON schemas, as read by a library that keeps them as float64.
 
-llguidance turns each number of a schema into a float64, and each bound of an integer from there
-into an int64. What that changes is refused here with the number, or spelled so that it is read
-right: its reader of JSON is off by the last bit for one float64 in eleven.
+llguidance converts each number of a schema to a float64, and each bound of an integer from there to
+an int64. A number that this would change is rejected here, or spelled so that it is read correctly:
+llguidance's JSON parser is off by the last bit for one float64 in eleven.
 """
 
 import math
@@ -16,8 +16,8 @@ from nanoserve.utils.checks import is_int, shown
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _INT64 = 2**63
-_LOWEST = -(_INT64 - 1024)  # the lowest float64 above int64's own lowest value
-_EXACT = 2**53  # up to here a float64 has a neighbour at a distance of 1
+_LOWEST = -(_INT64 - 1024)  # the lowest float64 above the lowest int64
+_EXACT = 2**53  # up to here, float64 holds every integer
 _MOST_MULTIPLE = 2**32 - 1
 _SMALLEST_STEP = 1e-12
 _MOST_RESPELLED = 1000
@@ -30,14 +30,14 @@ def float_of(text: str) -> float:
     """Return the float64 of a JSON number. Raises `ValueError` if it is too large or too small."""
     value = float(text)
     if math.isinf(value) or (value == 0 and Decimal(text) != 0):
-        raise ValueError(f"{text} is beyond what a float64 holds")
+        raise ValueError(f"{text} is beyond the range of a float64")
     return value
 
 
 def check_values(values: Any) -> int:
-    """Raise `ValueError` for a number in `const` or `enum` that would come out as another one.
+    """Check that no number in `const` or `enum` would be changed by the library.
 
-    Returns how many values there are.
+    Returns the number of values. Raises `ValueError` that names the number.
     """
     stack, num_values = [values], 0
     while stack:
@@ -48,77 +48,90 @@ def check_values(values: Any) -> int:
         elif isinstance(value, list | tuple):
             stack.extend(value)
         elif is_int(value) and (abs(value) >= _INT64 or not _is_held(value)):
-            raise ValueError(f"{shown(value)} is an integer that a float64 does not hold{_ADVICE}")
+            raise ValueError(
+                f"{shown(value)} is an integer that a float64 does not hold exactly{_ADVICE}"
+            )
         elif isinstance(value, float) and not _is_written_as_it_is(value):
-            raise ValueError(f"{value} has fewer digits than an integer of its size{_ADVICE}")
+            raise ValueError(f"{value} is a number that a float64 does not hold exactly{_ADVICE}")
     return num_values
 
 
 def checked_bound(name: str, value: Any) -> Any:
-    """Return a bound that means the same to the library. Raises `ValueError` if there is none.
+    """Return a bound that the library reads as `value`. Raises `ValueError` if there is none.
 
-    name: one of `BOUNDS`. A minimum of -2^63, which generators write for int64, becomes the next
-    one that can be kept, 1024 above.
+    name: one of `BOUNDS`. A minimum of -2^63, which code generators write for int64, becomes the
+    lowest one that the library can keep, 1024 above.
     """
     if isinstance(value, bool) and name.startswith("exclusive"):
-        return value  # of draft 4
+        return value  # in draft 4 it is a boolean
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}={shown(value)} must be a number")
     if (name, value) == ("minimum", -_INT64):
         return _LOWEST
     if is_int(value) and (name, value) != ("maximum", _INT64 - 1) and not _is_held(value):
         raise ValueError(
-            f"{name}={shown(value)} is an integer that a float64 does not hold{_ADVICE}"
+            f"{name}={shown(value)} is an integer that a float64 does not hold exactly{_ADVICE}"
         )
     if abs(value) >= _INT64 and (name, value) != ("maximum", _INT64 - 1):
         raise ValueError(f"{name}={shown(value)} is beyond 2^63{_ADVICE}")
     if isinstance(value, float) and not _is_written_as_it_is(value):
-        raise ValueError(f"{name}={value} has fewer digits than an integer of its size{_ADVICE}")
+        raise ValueError(
+            f"{name}={value} is a number that a float64 does not hold exactly{_ADVICE}"
+        )
     if name.startswith("exclusive") and abs(value) >= _EXACT:
         raise ValueError(f"{name}={shown(value)} is beyond 2^53{_ADVICE}")
     return value
 
 
-_ADVICE = "; say it in another way, perhaps as a string"
+_ADVICE = "; use a smaller number, or a string instead"
 
 
 def check_multiple(value: Any) -> Fraction:
-    """Return `multipleOf` exactly. Raises `ValueError` unless the library reads it so.
+    """Return the exact value of `multipleOf`. Raises `ValueError` if the library cannot keep it.
 
-    It multiplies by ten until nothing is left behind the point, and keeps 32 bits of that.
+    The library multiplies it by ten until it is an integer, which must fit 32 bits.
     """
     is_good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if not is_good or value > _MOST_MULTIPLE:
-        raise ValueError(f"multipleOf={shown(value)} must be in (0, {_MOST_MULTIPLE}]")
+        raise ValueError(f"multipleOf={shown(value)} must be a number in (0, {_MOST_MULTIPLE}]")
     scaled, num_places = float(value), 0
     while scaled % 1 and scaled <= _MOST_MULTIPLE:
         scaled, num_places = scaled * 10, num_places + 1
     exact = Fraction(Decimal(repr(value)))
     if scaled > _MOST_MULTIPLE or Fraction(int(scaled), 10**num_places) != exact:
-        raise ValueError(f"multipleOf={shown(value)} has more digits than can be kept")
+        raise ValueError(
+            f"multipleOf={shown(value)} cannot be kept exactly by the library; use an integer, or "
+            f"a number with fewer digits"
+        )
     return exact
 
 
 def check_common_multiples(multiples: set[Fraction]) -> None:
-    """Raise `ValueError` for steps whose common multiple, where they meet, is beyond 32 bits."""
+    """Raise `ValueError` if a combination of the steps may exceed the library's 32 bits.
+
+    multiples: the values of `multipleOf` in a schema.
+    """
     scale = math.lcm(*(step.denominator for step in multiples)) if multiples else 1
     product = math.prod(int(step * scale) for step in multiples)
     if len(multiples) > 1 and max(product, scale) > _MOST_MULTIPLE:
         names = sorted(map(float, multiples))[:8]
-        raise ValueError(f"multipleOf has too many different values to be combined: {names}")
+        raise ValueError(
+            f"multipleOf has different values whose common multiple may exceed {_MOST_MULTIPLE}: "
+            f"{names}"
+        )
 
 
 class OpenBounds:
-    """Bounds that are excluded, where the library would let the bound itself through.
+    """Exclusive bounds, adjusted where the library would allow the bound itself.
 
-    It takes "0" for a number above 0 and up to 0.5, and "-0" for one from -0.5 and below 0: where
-    an integer is excluded and the other bound is less than 1 away. There the integer is moved by a
-    millionth of a millionth, or less.
+    It allows "0" for a number above 0 and up to 0.5, and "-0" for one from -0.5 and below 0: that
+    is, if an integer is excluded and the other bound is less than 1 away. In these cases the bound
+    is moved by 1e-12, or less.
     """
 
     def __init__(self, schemas: Iterator[dict[str, Any]]) -> None:
         self._above: dict[int, float] = {}  # by integer, the nearest upper bound above it
-        self._below: dict[int, float] = {}
+        self._below: dict[int, float] = {}  # by integer, the nearest lower bound below it
         for schema in schemas:
             for name in BOUNDS:
                 value = schema.get(name)
@@ -126,7 +139,7 @@ class OpenBounds:
                     self._note(name, value)
 
     def moved(self, name: str, value: Any) -> Any:
-        """Return what to give to the library instead of an excluded bound."""
+        """Return the bound to give to the library instead of `value`."""
         if isinstance(value, bool) or not name.startswith("exclusive") or value % 1:
             return value
         is_lower = name == "exclusiveMinimum"
@@ -147,9 +160,9 @@ class OpenBounds:
 
 
 def spelled(text: str) -> str:
-    """Return JSON in which each number with a fraction or an exponent is read as what it is.
+    """Return JSON in which the library reads each number with a fraction or exponent correctly.
 
-    Raises `ValueError` for one that cannot be spelled so, and for too many that need it.
+    Raises `ValueError` if a number has no such spelling, or if too many have to be spelled anew.
     """
     num_respelled = 0
 
@@ -164,14 +177,16 @@ def spelled(text: str) -> str:
             return found[0]
         num_respelled += 1
         if num_respelled > _MOST_RESPELLED:
-            raise ValueError(f"more than {_MOST_RESPELLED} numbers have 16 digits or more")
+            raise ValueError(
+                f"more than {_MOST_RESPELLED} numbers have 16 digits or more; write them with fewer"
+            )
         return found[1] + _other_spelling(value)
 
     return _STRING_OR_FLOAT.sub(respell, text)
 
 
 def _other_spelling(value: float) -> str:
-    """Return digits near those of a float64 > 0 that are read as it."""
+    """Return a spelling of a float64 > 0 that the library reads as this number."""
     exact = Decimal(value)
     for num_digits in range(20, 15, -1):
         shift = num_digits - 1 - exact.adjusted()
@@ -180,11 +195,13 @@ def _other_spelling(value: float) -> str:
         for digits in range(nearest - 40 * unit, nearest + 41 * unit, unit):
             if _read(digits, -shift) == value:
                 return f"{digits}e{-shift}"
-    raise ValueError(f"{value} is a number that the library would read as another one")
+    raise ValueError(
+        f"{value} has no spelling that the library reads correctly; round it to fewer digits"
+    )
 
 
 def _read(digits: int, exponent: int) -> float | None:
-    """Return `digits` * 10^exponent as the library's reader computes it, None if it does not."""
+    """Return `digits` * 10^exponent as the library's parser computes it; None if it does not."""
     if digits >= 2**64:
         return None
     value = float(digits)
@@ -197,7 +214,10 @@ def _read(digits: int, exponent: int) -> float | None:
 
 
 def _is_written_as_it_is(value: float) -> bool:
-    """Tell whether a large float64, written as an integer with zeros at its end, is the same."""
+    """Return True if a float64 equals its shortest decimal representation.
+
+    Large ones may not: zeros are written in the place of digits that are not needed to read it.
+    """
     return abs(value) < _EXACT or Decimal(repr(value)) == Decimal(value)
 
 

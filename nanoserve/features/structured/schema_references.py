@@ -1,4 +1,4 @@
-"""References within a JSON schema: where each of them leads, whichever way it is written."""
+"""References within a JSON schema, resolved to the schemas that they refer to."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -23,39 +23,39 @@ def walk(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def reference_of(schema: dict[str, Any]) -> Any:
-    """Return the reference of a schema, None if it has none.
+    """Return the reference of a schema, or None.
 
-    A schema is one document here, so a dynamic reference has one target, as a plain one has.
+    The schema is a single document, so a dynamic reference has one target, like a plain one.
     """
     return next((schema[name] for name in REFERENCES if schema.get(name) is not None), None)
 
 
 def keys_of(pointer: str) -> list[str]:
-    """Return the keys that a JSON pointer names, from the top down: of "/a~1b/0", ["a/b", "0"]."""
+    """Return the keys of a JSON pointer, from the root down: "/a~1b/0" has ["a/b", "0"]."""
     return [unquote(step).replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
 
 class References:
-    """The targets of the references in `root`.
+    """Targets of the references in `root`, and their names in the rewritten schema.
 
-    Each target gets a name among the definitions that are kept: two, if it is closed at one place
-    and open at another.
+    Each target gets a name among the definitions of the rewritten schema. It gets two if it is
+    closed (allows no further properties) for one reference and open for another.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._id = root.get("$id") or root.get("id")
         self._named: dict[str, Any] | None = None  # by anchor and $id
-        self._targets: dict[str, tuple[str, Any]] = {}  # at the end of a chain of references
+        self._targets: dict[str, tuple[str, Any]] = {}  # by reference, with aliases resolved
         self._names: dict[tuple[str, bool], str] = {}
         self._taken: set[str] = set()
         self.waiting: deque[tuple[str, str, Any, bool]] = deque()  # name, reference, target, closes
 
     def target(self, reference: Any, is_alias: Any) -> tuple[str, Any]:
-        """Return where a reference leads, followed through definitions that only name another one.
+        """Return the final reference and its schema, following definitions that are aliases.
 
-        is_alias: tells whether a schema does that. Raises `ValueError` for a reference that leads
-        nowhere, or in a circle.
+        is_alias: returns True for a schema that is only a reference to another one. Raises
+        `ValueError` if a reference has no target, or if aliases form a circle.
         """
         seen: dict[str, None] = {}
         text = reference
@@ -66,7 +66,7 @@ class References:
             if found is not None:
                 break
             if text in seen:
-                raise ValueError(f"$ref={shown(reference)} leads in a circle")
+                raise ValueError(f"$ref={shown(reference)} refers to itself in a circle")
             seen[text] = None
             target = self._resolve(text)
             if not (isinstance(target, dict) and is_alias(target)):
@@ -78,7 +78,7 @@ class References:
         return found
 
     def name(self, reference: str, target: Any, closes: bool) -> str:
-        """Return the name of a target among the definitions that are kept."""
+        """Return the name of a target among the definitions of the rewritten schema."""
         name = self._names.get((reference, closes))
         if name is None:
             last = reference.rpartition("/")[2].strip("#")
@@ -96,11 +96,13 @@ class References:
     def _resolve(self, reference: str) -> Any:
         base, _, pointer = reference.partition("#")
         if base and base != self._id and base not in self._others():
-            raise ValueError(f"$ref={shown(reference)} is not within the schema")
+            raise ValueError(
+                f"$ref={shown(reference)} is not within the schema; include it under $defs"
+            )
         value = self._root if not base or base == self._id else self._others()[base]
         if pointer and not pointer.startswith("/"):
             if f"#{pointer}" not in self._others():
-                raise ValueError(f"$ref={shown(reference)} leads nowhere")
+                raise ValueError(f"$ref={shown(reference)} has no target: there is no such anchor")
             return self._others()[f"#{pointer}"]
         steps = pointer.split("/")[1:] if pointer != "/" else []
         for step, key in zip(steps, keys_of(pointer), strict=False):
@@ -109,11 +111,11 @@ class References:
             elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
                 value = value[int(key)]
             else:
-                raise ValueError(f"$ref={shown(reference)} leads nowhere: there is no {shown(key)}")
+                raise ValueError(f"$ref={shown(reference)} has no target: there is no {shown(key)}")
         return value
 
     def _others(self) -> dict[str, Any]:
-        """Return what is named by an anchor or an `$id`."""
+        """Return the schemas that have an anchor or an `$id`, by that name."""
         if self._named is None:
             self._named = {}
             for schema in walk(self._root):
@@ -124,13 +126,13 @@ class References:
 
 
 def check_circles(definitions: dict[str, Any]) -> None:
-    """Raise `ValueError` if definitions are nothing but names of each other."""
+    """Raise `ValueError` if definitions are aliases of each other in a circle."""
     checked: set[str] = set()
     for start, schema in definitions.items():
         seen, name = {start}, start
         while isinstance(schema, dict) and schema.keys() == {"$ref"} and name not in checked:
             checked.add(name)
             name = schema["$ref"].removeprefix("#/$defs/")
-            require(name not in seen, f"$ref to {shown(name)} leads in a circle")
+            require(name not in seen, f"$ref to {shown(name)} refers to itself in a circle")
             seen.add(name)
             schema = definitions[name]

@@ -1,4 +1,4 @@
-"""Which schemas may be closed to what they do not name, and which exclude each other."""
+"""Analysis of schemas: which may be closed to further properties, and which are disjoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,11 @@ from nanoserve.utils.checks import is_int
 
 
 def closing(own: dict[str, Any], draft_is_old: bool) -> dict[str, Any]:
-    """Return the keywords that close a schema which says nothing of further properties or items.
+    """Return the keywords that exclude properties and items which a schema does not describe.
 
-    An object that names no properties at all stays open: any object is meant. So does one that
-    needs a property which it does not describe.
+    They are returned only if the schema does not say itself whether it allows them. An object
+    without any named properties stays open, as it stands for any object. So does one that requires
+    a property which it does not describe.
     """
     more: dict[str, Any] = {}
     names, patterns = own.get("properties"), own.get("patternProperties")
@@ -30,7 +31,7 @@ def closing(own: dict[str, Any], draft_is_old: bool) -> dict[str, Any]:
 
 
 def needed(own: dict[str, Any]) -> set[str]:
-    """Return the names that a schema requires, in branches that only require names as well."""
+    """Return the properties that a schema requires, also in branches of nothing but `required`."""
     names = set(own.get("required") or ())
     for name in ("allOf", "anyOf", "oneOf"):
         if name in own and only_requires(own, name):
@@ -39,7 +40,7 @@ def needed(own: dict[str, Any]) -> set[str]:
 
 
 def only_requires(own: dict[str, Any], name: str) -> bool:
-    """Tell whether the branches of a keyword ask for nothing but that properties are there."""
+    """Return True if the branches of a keyword have no other keyword than `required`."""
     branches = own[name]
     return isinstance(branches, list) and all(
         isinstance(branch, dict) and assertions_of(branch).keys() == {"required"}
@@ -48,10 +49,10 @@ def only_requires(own: dict[str, Any], name: str) -> bool:
 
 
 def are_disjoint(branches: Any, target: Callable[[Any], Any]) -> bool:
-    """Tell whether it is plain that no value is valid under two of these schemas.
+    """Return True if evidently no value is valid under two of these schemas.
 
-    Their types differ, or they are objects that all need one property whose values differ.
-    target: what a schema is another name of.
+    This is so if their types differ, and objects all require a property with different values.
+    target: returns the schema that a schema is an alias of, or the schema itself.
     """
     if not isinstance(branches, list):
         return False
@@ -66,11 +67,11 @@ def are_disjoint(branches: Any, target: Callable[[Any], Any]) -> bool:
         else:
             kinds.add(kind)
     return len(objects) < 2 or any(
-        _tells_apart(name, objects, target) for name in sorted(needed(objects[0]))
+        _distinguishes(name, objects, target) for name in sorted(needed(objects[0]))
     )
 
 
-def _tells_apart(name: str, objects: list[dict[str, Any]], target: Callable[[Any], Any]) -> bool:
+def _distinguishes(name: str, objects: list[dict[str, Any]], target: Callable[[Any], Any]) -> bool:
     seen: set[str | int] = set()
     for own in objects:
         properties = own.get("properties")

@@ -1,9 +1,9 @@
-"""JSON schemas as people and programs write them, in the words that libraries of grammars know.
+"""Rewriting of JSON schemas into the keywords that grammar libraries support.
 
-A schema is full of what asks for nothing: annotations, formats that nobody defines, keywords at
-their neutral values. All that is left out here, once, before a library sees it. What does ask for
-something that no output can be made to obey is refused by name, or ignored if that is asked for.
-Whatever is valid under the result is valid under the schema that was given.
+Schemas have many keywords that constrain nothing: annotations, undefined formats, keywords at their
+neutral values. They are removed here, once, before a library sees the schema. A keyword that does
+constrain values and cannot be enforced is rejected by name, or ignored in lenient mode. Without
+ignored keywords, every value that is valid under the result is valid under the given schema.
 """
 
 import json
@@ -33,9 +33,9 @@ from nanoserve.utils.checks import require, shown
 
 logger = logging.getLogger(__name__)
 
-_Path = tuple[Any, ...]  # (path of what holds it, key), or () at the top
-_MOST_PARTS = 200_000  # schemas, and values of enums, that references may make of one text
-_MOST_NAMED = 8  # ignored keywords, in a line of the log
+_Path = tuple[Any, ...]  # (path of the parent, key), or () at the root
+_MOST_PARTS = 200_000  # schemas and enum values of one rewritten schema, which references multiply
+_MOST_NAMED = 8  # ignored keywords that a log line names
 _BY_NAME = ("properties", "patternProperties")
 _ONE = ("items", "additionalItems", "additionalProperties")
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -47,11 +47,12 @@ _MEETING = (
 
 @lru_cache(maxsize=16)
 def rewritten(text: str, closes: bool, is_lenient: bool) -> str:
-    """Return a JSON schema, as text, in the words that the libraries know.
+    """Return a JSON schema, as text, rewritten with keywords that the libraries support.
 
-    closes: objects that name properties have no others unless the schema says so, and arrays that
-    name their first items have no more. is_lenient: what cannot be obeyed is ignored, and named in
-    the log; otherwise it is a `ValueError` that names it and its place.
+    closes: if True, objects that name properties have no others unless the schema allows them, and
+    arrays that name their first items have no further ones. is_lenient: if True, keywords that
+    cannot be enforced are ignored, and named in the log; otherwise they raise `ValueError`, which
+    names the keyword and its location.
     """
     rewriter = _Rewriter(json.loads(text), is_lenient)
     schema = rewriter.whole(closes)
@@ -63,7 +64,7 @@ def rewritten(text: str, closes: bool, is_lenient: bool) -> str:
 
 
 class _Rewriter:
-    """Rewrites one schema. Its references are followed in a loop; only brackets are recursion."""
+    """Rewrites one schema. Recursion follows its nesting; references are followed in a loop."""
 
     def __init__(self, root: Any, is_lenient: bool) -> None:
         self._root, self._is_lenient = root, is_lenient
@@ -82,9 +83,10 @@ class _Rewriter:
             keywords.replace_counts,
             self._check_numbers,
         )
-        self.ignored: list[str] = []  # keywords and their places
+        self.ignored: list[str] = []  # keywords and their locations
 
     def whole(self, closes: bool) -> dict[str, Any]:
+        """Rewrite the root schema and all definitions that it refers to."""
         made = self.schema(self._root, (), closes)
         schema = made if isinstance(made, dict) else {"allOf": [made]}
         schema = keywords.dialect_of(self._root) | schema
@@ -98,10 +100,10 @@ class _Rewriter:
         return schema | ({"$defs": definitions} if definitions else {})
 
     def schema(self, value: Any, path: _Path, closes: bool) -> Any:
-        """Rewrite one schema and what is in it."""
+        """Rewrite one schema and its subschemas."""
         if isinstance(value, bool):
             return value
-        require(isinstance(value, dict), f"{shown(value)} at {_shown(path)} is no schema")
+        require(isinstance(value, dict), f"{shown(value)} at {_shown(path)} is not a schema")
         self._count(1)
         own = assertions_of(value)
         for step in self._steps:
@@ -115,24 +117,24 @@ class _Rewriter:
     def _try(
         self, step: Callable[[dict[str, Any]], None], own: dict[str, Any], path: _Path
     ) -> None:
-        """Take a step as often as it finds something else that is unsupported."""
+        """Run a step; in lenient mode, repeat it without each keyword that it does not support."""
         while True:
             try:
                 return step(own)
             except Unsupported as error:
                 if not self._is_lenient:
-                    told = f"{error}, at {_shown(path)}; lenient=True ignores it"
-                    raise ValueError(told) from None
+                    message = f"{error}, at {_shown(path)}; lenient=True ignores it"
+                    raise ValueError(message) from None
                 self.ignored.append(f"{error.keyword} at {_shown(path)}")
                 own.pop(error.keyword, None)
             except (TypeError, AttributeError, ValueError) as error:
                 raise ValueError(f"{error}, at {_shown(path)}") from None
 
     def _with_parts(self, own: dict[str, Any], path: _Path, closes: bool) -> dict[str, Any]:
-        """Rewrite what is in a schema, closing it where that takes away nothing it asks for.
+        """Rewrite the subschemas of a schema, and close it where that excludes nothing it requires.
 
-        What meets in one value, as the branches of allOf do, is left open: each would close it to
-        the others.
+        Schemas that apply to the same value, such as the branches of allOf, are left open: each
+        would exclude the properties of the others.
         """
         draft_is_old = "$schema" in self._root and "2020" not in str(self._root["$schema"])
         applied = [
@@ -146,7 +148,7 @@ class _Rewriter:
             closes_branches = are_disjoint(own["oneOf"], self._target)
         if "oneOf" in own and len(own["oneOf"]) > 1 and (self._is_lenient or closes_branches):
             if not closes_branches and not are_disjoint(own["oneOf"], self._target):
-                self.ignored.append(f"that one only of oneOf is valid at {_shown(path)}")
+                self.ignored.append(f"that only one schema of oneOf is valid at {_shown(path)}")
             if "anyOf" in own:
                 own["allOf"] = [*own.get("allOf", []), {"anyOf": own["oneOf"]}]
             else:
@@ -177,8 +179,8 @@ class _Rewriter:
 
     def _count(self, num_parts: int) -> None:
         self._num_parts += num_parts
-        told = f"its references make more than {_MOST_PARTS} schemas and values of it"
-        require(self._num_parts <= _MOST_PARTS, told)
+        message = f"its references make more than {_MOST_PARTS} schemas and values of it"
+        require(self._num_parts <= _MOST_PARTS, message)
 
     def _replace_names(self, own: dict[str, Any]) -> None:
         reference = reference_of(own)
@@ -190,7 +192,7 @@ class _Rewriter:
             keywords.replace_names(own, self._target(own["propertyNames"]))
 
     def _target(self, schema: Any) -> Any:
-        """Return a schema, or what it is another name of."""
+        """Return a schema, or the schema that it is an alias of."""
         if isinstance(schema, dict) and _is_alias(schema):
             return self._references.target(reference_of(schema), _is_alias)[1]
         return schema
@@ -217,7 +219,7 @@ def _is_alias(schema: dict[str, Any]) -> bool:
 
 
 def _shown(path: _Path) -> str:
-    """Write a place as a JSON pointer; it is kept as a chain, because most are never written."""
+    """Return a path as a JSON pointer. Paths are kept as chains, since most are never written."""
     keys: list[str] = []
     while path:
         path, key = path

@@ -1,14 +1,15 @@
-"""A grammar as it was given, in the form in which it is compared, compiled and kept."""
+"""Grammars as text: the key by which they are compared, checked, compiled and cached."""
 
 from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """A grammar as text: equal ones are compiled once.
+    """Grammar as text. Equal ones are compiled once.
 
     kind: "json" (a schema), "regex", "choice" (a JSON list), "grammar" or "structural_tag".
-    whitespace: a pattern for what may stand between the parts of JSON, "" for nothing but a space
-    behind each comma and colon.
+    text: the grammar.
+    whitespace: a regular expression for the whitespace between the parts of JSON; "" allows only
+    the one space after each comma and colon.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Threads with a stack of known size, for native code that recurses."""
+"""Threads with a given stack size, for native code that recurses."""
 
 import threading
 from collections.abc import Callable
@@ -10,10 +10,10 @@ _lock = threading.Lock()
 def start_thread(
     target: Callable[..., Any], args: tuple[Any, ...], num_bytes: int, name: str
 ) -> threading.Thread:
-    """Start a daemon thread whose stack has `num_bytes`; only what is used of it takes memory.
+    """Start a daemon thread with a stack of `num_bytes`; only the used part of it takes memory.
 
-    The size that new threads get is a setting of the whole process, so one that another part of the
-    program starts at the same moment may get a large stack, too, which does no harm.
+    Python sets the stack size of new threads for the whole process. So a thread that another part
+    of the program starts at the same moment may get a large stack too, which does no harm.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _lock:

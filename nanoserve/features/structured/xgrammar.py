@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: a pushdown automaton, with masks computed when a grammar is compiled."""
+"""Grammar backend on xgrammar: a pushdown automaton, with masks precomputed at compile time."""
 
 import json
 from functools import cache
@@ -13,12 +13,12 @@ from nanoserve.features.structured.grammar import count_legal
 from nanoserve.features.structured.source import Source
 from nanoserve.features.structured.xgrammar_schemas import known_regex, known_schema
 
-_ANY_WHITESPACE = r"[ \n\r\t]*"  # the one pattern that it knows
-_BYTES_OF_CHARACTER = 100  # of a list of choices, about
+_ANY_WHITESPACE = r"[ \n\r\t]*"  # the one pattern that xgrammar supports
+_BYTES_OF_CHARACTER = 100  # approximate size of a list of choices
 
 
 class XGrammar:
-    """Compiles for one tokenizer."""
+    """Backend for one tokenizer."""
 
     check_seconds = 6  # 9,000 choices take 5
 
@@ -44,12 +44,12 @@ class XGrammar:
         first = made.start()
         first.fill(mask)
         if not mask.any() and not first.may_end:
-            raise ValueError(f"{source.kind}: nothing can begin with it")
+            raise ValueError(f"{source.kind}: no output can begin with it")
         return made
 
     @staticmethod
     def check(source: Source) -> None:
-        """Raise `ValueError` for what cannot be compiled, or would not be obeyed."""
+        """Raise `ValueError` for a grammar that cannot be compiled, or would not be enforced."""
         try:
             _compiler_of_letters().compile_grammar(_grammar_of(source))
         except RuntimeError as error:
@@ -57,6 +57,8 @@ class XGrammar:
 
 
 class CompiledByXGrammar:
+    """Grammar that xgrammar has compiled."""
+
     def __init__(self, compiled: Any, backend: TokenizerBackend, end: int) -> None:
         self._compiled, self._backend, self._end = compiled, backend, end
         self.num_bytes = compiled.memory_size_bytes
@@ -66,7 +68,7 @@ class CompiledByXGrammar:
 
 
 class MatchedByXGrammar:
-    """One output."""
+    """State of one output in xgrammar."""
 
     def __init__(self, matcher: GrammarMatcher, backend: TokenizerBackend, end: int) -> None:
         self._matcher, self._backend, self._end = matcher, backend, end
@@ -82,17 +84,20 @@ class MatchedByXGrammar:
     def accept(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             if not self.advance(token_id):
-                raise ValueError(f"token {token_id} is not what its grammar allows")
+                raise ValueError(f"token {token_id} is not allowed by its grammar here")
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:
             self._matcher.rollback(num_tokens)
 
     def forced(self, most: int) -> list[int]:
-        """The text that must come, as it is cut by itself: its last token may go on behind it."""
+        """Return the tokens of the forced text, without the last one.
+
+        The last token is left out because the tokenizer might merge it with the text after it.
+        """
         try:
             text = self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:  # byte tokens have begun a character: its rest is no text
+        except UnicodeDecodeError:  # byte tokens have begun a character: the rest is not UTF-8
             return []
         token_ids = self._backend.encode(text, add_special_tokens=False).ids[:-1] if text else []
         return token_ids[: min(most, count_legal(self, token_ids))]
@@ -106,7 +111,7 @@ class MatchedByXGrammar:
         return self._look() and not self._mask.any()
 
     def _look(self) -> bool:
-        """Fill the mask; whether the end may come, which is left out of it."""
+        """Fill the mask, without the end token, and return True if the end token is allowed."""
         self._mask[:] = -1
         self._matcher.fill_next_token_bitmask(self._mask)
         words = self._mask[0].view(np.uint32)
@@ -118,7 +123,7 @@ class MatchedByXGrammar:
 
 @cache
 def _compiler_of_letters() -> GrammarCompiler:
-    """A compiler for a vocabulary of a few tokens, which takes a fraction of the time."""
+    """Return a compiler for a vocabulary of six tokens, which is faster than for a real one."""
     info = TokenizerInfo([*"ab01{", ""], VocabType.RAW, vocab_size=6, stop_token_ids=[5])
     return GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
@@ -133,13 +138,19 @@ def _grammar_of(source: Source) -> xgrammar.Grammar:
     if kind == "grammar":
         if "::=" not in text or text.startswith("%llguidance"):
             raise ValueError(
-                "this grammar is not GBNF: the backend 'guidance' reads Lark's dialect"
+                "the backend 'xgrammar' supports GBNF only, and this grammar is not GBNF; use the "
+                "backend 'guidance' for Lark's syntax"
             )
         return xgrammar.Grammar.from_ebnf(text)
     if kind == "structural_tag":
-        raise ValueError("structural_tag is for the backend 'guidance'")
+        raise ValueError(
+            "structural_tag is not supported by the backend 'xgrammar'; use the backend 'guidance'"
+        )
     if source.whitespace not in ("", _ANY_WHITESPACE):
-        raise ValueError(f"whitespace_pattern={source.whitespace!r} is for the backend 'guidance'")
+        raise ValueError(
+            f"whitespace_pattern={source.whitespace!r} is not supported by the backend 'xgrammar'; "
+            f"use the backend 'guidance'"
+        )
     schema = json.loads(text)
     options: dict[str, Any] = {"any_whitespace": True}
     if not source.whitespace:
@@ -149,7 +160,7 @@ def _grammar_of(source: Source) -> xgrammar.Grammar:
 
 
 def _vocabulary(backend: TokenizerBackend, size: int) -> list[str]:
-    """By id; special tokens, which are no text, are empty."""
+    """Return the texts of the tokens by id; those of special tokens are empty."""
     vocabulary = [""] * size
     for text, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id < size - 1:
@@ -161,7 +172,7 @@ def _vocabulary(backend: TokenizerBackend, size: int) -> list[str]:
 
 
 def _vocab_type(backend: TokenizerBackend) -> VocabType:
-    """How the vocabulary writes bytes."""
+    """Return the way in which the vocabulary represents bytes."""
     vocabulary = backend.get_vocab()
     if "<0x0A>" in vocabulary:
         return VocabType.BYTE_FALLBACK
@@ -169,5 +180,5 @@ def _vocab_type(backend: TokenizerBackend) -> VocabType:
 
 
 def _first_line(error: Exception) -> str:
-    """Behind the place in the library's source that it names first."""
+    """Return the first line of an error, without the location in xgrammar's source."""
     return str(error).partition("] ")[2].split("\n")[0][:400] or str(error)[:400]

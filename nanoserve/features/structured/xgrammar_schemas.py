@@ -1,7 +1,8 @@
-"""What xgrammar makes of a JSON schema or a regular expression as it was meant, and nothing else.
+"""JSON schemas and regular expressions that xgrammar enforces correctly; others are rejected.
 
-It passes over what it does not know, and then the output is not what was asked for. So here is a
-list of what it does know, by itself and in which company; all else is refused by name.
+xgrammar ignores keywords that it does not support, and then the output is not valid under the
+schema. So this module lists the supported keywords and their combinations, and rejects all others
+by name.
 """
 
 import re
@@ -24,15 +25,18 @@ _ALLOWED = {
 _PYTHONS = {"string": str, "boolean": bool, "null": type(None), "object": dict, "array": list}
 _LARGEST = 2**53
 _MOST_LENGTH = 10_000
-_PLACES = 6  # that are kept of a bound
+_PLACES = 6  # decimal places that xgrammar keeps of a bound
 _UNKNOWN = re.compile(r"\\[1-9bBAZzpPkKGg]|\(\?(?!:|P<\w+>)|(?<!\\)(?<!\[)[\^$]")
 
 
 def known_schema(schema: Any, root: Any, path: str = "#") -> dict[str, Any]:
-    """The same schema, in words that mean the same to xgrammar. `ValueError` names what it has no
-    words for; path: where in the whole, which is `root`."""
+    """Return an equivalent schema with keywords that xgrammar enforces.
+
+    root: the whole schema. path: the location of `schema` in it. Raises `ValueError` that names a
+    keyword or combination which xgrammar does not support.
+    """
     if not isinstance(schema, dict):
-        raise ValueError(f"{shown(schema)} at {path} is no schema that xgrammar knows")
+        raise ValueError(f"{shown(schema)} at {path} is not a schema that xgrammar supports")
     own = {name: value for name, value in schema.items() if name not in _NOTES}
     kept: dict[str, Any] = {}
     if path == "#":
@@ -59,7 +63,8 @@ def known_schema(schema: Any, root: Any, path: str = "#") -> dict[str, Any]:
         return kept | {"anyOf": [known_schema({"type": one}, root, path) for one in kind]}
     if kind not in _ALLOWED:
         raise ValueError(
-            f"type={shown(kind)} beside {sorted(own)} at {path} is none that xgrammar knows"
+            f"type={shown(kind)} with the keywords {sorted(own)} at {path} is not supported by "
+            f"xgrammar"
         )
     _require_alone(own, {"type"} | _ALLOWED[kind], path)
     known = {"object": _object, "array": _array, "string": _string}.get(kind, _number)
@@ -67,7 +72,10 @@ def known_schema(schema: Any, root: Any, path: str = "#") -> dict[str, Any]:
 
 
 def known_regex(regex: str) -> str:
-    """The same without what xgrammar reads in another way, or `ValueError`."""
+    """Return an equivalent expression that xgrammar reads correctly.
+
+    Raises `ValueError` for constructs that it does not support.
+    """
     regex = portable(regex, has_sets=False).removeprefix("^")
     if regex.endswith("$") and not regex.endswith("\\$"):
         regex = regex[:-1]
@@ -80,11 +88,15 @@ def known_regex(regex: str) -> str:
 def _object(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
     properties, others = own.get("properties", {}), own.get("additionalProperties", True)
     missing = sorted(set(own.get("required", [])) - set(properties))
-    require(not missing, f"{missing} at {path} are required, and no properties")
+    require(
+        not missing,
+        f"{missing} at {path} are required, but not described in properties, which xgrammar does "
+        f"not support",
+    )
     require(
         others is False or not properties,
-        f"the object at {path} names properties and may have others: xgrammar would let these have "
-        f"the same names; set additionalProperties to false (disable_additional_properties)",
+        f"the object at {path} names properties and allows others, to which xgrammar could give "
+        f"the same names; set additionalProperties to false (disable_additional_properties=True)",
     )
     if not properties:
         return {"type": "object", "additionalProperties": _any(others, root, path)}
@@ -103,7 +115,8 @@ def _string(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
     lengths = {"minLength", "maxLength"} & own.keys()
     if "pattern" in own:
         require(
-            not lengths, f"a pattern with {sorted(lengths)} at {path} is more than xgrammar knows"
+            not lengths,
+            f"a pattern with {sorted(lengths)} at {path} is not supported by xgrammar",
         )
         return {"type": "string", "pattern": f"^{known_regex(own['pattern'])}$"}
     if not lengths:
@@ -111,22 +124,27 @@ def _string(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
     low, high = own.get("minLength", 0), own.get("maxLength", "")
     for length in (low, high):
         is_good = length == "" or (is_int(length) and 0 <= length <= _MOST_LENGTH)
-        require(is_good, f"length={shown(length)} at {path} must be at most {_MOST_LENGTH}")
-    # By itself it would count control characters, which are none in JSON.
+        require(
+            is_good,
+            f"length={shown(length)} at {path} must be an integer in [0, {_MOST_LENGTH}]",
+        )
+    # A pattern instead of the lengths: xgrammar would allow control characters, invalid in JSON.
     return {"type": "string", "pattern": rf'^[^"\\\x00-\x1f]{{{low},{high}}}$'}
 
 
 def _number(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
     for name, value in own.items():
         is_bound = name == "type" or (is_number(value) and abs(value) <= _LARGEST)
-        require(is_bound, f"{name}={shown(value)} at {path} is beyond 2^53")
+        require(is_bound, f"{name}={shown(value)} at {path} must be a number in [-2^53, 2^53]")
         is_kept = name == "type" or round(value, _PLACES) == value
-        require(is_kept, f"{name}={shown(value)} at {path} has more than {_PLACES} decimal places")
+        require(
+            is_kept, f"{name}={shown(value)} at {path} must have at most {_PLACES} decimal places"
+        )
     return own
 
 
 def _any(schema: Any, root: Any, path: str) -> Any:
-    """Also of what may be anything."""
+    """Return an equivalent schema; one that allows anything is returned as it is."""
     return schema if schema in (True, False, {}) else known_schema(schema, root, path)
 
 
@@ -140,7 +158,7 @@ def _require_alone(own: dict[str, Any], allowed: set[str], path: str) -> None:
     require(
         not others,
         f"{others} at {path} is not supported by xgrammar, or not together with "
-        f"{sorted(set(own) & allowed)}; the backend 'guidance' may know it",
+        f"{sorted(set(own) & allowed)}; the backend 'guidance' may support it",
     )
 
 
@@ -153,18 +171,18 @@ def _require_of_type(value: Any, kind: Any, path: str) -> None:
 
 
 def _check_ref(ref: Any, root: Any, path: str) -> None:
-    """It must lead to something, and not in a circle, through the whole schema."""
+    """Raise `ValueError` unless a reference has a target in `root`, without a circle."""
     seen = []
     while True:
         require(
             isinstance(ref, str) and ref.startswith(("#/$defs/", "#/definitions/")),
-            f"$ref={shown(ref)} at {path} must be one of $defs",
+            f"$ref={shown(ref)} at {path} must refer to one of $defs, as '#/$defs/name'",
         )
-        require(ref not in seen, f"$ref={shown(ref)} at {path} leads in a circle")
+        require(ref not in seen, f"$ref={shown(ref)} at {path} refers to itself in a circle")
         seen.append(ref)
         kind, _, name = ref.removeprefix("#/").partition("/")
         target = root.get(kind, {}).get(name) if isinstance(root, dict) else None
-        require(isinstance(target, dict), f"$ref={shown(ref)} at {path} leads nowhere")
+        require(isinstance(target, dict), f"$ref={shown(ref)} at {path} has no target")
         if "$ref" not in target:
             return
         ref = target["$ref"]

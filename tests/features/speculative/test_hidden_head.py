@@ -57,22 +57,22 @@ def rewrite(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights, metadata: metadata.pop("shape"), "does not say the shape"),
+        (lambda weights, metadata: metadata.pop("shape"), "has no 'shape' in its metadata"),
         (lambda weights, metadata: metadata.update(shape="[12]"), "is not a JSON object"),
         (
             lambda weights, metadata: metadata.update(shape='{"hidden_size": 12}'),
             "intermediate_size=None must be an integer",
         ),
-        (lambda weights, metadata: weights.pop("norm.weight"), "but a head of its shape"),
+        (lambda weights, metadata: weights.pop("norm.weight"), "a head with its metadata has"),
         (
             lambda weights, metadata: weights.update({"norm.weight": torch.zeros(13)}),
-            "but a head of its shape",
+            "a head with its metadata has",
         ),
         (
             lambda weights, metadata: metadata.update(
                 shape='{"hidden_size": 1000000, "intermediate_size": 1000000}'
             ),
-            "but a head of its shape",
+            "a head with its metadata has",
         ),
     ],
 )

@@ -13,11 +13,11 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from training.acceptance import (
     accepted_per_step,
-    draft_guesser,
+    draft_model_drafter,
     held_out_questions,
     load_model,
     own_answers,
-    shipped_guessers,
+    shipped_drafters,
 )
 from training.train_draft import DRAFT_PATH
 from training.train_head import HEAD_PATH
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 20  # of either file: a package carries them
 
 @pytest.fixture(scope="module")
 def proposers():
-    return shipped_guessers()
+    return shipped_drafters()
 
 
 @pytest.mark.small(temperature=[1.0])
@@ -58,7 +58,7 @@ def test_a_step_begins_where_the_last_one_ended() -> None:
 
 def test_the_model_itself_would_draft_every_token() -> None:
     """So noise and positions are those with which the engine has sampled."""
-    is_drafted = draft_guesser(load_model(bundled_checkpoint("tiny-qwen3")))
+    is_drafted = draft_model_drafter(load_model(bundled_checkpoint("tiny-qwen3")))
     for answer in own_answers(held_out_questions(per_set=1), temperature=1.0):
         assert is_drafted(answer)[:-1, 0].all()
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_obeyed_is_named(guide: dict[str, Any], what: str) -> Non
 def test_what_nothing_can_begin_with_is_found_before_the_first_step(
     guidance: Guidance, guide: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match="nothing can begin with it"):
+    with pytest.raises(ValueError, match="no output can begin with it"):
         compiled(guidance, **guide)
 
 

@@ -150,7 +150,7 @@ def test_schemas_within_tags_and_grammars_are_looked_at() -> None:
         text = f'{header}start: "x" %json{json.dumps(deep)} "y"'
         with pytest.raises(ValueError, match="levels deep"):
             check_bounds(Source("grammar", text), "guidance")
-    with pytest.raises(ValueError, match="what follows %json is not JSON"):
+    with pytest.raises(ValueError, match="the text after %json is not JSON"):
         check_bounds(Source("grammar", 'start: %json {"a": '), "guidance")
 
 

@@ -28,12 +28,12 @@ ENGINE = StructuredOutputsConfig()
         ({"regex": ""}, "regex=''"),
         ({"regex": 5}, "regex=5"),
         ({"regex": "a" * 20_000}, "20000 characters; at most 16384"),
-        ({"regex": "\ud800"}, "regex holds what is no text"),
+        ({"regex": "\ud800"}, "regex is not valid Unicode text"),
         ({"choice": []}, "at least one"),
         ({"choice": "yes"}, "choice='yes'"),
-        ({"choice": ["a", ""]}, "not empty"),
-        ({"choice": ["a"] * 10_001}, "10001 texts; at most 10000"),
-        ({"choice": ["\ud800"]}, "choice holds"),
+        ({"choice": ["a", ""]}, "non-empty"),
+        ({"choice": ["a"] * 10_001}, "10001 strings; at most 10000"),
+        ({"choice": ["\ud800"]}, "choice is not valid"),
         ({"grammar": "s" * 100_000}, "100000 characters"),
         ({"json": "no JSON"}, "json is not JSON"),
         ({"json": "[1]"}, "must be a JSON object"),
@@ -57,7 +57,7 @@ def test_what_may_not_be_asked_for(given: dict[str, Any], what: str) -> None:
 
 def test_a_structure_begins_with_a_trigger() -> None:
     tag = {"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<g"]}
-    with pytest.raises(ValueError, match="starts with none"):
+    with pytest.raises(ValueError, match="must start with one of its triggers"):
         StructuredOutputsParams(structural_tag=tag).source(ENGINE)
     tag["triggers"] = ["<"]
     assert StructuredOutputsParams(structural_tag=tag).source(ENGINE).kind == "structural_tag"

@@ -182,10 +182,10 @@ def test_what_can_be_said_in_other_words_is(schema: Any, expected: Any) -> None:
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "circle"),
         ({"$ref": "#"}, "circle"),
         ({"allOf": [{"$ref": "#"}]}, "circle"),
-        ({"$ref": "#/$defs/none"}, "nowhere"),
+        ({"$ref": "#/$defs/none"}, "has no target"),
         ({"$ref": "http://e.org/s"}, "not within"),
         ({"$ref": 5}, "must be a string"),
-        ({"items": 5}, "5 at #/items is no schema"),
+        ({"items": 5}, "5 at #/items is not a schema"),
         ({"anyOf": {}}, "#/anyOf must be a list"),
     ],
 )

@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
         "circle",
     ),
-    ({"$ref": "#/$defs/none"}, "nowhere"),
+    ({"$ref": "#/$defs/none"}, "has no target"),
     ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, "maxLength"),
     ({"type": "string", "pattern": "^a(?=b)"}, r"\(\?"),
     ({"type": "string", "format": "date"}, "format"),
